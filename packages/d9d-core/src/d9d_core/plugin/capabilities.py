@@ -1,0 +1,155 @@
+"""Do the chosen parts go together? Flat tokens, checked before anything is built, without torch.
+
+mesh:AXIS            the axis has more than one rank
+model:TRAIT          the model declares the trait
+strategy:NAME        the strategy is in the job
+device:TYPE[>=X.Y]   training runs on this device type, with at least this compute capability
+import:MODULE        the Python module can be imported
+anything else        declared by a plugin through ``d9d_capabilities`` and provided by a chosen record
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from d9d_core.plugin.records import ANCHORS, Spec, StrategySpec
+from d9d_core.plugin.registry import Entry, Registry
+
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+#: Traits that core itself knows; see :mod:`d9d_core.traits`.
+MODEL_TRAITS = ("late_init", "blocks", "tensor_parallel", "context_parallel", "pipeline", "ops")
+_DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A record that the job selects, and where."""
+
+    where: str
+    entry: Entry
+
+    @property
+    def spec(self) -> Spec:
+        """The record; capabilities themselves are never chosen."""
+        assert isinstance(self.entry.spec, Spec)
+        return self.entry.spec
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the job runs on.
+
+    Attributes:
+        mesh: axis -> size.
+        device: device type, or ``None`` where it is not known yet (``d9d check`` on another machine).
+        compute_capability: of the device, if it has one.
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    device: str | None = None
+    compute_capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One token of one record: satisfied (and by what), or not (and why). ``satisfied`` is ``None`` if unknown here."""
+
+    chosen: Chosen
+    token: str
+    satisfied: bool | None
+    reason: str
+
+
+def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
+    """Check what every chosen record requires and refuses."""
+    judge_ = _Judge(chosen, registry, circumstances)
+    verdicts = []
+    for item in chosen:
+        verdicts += [judge_.required(item, token) for token in sorted(item.spec.requires)]
+        verdicts += [judge_.refused(item, token) for token in sorted(item.spec.conflicts)]
+    return verdicts
+
+
+def order(strategies: Iterable[Chosen]) -> list[Chosen]:
+    """Strategies in order of application: by anchor, then before/at/after, then as the job lists them."""
+
+    def key(item: Chosen) -> tuple[int, int]:
+        assert isinstance(item.spec, StrategySpec)
+        return ANCHORS.index(item.spec.anchor), ("before", "at", "after").index(item.spec.position)
+
+    return sorted(strategies, key=key)
+
+
+class _Judge:
+    def __init__(self, chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> None:
+        self._chosen = chosen
+        self._circumstances = circumstances
+        self._declared = {entry.spec.key: entry.spec.summary for entry in registry.entries("capability")}
+        self._provided: dict[str, str] = {}
+        for item in chosen:
+            for token in item.spec.provides:
+                self._provided.setdefault(token, str(item.entry))
+            if item.entry.kind.name == "strategy":
+                self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
+
+    def required(self, item: Chosen, token: str) -> Verdict:
+        satisfied, reason = self._holds(token)
+        if satisfied is False:
+            reason = self._complaint(item, token, reason)
+        return Verdict(item, token, satisfied, reason)
+
+    def refused(self, item: Chosen, token: str) -> Verdict:
+        holds, reason = self._holds(token)
+        name = f"{item.entry.kind.name} {item.entry}"
+        text = (
+            f"{name} does not go together with '{token}', which holds here: {reason}"
+            if holds
+            else f"not there: {reason}"
+        )
+        return Verdict(item, f"not {token}", None if holds is None else not holds, text)
+
+    def _complaint(self, item: Chosen, token: str, reason: str) -> str:
+        subject = f"{item.entry.kind.name} '{item.spec.name}'"
+        namespace, _, word = token.partition(":")
+        if namespace == "model":
+            models = [c for c in self._chosen if c.entry.kind.name == "model"]
+            traits = {c: sorted(t.partition(":")[2] for t in c.spec.provides if t.startswith("model:")) for c in models}
+            has = "; ".join(
+                f"{c.spec.name} ({c.entry.origin}) has: {', '.join(t) or 'none'}" for c, t in traits.items()
+            )
+            return f"{subject} needs model trait '{word}'; {has or 'the job has no model'}"
+        return f"{subject} needs {token}: {reason}"
+
+    def _holds(self, token: str) -> tuple[bool | None, str]:
+        if token in self._provided:
+            return True, self._provided[token]
+        namespace, _, word = token.partition(":")
+        if namespace == "mesh" and word in MESH_AXES:
+            size = self._circumstances.mesh.get(word, 1)
+            return size > 1, f"mesh.{word} is {size}" + ("" if size > 1 else f"; set mesh.{word} to more than 1")
+        if namespace == "device" and (match := _DEVICE.fullmatch(token)):
+            return self._device(match)
+        if namespace == "import" and word:
+            found = importlib.util.find_spec(word.partition(".")[0]) is not None
+            return found, f"module {word} is " + ("installed" if found else "not installed")
+        if namespace == "strategy":
+            return False, f"add {{name: {word}}} to parallel"
+        if namespace == "model" and word in MODEL_TRAITS:
+            return False, "the model does not declare it"
+        if token in self._declared:
+            return False, self._declared[token]
+        return False, f"nobody declares the token '{token}'; it may be misspelt, or a plugin is missing"
+
+    def _device(self, match: re.Match[str]) -> tuple[bool | None, str]:
+        kind, major, minor = match.groups()
+        device, has = self._circumstances.device, self._circumstances.compute_capability
+        if device is None:
+            return None, "the device is not known here"
+        if device != kind:
+            return False, f"training runs on {device}"
+        if major and (has is None or has < (int(major), int(minor))):
+            return False, f"this device has compute capability {'.'.join(map(str, has)) if has else 'unknown'}"
+        return True, f"training runs on {device}"

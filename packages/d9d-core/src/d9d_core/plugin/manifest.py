@@ -1,0 +1,51 @@
+"""Which plugins a process loaded: compared between ranks and on resume, saved with every run and checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.plugin.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Loaded plugins: name -> ``{version, editable, sha256}``. Holds no path, so that nodes can be compared."""
+
+    plugins: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def of(cls, registry: Registry) -> Manifest:
+        """The manifest of a registry."""
+        plugins = {}
+        for origin in sorted(registry.plugins, key=lambda o: (o.distribution, o.module)):
+            name = origin.distribution.rpartition("/")[2] if origin.digest else origin.distribution
+            plugins[name] = {"version": origin.version, "editable": origin.editable, "sha256": origin.digest}
+        return cls(plugins)
+
+    @property
+    def digest(self) -> str:
+        """sha256 over the canonical JSON form."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        return {name: dict(facts) for name, facts in self.plugins.items()}
+
+    def differences(self, other: Manifest, mine: str, theirs: str) -> list[str]:
+        """One line per plugin that differs; ``mine`` and ``theirs`` name the two sides, such as ``rank 0 (node-a)``."""
+
+        def say(facts: Mapping[str, Any] | None) -> str:
+            if facts is None:
+                return "not loaded"
+            return facts["version"] or f"sha256 {facts['sha256'][:12]}"
+
+        names = sorted({*self.plugins, *other.plugins})
+        return [
+            f"{name}: {mine} {say(self.plugins.get(name))}, {theirs} {say(other.plugins.get(name))}"
+            for name in names
+            if self.plugins.get(name) != other.plugins.get(name)
+        ]

@@ -1,0 +1,71 @@
+"""Which of the installed plugins may be loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def normalise(distribution: str) -> str:
+    """A distribution's name as packaging tools compare it: lower case, single dashes."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+@dataclass(frozen=True, slots=True)
+class PluginPolicy:
+    """Decided before anything is imported.
+
+    Attributes:
+        allow: only these distributions are loaded; ``None`` allows all.
+        block: these are not.
+        require: these must be there and load.
+        autoload: whether installed plugins are loaded at all.
+        files: single-file plugins, loaded besides.
+        strict: any problem with any plugin is an error.
+    """
+
+    allow: frozenset[str] | None = None
+    block: frozenset[str] = frozenset()
+    require: frozenset[str] = frozenset()
+    autoload: bool = True
+    files: tuple[Path, ...] = ()
+    strict: bool = False
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> PluginPolicy:
+        """Read ``D9D_PLUGINS``: ``none``, or a comma-separated list.
+
+        In the list a distribution is allowed (naming one excludes those not named), ``-distribution`` is blocked, and a
+        path ending in ``.py`` is loaded as a single-file plugin.
+        """
+        words = [word.strip() for word in environ.get("D9D_PLUGINS", "").split(",") if word.strip()]
+        if words == ["none"]:
+            return cls(autoload=False)
+        files = tuple(Path(word) for word in words if word.endswith(".py"))
+        block = frozenset(normalise(word[1:]) for word in words if word.startswith("-"))
+        allow = frozenset(normalise(w) for w in words if not w.startswith("-") and not w.endswith(".py"))
+        return cls(allow=allow or None, block=block, files=files)
+
+    def __or__(self, other: PluginPolicy) -> PluginPolicy:
+        """Both policies at once: the stricter of each."""
+        allows = [policy.allow for policy in (self, other) if policy.allow is not None]
+        return PluginPolicy(
+            allow=frozenset.intersection(*allows) if allows else None,
+            block=self.block | other.block,
+            require=self.require | other.require,
+            autoload=self.autoload and other.autoload,
+            files=tuple(dict.fromkeys(self.files + other.files)),
+            strict=self.strict or other.strict,
+        )
+
+    def refusal(self, distribution: str) -> str | None:
+        """Why a distribution is not loaded, or ``None`` if it is."""
+        if not self.autoload:
+            return "installed plugins are switched off (plugins.autoload, --no-plugins or D9D_PLUGINS=none)"
+        if distribution in self.block:
+            return "it is blocked (plugins.block or D9D_PLUGINS)"
+        if self.allow is not None and distribution not in self.allow:
+            return "it is not in the list of allowed plugins (plugins.allow or D9D_PLUGINS)"
+        return None

@@ -1,0 +1,220 @@
+"""What a plugin declares: one frozen record per thing it offers.
+
+A record is cheap to build. Whatever needs torch or pydantic is a :class:`Ref`, loaded when the job asks for it. The
+signatures behind the references are the protocols in :mod:`d9d_core.protocols`; each record says which one.
+
+Capabilities are flat tokens (see :mod:`d9d_core.plugin.capabilities`): ``requires`` must hold for the job, ``provides``
+adds tokens to it, ``conflicts`` must not hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from d9d_core.plugin.ref import Ref
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*(\.v[0-9]+)?")
+
+#: Order in which strategies act on a freshly built stage, first to last.
+ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
+
+
+def _tokens(value: Iterable[str]) -> frozenset[str]:
+    if isinstance(value, str):
+        raise TypeError(f"expected a set of capability tokens, got the string {value!r}")
+    return frozenset(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What all records share.
+
+    Attributes:
+        name: how a job file selects it: lower case, digits, underscores, optionally ``.v2``.
+        summary: one line for ``d9d plugins show``.
+        requires: capability tokens that must hold.
+        provides: capability tokens that hold once this is selected.
+        conflicts: capability tokens that must not hold.
+    """
+
+    name: str
+    summary: str
+    requires: Set[str] = frozenset()
+    provides: Set[str] = frozenset()
+    conflicts: Set[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"{type(self).__name__} name {self.name!r}: use lower case, digits and underscores")
+        if not self.summary.strip():
+            raise ValueError(f"{type(self).__name__} {self.name!r} needs a summary")
+        for tokens in ("requires", "provides", "conflicts"):
+            object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))
+
+    @property
+    def key(self) -> str:
+        """What is unique among the records of one kind."""
+        return self.name
+
+    def refs(self) -> dict[str, Ref]:
+        """All references in this record, by field name."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Ref)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfiguredSpec(Spec):
+    """A record with its own section in the job file.
+
+    Attributes:
+        config: a :class:`d9d_core.config.PluginConfig` subclass whose ``name`` is this record's name.
+        build: what makes the component from the config; its signature depends on the kind.
+    """
+
+    config: Ref
+    build: Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ConfiguredSpec):
+    """A model family. ``build(config, stage: Stage) -> nn.Module``, called under the meta device.
+
+    Attributes:
+        hugging_face: a :class:`d9d_core.protocols.HuggingFaceFormat`, for export and import.
+        flops: ``(config, sequence_length) -> float``, training FLOPs per token (forward and backward).
+        tiny: ``() -> config``, a configuration that runs in milliseconds on a CPU, for tests and ``d9d verify``.
+    """
+
+    hugging_face: Ref | None = None
+    flops: Ref | None = None
+    tiny: Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategySpec(ConfiguredSpec):
+    """Something applied to a built stage. ``build(config) -> Strategy``.
+
+    Attributes:
+        anchor: the point in :data:`ANCHORS` it belongs to.
+        position: before, at or after that anchor.
+    """
+
+    anchor: str
+    position: Literal["before", "at", "after"] = "at"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchor not in ANCHORS:
+            raise ValueError(f"strategy {self.name!r}: unknown anchor {self.anchor!r}; one of {', '.join(ANCHORS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSpec(ConfiguredSpec):
+    """A pipeline schedule. ``build(config) -> Schedule``, imported without torch.
+
+    Attributes:
+        handlers: ``(config) -> Mapping[type[Action], Handler]`` for actions that core does not know.
+    """
+
+    handlers: Ref | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec(ConfiguredSpec):
+    """What is learned. ``build(config) -> Task``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec(ConfiguredSpec):
+    """Where samples come from. ``build(config, context: DataContext) -> DataStream``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec(ConfiguredSpec):
+    """A statistic over the task's observations. ``build(config) -> Metric``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerSpec(ConfiguredSpec):
+    """Where logged values go. ``build(config) -> Tracker``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeftSpec(ConfiguredSpec):
+    """A fine-tuning method. ``build(config) -> PeftMethod``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec(ConfiguredSpec):
+    """``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleSpec(ConfiguredSpec):
+    """``build(config, total_steps: int) -> LrSchedule``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubscriberSpec(ConfiguredSpec):
+    """An observer of the loop. ``build(config) -> Subscriber``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec(Spec):
+    """A backend of one op.
+
+    Attributes:
+        op: the op it implements, for example ``attention``.
+        supports: ``(OpSignature) -> Decision``; decides from the static signature alone.
+        build: ``(OpSignature) -> Callable``; the function that replaces the op's reference.
+    """
+
+    op: str
+    supports: Ref
+    build: Ref
+
+    @property
+    def key(self) -> str:
+        """``op.name``: two ops may have backends of one name."""
+        return f"{self.op}.{self.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthCheckSpec(Spec):
+    """One line of ``d9d doctor``. ``run() -> Health``."""
+
+    run: Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSpec(Spec):
+    """An extra sub-command of ``d9d``. ``app`` is a ``typer.Typer``, imported when the command is used."""
+
+    app: Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapabilitySpec:
+    """Declares a capability token of one's own, so that it is not taken for a typing error.
+
+    Attributes:
+        token: ``namespace:word``; the namespaces of core are reserved.
+        summary: what it means, and how to obtain it when it is missing.
+    """
+
+    token: str
+    summary: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*:[A-Za-z0-9_.>=<-]+", self.token):
+            raise ValueError(f"capability token {self.token!r} is not of the form 'namespace:word'")
+        if not self.summary.strip():
+            raise ValueError(f"capability {self.token!r} needs a summary")
+
+    @property
+    def key(self) -> str:
+        """The token, so that capabilities are listed like other records."""
+        return self.token

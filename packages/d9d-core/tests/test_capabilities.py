@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from d9d_core.plugin import CapabilitySpec, Ref, Registry, StrategySpec, hookimpl
+from d9d_core.plugin.capabilities import MODEL_TRAITS, Chosen, Circumstances, judge, order
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.traits import TRAITS
+
+REF = Ref("a:b")
+
+
+def strategy(name: str = "expert_parallel", anchor: str = "data", **kwargs: object) -> StrategySpec:
+    return StrategySpec(name=name, summary="x", config=REF, build=REF, anchor=anchor, **kwargs)  # type: ignore[arg-type]
+
+
+def registry(*specs: StrategySpec | CapabilitySpec) -> Registry:
+    model = ModelSpec(name="qwen3", summary="x", config=REF, build=REF, tiny=REF, provides={"model:blocks"})
+
+    @hookimpl
+    def d9d_strategies() -> list[object]:
+        return [s for s in specs if isinstance(s, StrategySpec)]
+
+    @hookimpl
+    def d9d_models() -> list[object]:
+        return [model]
+
+    @hookimpl
+    def d9d_capabilities() -> list[object]:
+        return [s for s in specs if isinstance(s, CapabilitySpec)]
+
+    plugin = SimpleNamespace(
+        d9d_strategies=d9d_strategies, d9d_models=d9d_models, d9d_capabilities=d9d_capabilities, __name__="acme"
+    )
+    return Registry.of(plugin)
+
+
+def verdicts(spec: StrategySpec, circumstances: Circumstances, *others: StrategySpec | CapabilitySpec) -> list[object]:
+    found = registry(spec, *others)
+    chosen = [Chosen("model", found.find("model", "qwen3")), Chosen("parallel[0]", found.find("strategy", spec.name))]
+    return [(v.satisfied, v.reason) for v in judge(chosen, found, circumstances)]
+
+
+def one(token: str, circumstances: Circumstances | None = None, *others: CapabilitySpec) -> tuple[bool | None, str]:
+    (verdict,) = verdicts(strategy(requires={token}), circumstances or Circumstances(), *others)
+    return verdict  # type: ignore[return-value]
+
+
+def test_a_missing_trait_names_what_the_model_has() -> None:
+    assert one("model:experts") == (
+        False,
+        "strategy 'expert_parallel' needs model trait 'experts'; qwen3 (acme) has: blocks",
+    )
+
+
+def test_a_trait_of_the_model_satisfies() -> None:
+    assert one("model:blocks")[0] is True
+
+
+def test_an_axis_of_one_rank_does_not_satisfy() -> None:
+    assert one("mesh:ep", Circumstances(mesh={"ep": 1})) == (
+        False,
+        "strategy 'expert_parallel' needs mesh:ep: mesh.ep is 1; set mesh.ep to more than 1",
+    )
+    assert one("mesh:ep", Circumstances(mesh={"ep": 2}))[0] is True
+
+
+@pytest.mark.parametrize(
+    ("token", "device", "capability", "expected"),
+    [
+        ("device:cuda", "cpu", None, False),
+        ("device:cuda", "cuda", None, True),
+        ("device:cuda>=9.0", "cuda", (8, 0), False),
+        ("device:cuda>=9.0", "cuda", (9, 0), True),
+        ("device:cuda>=9.0", "cuda", (10, 0), True),
+        ("device:cuda>=9.0", None, None, None),
+    ],
+)
+def test_devices_are_compared(
+    token: str, device: str | None, capability: tuple[int, int] | None, expected: bool | None
+) -> None:
+    assert one(token, Circumstances(device=device, compute_capability=capability))[0] is expected
+
+
+def test_imports_are_looked_for_without_importing() -> None:
+    assert one("import:json")[0] is True
+    assert one("import:deep_ep") == (
+        False,
+        "strategy 'expert_parallel' needs import:deep_ep: module deep_ep is not installed",
+    )
+
+
+def test_a_token_nobody_declares_is_an_error() -> None:
+    satisfied, reason = one("modle:blocks")
+    assert satisfied is False
+    assert "nobody declares the token 'modle:blocks'; it may be misspelt, or a plugin is missing" in reason
+
+
+def test_a_declared_token_says_how_to_obtain_it() -> None:
+    declared = CapabilitySpec(token="acme:fast_links", summary="provided by the strategy acme_links")
+    satisfied, reason = one("acme:fast_links", None, declared)
+    assert satisfied is False
+    assert reason.endswith("needs acme:fast_links: provided by the strategy acme_links")
+
+
+def test_conflicts_are_refused() -> None:
+    ((satisfied, reason),) = verdicts(strategy(conflicts={"model:blocks"}), Circumstances())  # type: ignore[misc]
+    assert satisfied is False
+    assert "strategy 'expert_parallel' (acme) does not go together with 'model:blocks'" in reason
+
+
+def test_strategies_are_ordered_by_anchor_then_position_then_listing() -> None:
+    specs = [
+        strategy("compile", "compile"),
+        strategy("late", "tensor", position="after"),
+        strategy("tp", "tensor"),
+        strategy("early", "tensor", position="before"),
+        strategy("tp2", "tensor"),
+    ]
+    found = registry(*specs)
+    chosen = [Chosen(f"parallel[{i}]", found.find("strategy", s.name)) for i, s in enumerate(specs)]
+    assert [c.spec.name for c in order(chosen)] == ["early", "tp", "tp2", "late", "compile"]
+
+
+def test_core_knows_the_tokens_of_its_own_traits() -> None:
+    assert {f"model:{trait}" for trait in MODEL_TRAITS} == set(TRAITS)
+
+
+@pytest.mark.parametrize("anchor", ["", "tensors"])
+def test_an_unknown_anchor_is_refused(anchor: str) -> None:
+    with pytest.raises(ValueError, match="unknown anchor"):
+        strategy(anchor=anchor)
+
+
+def test_a_string_is_no_set_of_tokens() -> None:
+    with pytest.raises(TypeError, match="expected a set of capability tokens, got the string 'mesh:ep'"):
+        strategy(requires="mesh:ep")
+
+
+@pytest.mark.parametrize("target", ["a.b", "a:", ":b", "a b:c", "a:b:c"])
+def test_a_malformed_reference_is_refused(target: str) -> None:
+    with pytest.raises(ValueError, match="is not of the form 'package.module:attribute'"):
+        Ref(target)

@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import PluginError
+from d9d_core.plugin import Manifest, PluginPolicy, Registry, discover
+from d9d_core.plugin.known import KnownPlugins
+
+Install = Callable[..., None]
+ACME = frozenset({"acme-moe", "other-moe"})
+ONE = """
+@hookimpl
+def d9d_strategies():
+    yield strategy("expert_parallel")
+"""
+KNOWN = KnownPlugins(
+    {"strategy": {"expert_parallel": "d9d-moe"}, "schedule": {"zbv": "d9d-pipeline"}}, {"d9d-moe": "0.5.0"}
+)
+
+
+def find(name: str, kind: str = "strategy", **kwargs: object) -> object:
+    policy = PluginPolicy(allow=frozenset({"acme-moe", "d9d-moe", "d9d-pipeline", "other"}), **kwargs)  # type: ignore[arg-type]
+    return discover(policy, known=KNOWN).find(kind, name)
+
+
+def message(name: str, kind: str = "strategy", **kwargs: object) -> str:
+    with pytest.raises(PluginError) as caught:
+        find(name, kind, **kwargs)
+    return str(caught.value)
+
+
+def test_a_name_finds_its_record_and_its_distribution(install: Install) -> None:
+    install("acme-moe", "9.9", ONE)
+    entry = find("expert_parallel")
+    assert str(entry) == "'expert_parallel' (acme-moe 9.9)"
+
+
+def test_an_absent_first_party_plugin_says_what_to_install(install: Install) -> None:
+    assert message("expert_parallel") == (
+        "strategy 'expert_parallel' comes from d9d-moe; install it with: pip install d9d-moe"
+    )
+
+
+def test_a_near_miss_suggests_the_installed_name(install: Install) -> None:
+    install("d9d-moe", "0.1.0", ONE)
+    assert message("expert_paralel") == (
+        "unknown strategy 'expert_paralel'; did you mean 'expert_parallel' (d9d-moe 0.1.0)? installed: expert_parallel"
+    )
+
+
+def test_a_near_miss_of_an_absent_plugin_says_what_to_install(install: Install) -> None:
+    assert message("expert_paralel") == (
+        "unknown strategy 'expert_paralel'; did you mean 'expert_parallel' (pip install d9d-moe)? installed: none"
+    )
+
+
+def test_an_unknown_name_lists_what_is_installed(install: Install) -> None:
+    install("d9d-moe", "0.1.0", ONE)
+    assert message("zzz") == "unknown strategy 'zzz'; installed: expert_parallel"
+
+
+def test_two_plugins_with_one_name_are_an_error_when_it_is_used(install: Install) -> None:
+    install("acme-moe", "9.9", ONE)
+    install("d9d-moe", "0.1.0", ONE)
+    assert message("expert_parallel") == (
+        "strategy 'expert_parallel' is declared by acme-moe 9.9 and d9d-moe 0.1.0; "
+        "write 'd9d-moe/expert_parallel' or block one"
+    )
+    assert str(find("acme-moe/expert_parallel")) == "'expert_parallel' (acme-moe 9.9)"
+
+
+def test_a_broken_plugin_that_is_named_is_an_error_with_its_cause(install: Install) -> None:
+    install("d9d-pipeline", "0.1.0", "import a_module_that_is_not_there")
+    with pytest.raises(PluginError) as caught:
+        find("zbv", "schedule")
+    assert str(caught.value) == (
+        "schedule 'zbv' comes from d9d-pipeline 0.1.0, which failed to import: "
+        "ModuleNotFoundError(\"No module named 'a_module_that_is_not_there'\")"
+    )
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert isinstance(caught.value.origin, ModuleNotFoundError)
+
+
+def test_a_broken_plugin_that_nobody_named_leaves_the_others_alone(install: Install) -> None:
+    install("other", "1.0", "1 / 0")
+    install("acme-moe", "9.9", ONE)
+    registry = discover(PluginPolicy(allow=frozenset({"acme-moe", "other"})))
+    assert registry.find("strategy", "expert_parallel")
+    assert [str(p) for p in registry.problems] == ["other 1.0: failed to import: ZeroDivisionError('division by zero')"]
+
+
+def test_an_unknown_name_mentions_plugins_that_failed_to_load(install: Install) -> None:
+    install("other", "1.0", "1 / 0")
+    assert message("theirs").endswith("not loaded: other 1.0: failed to import: ZeroDivisionError('division by zero')")
+
+
+def test_strict_turns_every_problem_into_an_error(install: Install) -> None:
+    install("other", "1.0", "1 / 0")
+    with pytest.raises(PluginError, match=r"--strict-plugins: other 1.0: failed to import"):
+        find("expert_parallel", strict=True)
+
+
+def test_an_older_plugin_api_says_what_to_install(install: Install) -> None:
+    install("d9d-moe", "0.1.0", "D9D_API = 0")
+    assert "d9d-moe 0.1.0, which was written for plugin API 0, this d9d-core offers API 1; install d9d-moe>=0.5.0" in (
+        message("expert_parallel")
+    )
+
+
+def test_a_newer_plugin_api_asks_for_a_newer_core(install: Install) -> None:
+    install("d9d-moe", "0.1.0", "D9D_API = 99")
+    assert message("expert_parallel").endswith(
+        "was written for plugin API 99, this d9d-core offers API 1; install a newer d9d-core"
+    )
+
+
+def test_a_missing_api_statement_is_reported(install: Install) -> None:
+    install("d9d-moe", "0.1.0", "del D9D_API")
+    assert "does not state its plugin API; write D9D_API = 1 in d9d_moe_plugin" in message("expert_parallel")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "@hookimpl\ndef d9d_strategy(): ...",
+            "implements an unknown hook 'd9d_strategy'; did you mean 'd9d_strategies'?",
+        ),
+        ("def d9d_strategies(): ...", "defines d9d_strategies without the decorator; write @hookimpl above it"),
+        (
+            "@hookimpl\ndef d9d_strategies(): yield 5",
+            "yields int from d9d_strategies, which takes StrategySpec",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies():\n    yield strategy('a')\n    yield strategy('a')",
+            "declares strategy 'a' twice",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies(): yield strategy('Not A Name')",
+            "failed in d9d_strategies: ValueError(\"StrategySpec name 'Not A Name': use lower case",
+        ),
+        ("@hookimpl\ndef d9d_strategies(extra): yield strategy('a')", "has an invalid hook"),
+    ],
+)
+def test_a_wrong_declaration_is_named(install: Install, code: str, text: str) -> None:
+    install("d9d-moe", "0.1.0", code)
+    assert text in message("expert_parallel")
+
+
+def test_a_declaration_that_imports_torch_is_reported(tmp_path: Path, install: Install) -> None:
+    install("acme-moe", "9.9", "import torch\n" + ONE)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n"
+        "from d9d_core.plugin import *\n"
+        "r = discover(PluginPolicy(allow=frozenset({'acme-moe'})))\n"
+        "print(*r.problems); print(r.find('strategy', 'expert_parallel'))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "acme-moe 9.9: its declaration module acme_moe_plugin imports torch and pydantic" in out or (
+        "acme-moe 9.9: its declaration module acme_moe_plugin imports torch; refer to heavy code with Ref" in out
+    )
+    assert "'expert_parallel' (acme-moe 9.9)" in out
+
+
+def test_blocked_plugins_are_not_imported_and_say_so(install: Install) -> None:
+    install("d9d-moe", "0.1.0", "1 / 0")
+    text = message("expert_parallel", block=frozenset({"d9d-moe"}))
+    assert text == (
+        "strategy 'expert_parallel' comes from d9d-moe, which is not loaded: it is blocked (plugins.block or D9D_PLUGINS)"
+    )
+
+
+def test_no_plugins_loads_only_core(install: Install) -> None:
+    install("d9d-moe", "0.1.0", ONE)
+    registry = discover(PluginPolicy(autoload=False))
+    assert {origin.distribution for origin in registry.plugins} == {"d9d-core"}
+    assert registry.find("tracker", "jsonl")
+
+
+def test_a_required_plugin_must_be_there() -> None:
+    with pytest.raises(PluginError, match=r"plugins.require: acme is not installed; install it with: pip install acme"):
+        discover(PluginPolicy(require=frozenset({"acme"})))
+
+
+def test_a_required_plugin_must_load(install: Install) -> None:
+    install("acme-moe", "9.9", "1 / 0")
+    with pytest.raises(PluginError, match=r"plugins.require: acme-moe 9.9: failed to import"):
+        discover(PluginPolicy(require=frozenset({"acme-moe"}), allow=ACME))
+
+
+def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from d9d_core.plugin import *\n"
+        "class Config: pass\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    ref = Ref(f'{__name__}:Config')\n"
+        "    yield TaskSpec(name='mine', summary='x', config=ref, build=ref)\n"
+    )
+    policy = PluginPolicy(autoload=False, files=(file,))
+    registry = discover(policy)
+    entry = registry.find("task", "mine")
+    assert entry.spec.config.load().__name__ == "Config"  # type: ignore[union-attr]
+    first = Manifest.of(registry)
+    file.write_text(file.read_text() + "# changed\n")
+    second = Manifest.of(discover(policy))
+    assert first.digest != second.digest
+    (line,) = first.differences(second, "rank 0 (node-a)", "rank 12 (node-b)")
+    assert line.startswith("mine.py: rank 0 (node-a) sha256 ")
+
+
+def test_a_single_file_that_fails_is_an_error_with_its_cause(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import a_module_that_is_not_there")
+    with pytest.raises(PluginError, match=r"mine.py: failed to import") as caught:
+        discover(PluginPolicy(autoload=False, files=(file,)))
+    assert isinstance(caught.value.origin, ModuleNotFoundError)
+
+
+def test_an_absent_plugin_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"plugin file .*nope.py: No such file or directory; give the path"):
+        discover(PluginPolicy(files=(tmp_path / "nope.py",)))
+
+
+def test_manifests_name_both_versions(install: Install) -> None:
+    a = Manifest({"moe": {"version": "0.1.0", "editable": False, "sha256": ""}})
+    b = Manifest({"moe": {"version": "0.1.1", "editable": False, "sha256": ""}})
+    assert a.differences(b, "rank 0", "rank 1") == ["moe: rank 0 0.1.0, rank 1 0.1.1"]
+    assert a.differences(Manifest({}), "checkpoint", "now") == ["moe: checkpoint 0.1.0, now not loaded"]
+    assert a.differences(a, "x", "y") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", PluginPolicy()),
+        ("none", PluginPolicy(autoload=False)),
+        ("-Acme_Moe", PluginPolicy(block=frozenset({"acme-moe"}))),
+        ("d9d-moe, ./x.py", PluginPolicy(allow=frozenset({"d9d-moe"}), files=(Path("x.py"),))),
+    ],
+)
+def test_the_environment_restricts_plugins(text: str, expected: PluginPolicy) -> None:
+    assert PluginPolicy.from_environment({"D9D_PLUGINS": text}) == expected
+
+
+def test_policies_combine_to_the_stricter() -> None:
+    both = PluginPolicy(allow=frozenset("ab")) | PluginPolicy(allow=frozenset("bc"), block=frozenset("x"), strict=True)
+    assert both == PluginPolicy(allow=frozenset("b"), block=frozenset("x"), strict=True)
+
+
+def test_the_order_on_disk_decides_nothing(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    import d9d_core.plugin.loader as loader
+
+    for name in ("other", "acme-moe", "d9d-moe"):
+        install(name, "1.0", f"@hookimpl\ndef d9d_strategies(): yield strategy('{name.replace('-', '_')}')")
+    policy = PluginPolicy(allow=frozenset({"other", "acme-moe", "d9d-moe"}))
+    forward = discover(policy)
+    points = list(loader.entry_points(group="d9d"))
+    monkeypatch.setattr(loader, "entry_points", lambda group: list(reversed(points)) * 2)
+    backward = discover(policy)
+    assert [str(e) for e in forward.entries()] == [str(e) for e in backward.entries()]
+    assert [str(o) for o in forward.plugins] == [str(o) for o in backward.plugins]
+
+
+def test_a_registry_of_explicit_plugins_discovers_nothing(install: Install) -> None:
+    install("acme-moe", "9.9", ONE)
+    assert [entry for entry in Registry.of().entries("strategy")] == []
+
+
+def test_the_plugin_layer_loads_without_torch_and_pydantic() -> None:
+    code = "import sys, d9d_core.plugin as p; p.Registry.of(); print([m for m in ('torch', 'pydantic') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
