@@ -1,0 +1,82 @@
+"""Base classes of all configs: frozen, no unknown fields, and errors that suggest the right name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+
+def closest(word: object, known: Iterable[str]) -> str | None:
+    """The known word nearest to ``word``, if any is near."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)), None)
+
+
+def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any = None) -> InitErrorDetails:
+    """One line of a validation error, with our own text."""
+    return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
+
+
+class Section(BaseModel):
+    """A frozen part of the job file that refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _say_what_is_unknown(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            lines = [cls._reword(line, info) for line in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(cls.__name__, lines) from None
+
+    @classmethod
+    def _reword(cls, line: Any, info: ValidationInfo) -> InitErrorDetails:
+        kind, text, loc = line["type"], line["msg"], line["loc"]
+        # Nested sections have reworded their own lines already; those have longer locations or our own type.
+        if kind == "extra_forbidden" and len(loc) == 1:
+            near = closest(loc[0], cls.model_fields)
+            hint = f"did you mean '{near}'?" if near else f"fields: {', '.join(cls.model_fields)}"
+            kind, text = "unknown_field", f"not a field of {cls._owner(info)}; {hint}"
+        elif kind == "missing" and len(loc) == 1:
+            text = f"missing; {cls._owner(info)} needs it"
+        return line_error(kind, text, loc, line["input"])
+
+    @classmethod
+    def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - plugins' configs use it
+        return "this section"
+
+
+class PluginConfig(Section):
+    """Base of every config that a job file selects by ``name``.
+
+    Subclasses declare ``name: Literal["..."] = "..."`` and document each field with a docstring below it.
+    """
+
+    name: str
+    """Selects the plugin."""
+
+    # Set when the job file wrote 'distribution/name'; dumps write it back.
+    _distribution: str | None = PrivateAttr(default=None)
+
+    @property
+    def selector(self) -> str:
+        """How a job file selects exactly this: ``name`` or ``distribution/name``."""
+        return f"{self._distribution}/{self.name}" if self._distribution else self.name
+
+    @classmethod
+    def _owner(cls, info: ValidationInfo) -> str:
+        label = (info.context or {}).get("label")
+        return label or f"'{cls.model_fields['name'].default}'"

@@ -1,0 +1,259 @@
+"""The sections of a job file. Everything that has a sensible default has one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+
+from d9d_core.config.base import PluginConfig, Section
+from d9d_core.config.open_union import Named
+from d9d_core.config.trackers import ConsoleConfig, JsonlConfig
+from d9d_core.plugin.policy import PluginPolicy, normalise
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class Run(Section):
+    """What the run is called and where it is kept."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
+    """Name of the run, and of its directory."""
+    dir: Path = Path("runs")
+    """Parent of the run's directory, relative to where the command is started."""
+    description: str = ""
+    """Free text for the trackers."""
+
+    @property
+    def directory(self) -> Path:
+        """Everything the run writes lies here."""
+        return self.dir / self.name
+
+    @property
+    def cache(self) -> Path:
+        """Prepared data, shared by the runs of one parent directory."""
+        return self.dir / ".cache"
+
+
+class Mesh(Section):
+    """Sizes of the mesh axes. Their product, without ``ep``, is the number of processes."""
+
+    pp: PositiveInt = 1
+    """Pipeline stages."""
+    dp_replicate: PositiveInt = 1
+    """Replicas of the (sharded) model."""
+    dp_shard: PositiveInt = 1
+    """Shards of the parameters."""
+    cp: PositiveInt = 1
+    """Parts of each sequence."""
+    tp: PositiveInt = 1
+    """Parts of each matrix."""
+    ep: PositiveInt = 1
+    """Expert groups, laid over the innermost axes; does not multiply the number of processes."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.pp * self.data_parallel_size * self.cp * self.tp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def sizes(self) -> dict[str, int]:
+        """Axis -> size."""
+        return {name: getattr(self, name) for name in type(self).model_fields}
+
+    def __str__(self) -> str:
+        axes = [f"{name}={size}" for name, size in self.sizes().items() if size > 1 and name != "ep"]
+        return " x ".join(axes) or "one process"
+
+
+class Batch(Section):
+    """How many samples make an optimizer step."""
+
+    size: PositiveInt = 16
+    """Samples per optimizer step, over all processes."""
+    microbatch: PositiveInt | None = None
+    """Samples per forward pass on one process; the whole share of a process by default."""
+
+
+class GradientClipping(Section):
+    """Scales gradients down when their global norm is large."""
+
+    max_norm: PositiveFloat | None = 1.0
+    """Largest norm; null switches clipping off, the norm is still measured."""
+    p: float = 2.0
+    """Which norm; ``inf`` is allowed."""
+
+    @field_validator("p")
+    @classmethod
+    def _positive(cls, value: float) -> float:
+        if not value > 0:
+            raise ValueError(f"a norm needs p > 0, not {value}")
+        return value
+
+
+class Logging(Section):
+    """What is written how often."""
+
+    every: PositiveInt = 10
+    """Steps between two log entries; the first and the last step are always logged."""
+
+
+class Checkpoint(Section):
+    """When the training state is saved."""
+
+    every: PositiveInt | None = None
+    """Steps between two checkpoints; null saves at the end and on interruption only."""
+    keep: PositiveInt | None = 2
+    """How many of the newest checkpoints stay; null keeps all."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """``auto`` continues from the newest usable checkpoint if there is one, ``never`` refuses a directory that holds
+    one, ``must`` refuses to start without."""
+
+
+class Evaluation(Section):
+    """Measures the loss on other data during training."""
+
+    every: PositiveInt
+    """Steps between two evaluations; the last step is always evaluated."""
+    packs: PositiveInt = 4
+    """Batches per evaluation, the same ones each time."""
+    data: Annotated[PluginConfig, Named("dataset")]
+    """Where the evaluation data comes from."""
+
+
+class Precision(Section):
+    """Number formats."""
+
+    parameters: Dtype = "float32"
+    """Format of parameters and gradients."""
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """Run matrix products of the forward pass in this format (torch.autocast)."""
+
+    @model_validator(mode="after")
+    def _useful(self) -> Precision:
+        if self.autocast and self.parameters != "float32":
+            raise ValueError(f"autocast is for float32 parameters; these are {self.parameters} already")
+        return self
+
+
+class Plugins(Section):
+    """Which installed plugins may be loaded. Installing makes names available, only the job file activates them."""
+
+    allow: list[str] | None = None
+    """Load only these distributions."""
+    block: list[str] = []
+    """Do not load these distributions."""
+    require: list[str] = []
+    """Refuse to start unless these load."""
+    autoload: bool = True
+    """Load installed plugins at all."""
+    files: list[Path] = []
+    """Single Python files that are plugins; a bare list under ``plugins`` means this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_of_files(cls, value: Any) -> Any:
+        return {"files": value} if isinstance(value, list) else value
+
+    def policy(self) -> PluginPolicy:
+        """As the plugin layer takes it."""
+        return PluginPolicy(
+            allow=None if self.allow is None else frozenset(map(normalise, self.allow)),
+            block=frozenset(map(normalise, self.block)),
+            require=frozenset(map(normalise, self.require)),
+            autoload=self.autoload,
+            files=tuple(self.files),
+        )
+
+
+class JobConfig(Section):
+    """A job file. See :class:`d9d_core.job.Job` for what can be done with it."""
+
+    run: Run = Run()
+    """Name and place of the run."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Initial weights, data order and dropout depend on this."""
+    device: str = "auto"
+    """``auto`` takes the accelerator if there is one, else the CPU; or a name such as ``cpu`` or ``cuda``."""
+    mesh: Mesh = Mesh()
+    """The process grid."""
+    model: Annotated[PluginConfig, Named("model")]
+    """What is trained."""
+    task: Annotated[PluginConfig, Named("task")]
+    """What is learned."""
+    data: Annotated[PluginConfig, Named("dataset")]
+    """Where samples come from."""
+    steps: PositiveInt
+    """Optimizer steps of the whole run."""
+    batch: Batch = Batch()
+    """Samples per step."""
+    parallel: list[Annotated[PluginConfig, Named("strategy")]] = []
+    """Strategies applied to the model."""
+    pipeline: Annotated[PluginConfig, Named("schedule")] | None = None
+    """Pipeline schedule; null runs the whole model on each process."""
+    peft: Annotated[PluginConfig, Named("peft method")] | None = None
+    """Fine-tuning method; null trains all parameters."""
+    optimizer: Annotated[PluginConfig, Named("optimizer")]
+    """Updates the parameters."""
+    lr_schedule: Annotated[PluginConfig, Named("lr schedule")] | None = None
+    """Learning-rate schedule; null keeps the rate constant."""
+    gradient_clipping: GradientClipping = GradientClipping()
+    """Limit on the gradient norm."""
+    nonfinite: Literal["error", "skip"] = "error"
+    """What follows a step with a NaN or infinite loss or gradient; such a step never changes anything."""
+    precision: Precision = Precision()
+    """Number formats."""
+    kernels: dict[str, str] = {}
+    """Op -> backend by name; the others are chosen automatically."""
+    metrics: list[Annotated[PluginConfig, Named("metric")]] = []
+    """Statistics over each logging period."""
+    trackers: list[Annotated[PluginConfig, Named("tracker")]] = [ConsoleConfig(), JsonlConfig()]
+    """Where logged values go."""
+    subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
+    """Observers of the loop."""
+    logging: Logging = Logging()
+    """How often values are logged."""
+    evaluation: Evaluation | None = None
+    """Loss on other data during training."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the training state is saved."""
+    export: bool = True
+    """Write the trained model in Hugging Face layout to <run>/model at the end."""
+    plugins: Plugins = Plugins()
+    """Which plugins may be loaded."""
+
+    @classmethod
+    def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003
+        return "the job file"
+
+    @model_validator(mode="after")
+    def _batch_divides(self) -> JobConfig:
+        ranks, size = self.mesh.data_parallel_size, self.batch.size
+        if size % ranks:
+            raise ValueError(
+                f"batch.size {size} cannot be split over {ranks} data-parallel ranks; use a multiple of {ranks}"
+            )
+        share, micro = size // ranks, self.batch.microbatch
+        if micro is not None and share % micro:
+            best = math.gcd(share, micro)
+            raise ValueError(
+                f"batch.size {size} on {ranks} data-parallel rank(s) is {share} samples each, "
+                f"not a multiple of batch.microbatch {micro}; {best} would be"
+            )
+        return self
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per forward pass on one process."""
+        return self.batch.microbatch or self.batch.size // self.mesh.data_parallel_size
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes per optimizer step on one process."""
+        return self.batch.size // self.mesh.data_parallel_size // self.microbatch_size

@@ -1,0 +1,66 @@
+"""From a document to a validated job, with every problem reported at once and at its place in the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from d9d_core.config.document import Document, Location, dotted
+from d9d_core.config.job import JobConfig, Plugins
+from d9d_core.errors import JobError
+from d9d_core.plugin.loader import discover
+from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.plugin.registry import Registry
+
+Config = TypeVar("Config", bound=JobConfig)
+
+
+def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> PluginPolicy:
+    """The policy of the job file, the environment and the command line together.
+
+    Raises:
+        JobError: the ``plugins`` section is malformed.
+    """
+    try:
+        section = Plugins.model_validate(document.values.get("plugins") or {})
+    except ValidationError as error:
+        raise _job_error(error, document, ("plugins",)) from None
+    return section.policy() | PluginPolicy.from_environment(os.environ) | (extra or PluginPolicy())
+
+
+def registry_for(document: Document, extra: PluginPolicy | None = None) -> Registry:
+    """Load what the job's policy admits."""
+    return discover(plugin_policy(document, extra))
+
+
+def validate(config_class: type[Config], document: Document, registry: Registry) -> Config:
+    """Resolve names and check every value.
+
+    Raises:
+        JobError: one line per problem: ``file:line: location: cause; suggestion``.
+    """
+    context: dict[str, Any] = {"registry": registry, "origins": []}
+    try:
+        return config_class.model_validate(document.values, context=context)
+    except ValidationError as error:
+        job_error = _job_error(error, document)
+        job_error.origin = next((origin for origin in context["origins"] if origin is not None), None)
+        raise job_error from job_error.origin
+
+
+def _job_error(error: ValidationError, document: Document, prefix: Location = ()) -> JobError:
+    return JobError("\n".join(_line(line, document, prefix) for line in error.errors(include_url=False)))
+
+
+def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
+    location = (*prefix, *line["loc"])
+    text = str(line["msg"]).removeprefix("Value error, ")
+    if line["type"] == "missing":
+        text = f"missing; add '{location[-1]}:' to the job file"
+    elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
+        text = f"{text[0].lower()}{text[1:]}, got {line['input']!r}"
+    label = f"{dotted(location)}: " if location else ""
+    return f"{document.where(location)}: {label}{text}"

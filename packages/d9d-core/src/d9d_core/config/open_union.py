@@ -1,0 +1,83 @@
+"""Fields whose type is decided by a plugin's name: ``Annotated[PluginConfig, Named("optimizer")]``.
+
+A union built once goes stale when plugins come and go, and a field annotated with the base class loses the subclass's
+fields on dump. This marker asks the registry during validation (through the validation context) and dumps by instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from d9d_core.config.base import PluginConfig
+from d9d_core.errors import PluginError
+from d9d_core.plugin.records import ConfiguredSpec
+from d9d_core.plugin.registry import Registry
+
+#: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.config.schema`.
+PLACEHOLDER = "x-d9d-kind"
+
+
+class Named:
+    """Resolves a bare name, or a mapping with ``name``, to the config of the record with that name.
+
+    Args:
+        kind: the extension point, for example ``optimizer``.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            self._validate,
+            serialization=core_schema.plain_serializer_function_ser_schema(_dump, info_arg=True),
+        )
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {PLACEHOLDER: self.kind}
+
+    def _validate(self, value: Any, info: ValidationInfo) -> PluginConfig:
+        if isinstance(value, PluginConfig):
+            return value
+        registry: Registry | None = (info.context or {}).get("registry")
+        if registry is None:
+            text = f"names are resolved by Job.load; in Python, give the {self.kind}'s config object"
+            raise PydanticCustomError("no_registry", "{text}", {"text": text})
+        fields = {"name": value} if isinstance(value, str) else value
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+            text = f"expected the name of a {self.kind}, or a mapping with 'name', not {value!r}"
+            raise PydanticCustomError("not_named", "{text}", {"text": text})
+        return self._resolve(fields, registry, info.context or {})
+
+    def _resolve(self, fields: Mapping[str, Any], registry: Registry, context: dict[str, Any]) -> PluginConfig:
+        selector = fields["name"]
+        try:
+            entry = registry.find(self.kind, selector)
+        except PluginError as error:
+            context.setdefault("origins", []).append(error.origin)
+            raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+        assert isinstance(entry.spec, ConfiguredSpec)
+        try:
+            config_class = entry.spec.config.load()
+        except (ImportError, AttributeError) as error:
+            text = f"{self.kind} {entry}: its config {entry.spec.config} failed to load: {error!r}"
+            context.setdefault("origins", []).append(error)
+            raise PydanticCustomError("plugin", "{text}", {"text": text}) from error
+        inner = {**context, "label": str(entry)}
+        config: PluginConfig = config_class.model_validate({**fields, "name": entry.spec.name}, context=inner)
+        if "/" in selector:
+            config.__pydantic_private__ = {
+                **(config.__pydantic_private__ or {}),
+                "_distribution": entry.origin.distribution,
+            }
+        return config
+
+
+def _dump(config: PluginConfig, info: core_schema.SerializationInfo) -> dict[str, Any]:
+    values = config.model_dump(mode=info.mode, exclude_defaults=info.exclude_defaults)
+    return {"name": config.selector, **{key: value for key, value in values.items() if key != "name"}}

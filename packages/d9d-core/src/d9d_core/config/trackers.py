@@ -1,0 +1,23 @@
+"""Configs of the trackers that core brings along."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config.base import PluginConfig
+
+
+class ConsoleConfig(PluginConfig):
+    """Prints one line per logged step."""
+
+    name: Literal["console"] = "console"
+    """Selects this tracker."""
+
+
+class JsonlConfig(PluginConfig):
+    """Appends one JSON object per logged step to <run>/metrics.jsonl and draws <run>/loss.svg."""
+
+    name: Literal["jsonl"] = "jsonl"
+    """Selects this tracker."""
+    picture: bool = True
+    """Draw the loss curve when the run ends."""
