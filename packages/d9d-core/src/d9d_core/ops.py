@@ -1,0 +1,63 @@
+"""Slots for ops: where a model leaves the choice of a kernel open.
+
+A module holds an :class:`OpSlot` per op it calls. The slot starts with the op's readable reference; the kernel
+selector (:mod:`d9d_core.loop.kernels`) may bind another backend, once, while the job is built. The bound function is a
+constant for the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpSignature:
+    """What is known about a call before it happens.
+
+    Attributes:
+        op: name of the op, for example ``attention``.
+        device: device type, for example ``cuda``.
+        dtype: dtype of the tensors, for example ``bfloat16``.
+        static: whatever else is fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
+    """
+
+    op: str
+    device: str
+    dtype: str
+    static: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A backend's answer to a signature. Of those that accept, the highest priority wins; the reference has 0."""
+
+    accept: bool
+    reason: str
+    priority: int = 0
+
+
+class OpSlot:
+    """One op of one module.
+
+    Args:
+        op: name of the op.
+        reference: its PyTorch reference, which runs on every device.
+        static: what a backend needs to know to decide.
+    """
+
+    def __init__(self, op: str, reference: Callable[..., Any], **static: Any) -> None:
+        self.op = op
+        self.static = static
+        self.backend = "reference"
+        self._function = reference
+
+    def bind(self, backend: str, function: Callable[..., Any]) -> None:
+        """Replace the function that calls go to."""
+        self.backend = backend
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the bound function."""
+        return self._function(*args, **kwargs)

@@ -1,0 +1,42 @@
+"""The process grid: five base axes, their sizes, and which ranks form a data-parallel group.
+
+One process for now: every axis has size one. The plan phase still validates larger grids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+#: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the mesh axes, this process's place in them, and its device."""
+
+    sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1) | {"ep": 1})
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.rank == 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that see different samples."""
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken as they are."""
+    if name != "auto":
+        return torch.device(name)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator if accelerator is not None else torch.device("cpu")
