@@ -1,0 +1,1 @@
+"""Weights, checkpoints and randomness: everything that outlives a step."""
