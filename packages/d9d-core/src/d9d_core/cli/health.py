@@ -1,0 +1,54 @@
+"""``d9d doctor``."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from d9d_core.plugin.records import HealthCheckSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols import Health
+
+
+def check_torch() -> Health:
+    """Does torch import, and is it new enough?"""
+    import torch
+    from packaging.version import Version
+
+    enough = Version(torch.__version__) >= Version("2.11")
+    return Health(enough, f"torch {torch.__version__}" + ("" if enough else "; d9d needs 2.11 or newer"))
+
+
+def check_device() -> Health:
+    """Which device would train?"""
+    import torch
+
+    from d9d_core.topology.mesh import choose_device
+
+    device = choose_device("auto")
+    if device.type == "cpu":
+        return Health(True, f"no accelerator; training runs on the CPU with {torch.get_num_threads()} threads")
+    return Health(True, f"{torch.accelerator.device_count()} x {device.type}")
+
+
+def examine(registry: Registry) -> bool:
+    """Run every health check and report every plugin problem; false if anything is wrong."""
+    console = Console()
+    sound = True
+    for entry in registry.entries("health check"):
+        assert isinstance(entry.spec, HealthCheckSpec)
+        try:
+            health: Health = entry.spec.run.load()()
+        except Exception as error:
+            health = Health(False, f"the check failed: {error!r}")
+        sound &= health.ok
+        mark = "[green]ok[/]" if health.ok else "[red]no[/]"
+        console.print(f"{mark}  {entry.spec.name}: {health.message}", highlight=False)
+    for origin in registry.plugins:
+        editable = ", editable" if origin.editable else ""
+        console.print(f"[green]ok[/]  plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)", highlight=False)
+    for text in [f"plugin {problem}" for problem in registry.problems] + registry.conflicts():
+        sound = False
+        console.print(f"[red]no[/]  {text}", highlight=False, markup=True)
+    for distribution, reason in registry.blocked.items():
+        console.print(f"[yellow]--[/]  plugin {distribution}: {reason}", highlight=False)
+    return sound

@@ -1,0 +1,192 @@
+"""``d9d``: commands, options, exit codes. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from d9d_core.cli.group import PluginGroup
+from d9d_core.errors import D9dError
+from d9d_core.plugin.policy import PluginPolicy
+
+app = typer.Typer(
+    name="d9d",
+    cls=PluginGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Distributed PyTorch training as an ecosystem of small plugins.",
+)
+plugins = typer.Typer(no_args_is_help=True, help="What is installed, and whether it is sound.")
+app.add_typer(plugins, name="plugins")
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")]
+Overrides = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")]
+Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
+NoPlugins = Annotated[bool, typer.Option("--no-plugins", help="Load no installed plugin.")]
+Strict = Annotated[bool, typer.Option("--strict-plugins", help="Any problem with any plugin is an error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Run the command line. A known error is one message on standard error and exit status 2 (1 once training runs)."""
+    try:
+        app()
+    except D9dError as error:
+        if error.origin is not None:
+            traceback.print_exception(error.origin)
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)  # noqa: T201
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        sys.exit(130)
+
+
+def _policy(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:
+    return PluginPolicy(files=tuple(files), autoload=not no_plugins, strict=strict)
+
+
+def _load(job: Path, overrides: list[str], files: list[Path], no_plugins: bool, strict: bool) -> Any:
+    from d9d_core.job import Job
+
+    loaded = Job.load(job, overrides=overrides, policy=_policy(files, no_plugins, strict))
+    _warn(loaded.registry)
+    return loaded
+
+
+def _discover(files: list[Path], no_plugins: bool, strict: bool) -> Any:
+    import os
+
+    from d9d_core.plugin.loader import discover
+
+    return discover(PluginPolicy.from_environment(os.environ) | _policy(files, no_plugins, strict))
+
+
+def _warn(registry: Any) -> None:
+    for problem in registry.problems:
+        print(f"warning: {problem} (see d9d doctor)", file=sys.stderr)  # noqa: T201
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"d9d-core {version('d9d-core')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Distributed PyTorch training as an ecosystem of small plugins."""
+
+
+@app.command()
+def train(
+    job: JobFile,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Train. Continues from the newest checkpoint of the run, if there is one."""
+    from d9d_core.cli.report import print_outcome
+
+    loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
+    trainer = loaded.build()
+    print_outcome(loaded, trainer.train())
+
+
+@app.command()
+def check(
+    job: JobFile,
+    world_size: Annotated[int | None, typer.Option(help="Processes; by default, what the mesh needs.", min=1)] = None,
+    overrides: Overrides = [],  # noqa: B006
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Check a job without a GPU or memory for the model."""
+    from d9d_core.cli.report import print_plan
+
+    loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
+    print_plan(loaded, loaded.plan(world_size))
+
+
+@app.command()
+def explain(
+    job: JobFile,
+    overrides: Overrides = [],  # noqa: B006
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Show what a job does: where each part comes from, what was applied in which order, and why."""
+    from d9d_core.cli.report import print_explanation
+
+    loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
+    print_explanation(loaded, loaded.plan())
+
+
+@app.command()
+def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
+    """Print the JSON schema of a job file over what is installed, for editors."""
+    import json
+
+    from d9d_core.config.schema import job_schema
+
+    typer.echo(json.dumps(job_schema(_discover(plugin, no_plugins, strict=False)), indent=1))
+
+
+@app.command()
+def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
+    """Is this machine ready, and are all plugins sound? Exit status 1 if not."""
+    from d9d_core.cli.health import examine
+
+    if not examine(_discover(plugin, no_plugins, strict=False)):
+        raise typer.Exit(1)
+
+
+@plugins.command("list")
+def plugins_list(as_json: AsJson = False, plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
+    """List every name that a job file can use."""
+    from d9d_core.cli.plugins import list_records
+
+    registry = _discover(plugin, no_plugins, strict=False)
+    _warn(registry)
+    list_records(registry, as_json)
+
+
+@plugins.command("show")
+def plugins_show(
+    name: Annotated[str, typer.Argument(help="A name from `d9d plugins list`, or distribution/name.")],
+    as_json: AsJson = False,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
+    """Show a record: its fields, defaults, requirements and origin."""
+    from d9d_core.cli.plugins import show_records
+
+    show_records(_discover(plugin, no_plugins, strict=False), name, as_json)
+
+
+@plugins.command("check")
+def plugins_check(
+    name: Annotated[
+        str | None, typer.Argument(help="A distribution, or a file given with --plugin; all by default.")
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
+    """Load everything that plugins refer to and report what is broken. Exit status 1 if anything is."""
+    from d9d_core.cli.plugins import check_plugins
+
+    if not check_plugins(_discover(plugin, no_plugins, strict=False), name, as_json):
+        raise typer.Exit(1)

@@ -1,0 +1,92 @@
+"""What ``check``, ``explain`` and ``train`` print."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from d9d_core.job import Job
+from d9d_core.loop.plan import Plan
+from d9d_core.loop.trainer import Outcome
+
+GIB = 2**30
+
+
+def print_outcome(job: Job, outcome: Outcome) -> None:
+    """Where the results are."""
+    directory = job.run.directory
+    if outcome.status == "finished":
+        exported = f", model in {directory / 'model'}" if job.export else ""
+        print(f"finished {outcome.step} steps; results in {directory}{exported}")  # noqa: T201
+
+
+def print_plan(job: Job, plan: Plan) -> None:
+    """The numbers of a plan."""
+    console = Console()
+    table = Table(box=None, show_header=False)
+    total, trained = plan.parameters
+    table.add_row("mesh", f"{job.mesh}")
+    table.add_row("model", f"{plan.selection.model.entry}: {total:,} parameters, {trained:,} of them train")
+    memory = plan.memory
+    parts = (memory.parameters, memory.gradients, memory.optimizer)
+    table.add_row(
+        "memory",
+        f"{memory.total / GIB:.3f} GiB without activations "
+        "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f})".format(*(part / GIB for part in parts)),
+    )
+    table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
+    program = " ".join(str(action) for action in plan.program[:8])
+    table.add_row("program", program + (" ..." if len(plan.program) > 8 else ""))
+    if plan.flops_per_token:
+        table.add_row("FLOPs", f"{plan.flops_per_token:.4g} per token")
+    for verdict in plan.verdicts:
+        if verdict.satisfied is None:
+            table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
+    console.print(table)
+    console.print("[green]ok[/]: this job can run", highlight=False)
+
+
+def print_explanation(job: Job, plan: Plan) -> None:
+    """Where each part comes from, what was done with it, and why."""
+    console = Console()
+    _heading(console, "parts")
+    table = Table(box=None, show_header=False)
+    for chosen in plan.selection.all():
+        table.add_row(f"  {chosen.where}", chosen.spec.name, str(chosen.entry.origin), chosen.spec.summary)
+    console.print(table)
+    _heading(console, "strategies, in order of application")
+    for chosen, applied in plan.assembly.applied:
+        console.print(f"  {chosen.spec.name}: {_several(applied.modules)}", highlight=False)
+    if not plan.assembly.applied:
+        console.print("  none")
+    _heading(console, "kernels")
+    for choice in plan.assembly.kernels:
+        supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
+        console.print(f"  {choice.op}: {choice.backend}{supplied} at {_several(choice.sites)}", highlight=False)
+        for name, decision in choice.considered.items():
+            mark = "accepts" if decision.accept else "refuses"
+            console.print(f"    {name} {mark}, priority {decision.priority}: {decision.reason}", highlight=False)
+    _heading(console, "optimizer groups")
+    for name, facts in plan.groups.items():
+        console.print(f"  {name}: {facts}", highlight=False)
+    _heading(console, "capabilities")
+    for verdict in plan.verdicts:
+        console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}", highlight=False)
+    if not plan.verdicts:
+        console.print("  none are required")
+    _heading(console, "gradient reductions")
+    owners = [owner for _, applied in plan.assembly.applied for owner in applied.gradients]
+    for owner in owners:
+        console.print(f"  {owner.parameter} over {owner.axis}: {owner.operation} by {owner.owner}", highlight=False)
+    if not owners:
+        console.print(f"  none: {job.mesh}")
+    print_plan(job, plan)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print(f"[bold]{text}[/]")
+
+
+def _several(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

@@ -1,0 +1,111 @@
+"""A job: what the command line does, in Python.
+
+from d9d_core.api import Job
+
+Job.load("job.yaml").build().train()
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import PrivateAttr
+
+from d9d_core.config.document import Document
+from d9d_core.config.job import JobConfig
+from d9d_core.config.load import registry_for, validate
+from d9d_core.plugin.loader import discover
+from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.plugin.registry import Registry
+
+if TYPE_CHECKING:
+    from d9d_core.loop.plan import Plan
+    from d9d_core.loop.trainer import Trainer
+
+
+def print_note(text: str) -> None:
+    """The default for notes about long work: one line on standard error."""
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+
+
+class Job(JobConfig):
+    """A validated job. Made by :meth:`load` from a file, or directly from config objects.
+
+    This module imports no torch: a wrong job file is reported at once.
+    """
+
+    _registry: Registry | None = PrivateAttr(default=None)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        registry: Registry | None = None,
+        overrides: Sequence[str] = (),
+        policy: PluginPolicy | None = None,
+    ) -> Job:
+        """Read and validate a job file.
+
+        Args:
+            path: YAML, TOML or JSON.
+            registry: what names mean; by default, what is installed and the file's ``plugins`` section admits.
+            overrides: ``section.field=value``.
+            policy: further restrictions on plugins.
+
+        Raises:
+            JobError: the file is wrong; one line per problem.
+            PluginError: a required or single-file plugin cannot be loaded.
+        """
+        document = Document.read(Path(path)).override(overrides)
+        registry = registry or registry_for(document, policy)
+        job = validate(cls, document, registry)
+        return job.use(registry)
+
+    @property
+    def registry(self) -> Registry:
+        """What the job's names mean; discovered on first use if the job was made from config objects."""
+        if self._registry is None:
+            self._registry = discover(self.plugins.policy())
+        return self._registry
+
+    def use(self, registry: Registry) -> Job:
+        """Take names from this registry instead of what is installed."""
+        self._registry = registry
+        return self
+
+    def plan(self, world_size: int | None = None) -> Plan:
+        """Check the whole job without a GPU, a process group or memory for the model.
+
+        Args:
+            world_size: number of processes; by default, what the mesh needs.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        from d9d_core.loop.build import circumstances
+        from d9d_core.loop.plan import plan
+        from d9d_core.topology.mesh import Topology, choose_device
+
+        device = choose_device(self.device)
+        here = circumstances(self, device if world_size is None else None)
+        topology = Topology(sizes=self.mesh.sizes(), device=device)
+        return plan(self, self.registry, topology, here, self.mesh.world_size if world_size is None else world_size)
+
+    def build(self, note: Callable[[str], None] = print_note) -> Trainer:
+        """Build the trainer for this process.
+
+        Args:
+            note: gets one line about each piece of long work, and warnings.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        from d9d_core.loop.build import build
+        from d9d_core.topology.mesh import Topology, choose_device
+
+        topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device))
+        return build(self, self.registry, topology, note)

@@ -1,0 +1,140 @@
+"""The interpreter of programs: one handler per action type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from d9d_core.errors import BuildError
+from d9d_core.loop.gradients import Gradients
+from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, validate
+from d9d_core.protocols import Metric, Pack, Task
+
+
+@dataclass(frozen=True)
+class StageLoss:
+    """The loss of one pack: device tensors, summed over microbatches."""
+
+    total: Tensor
+    terms: Mapping[str, Tensor]
+
+
+@dataclass
+class StepState:
+    """What the actions of one step share.
+
+    Attributes:
+        pack: microbatches on the device.
+        scale: term -> 1 / (its weight in the pack).
+        pending: microbatch -> loss with its graph, from forward to backward.
+        terms: term -> mean so far.
+    """
+
+    pack: Pack
+    scale: Mapping[str, Tensor]
+    pending: dict[int, Tensor] = field(default_factory=dict)
+    terms: dict[str, Tensor] = field(default_factory=dict)
+
+
+Handler = Callable[[Action, StepState], None]
+
+
+class Executor:
+    """Runs the program of this rank, one action after the other.
+
+    Args:
+        stage: the model.
+        task: turns microbatches into inputs and outputs into losses.
+        gradients: told when a stage's gradients are complete.
+        metrics: updated with the task's observations.
+        schedule: generates the programs.
+        autocast: number format of the forward's matrix products, if not the parameters'.
+        device: where the model is.
+        handlers: for action types of the schedule's own.
+    """
+
+    def __init__(
+        self,
+        stage: nn.Module,
+        task: Task,
+        gradients: Gradients,
+        metrics: Sequence[Metric],
+        schedule: Schedule,
+        device: torch.device,
+        autocast: torch.dtype | None = None,
+        handlers: Mapping[type[Action], Handler] | None = None,
+    ) -> None:
+        self._stage = stage
+        self._task = task
+        self._gradients = gradients
+        self._metrics = tuple(metrics)
+        self._coefficients = dict(task.coefficients)
+        self._autocast = autocast
+        self._device = device
+        self._program = cache(lambda microbatches: checked_program(schedule, microbatches))
+        self._handlers: dict[type[Action], Handler] = {
+            Forward: self._forward,
+            Backward: self._backward,
+            Reduce: self._reduce,
+            **(handlers or {}),
+        }
+
+    def run(self, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
+        """Forward and backward over all microbatches; afterwards parameters hold their gradients."""
+        state = StepState(pack, scale)
+        for action in self._program(len(pack)):
+            self._handlers[type(action)](action, state)
+        total = torch.stack([c * state.terms[term] for term, c in self._coefficients.items()]).sum()
+        return StageLoss(total, state.terms)
+
+    def _forward(self, action: Action, state: StepState) -> None:
+        assert isinstance(action, Forward)
+        microbatch = state.pack[action.microbatch]
+        inputs = self._task.inputs(microbatch)
+        with self.precision():
+            outputs = self._stage(**inputs.first, **inputs.shared)
+        sums = self._task.losses(outputs, microbatch)
+        means = {term: sums[term] * state.scale[term] for term in self._coefficients}
+        state.pending[action.microbatch] = torch.stack(
+            [c * means[term] for term, c in self._coefficients.items()]
+        ).sum()
+        for term, mean in means.items():
+            state.terms[term] = state.terms[term] + mean.detach() if term in state.terms else mean.detach()
+        if self._metrics:
+            observations = self._task.observations(outputs, microbatch)
+            for metric in self._metrics:
+                metric.update(observations)
+
+    def _backward(self, action: Action, state: StepState) -> None:
+        assert isinstance(action, Backward)
+        state.pending.pop(action.microbatch).backward()  # type: ignore[no-untyped-call]
+
+    def _reduce(self, action: Action, _state: StepState) -> None:
+        self._gradients.reduce(action.stage)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The context that forward passes run in."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+
+def checked_program(schedule: Schedule, microbatches: int) -> Program:
+    """The program of the only rank, validated.
+
+    Raises:
+        BuildError: the schedule generates an invalid program.
+    """
+    try:
+        programs = schedule(1, microbatches)
+    except ValueError as error:
+        raise BuildError(f"pipeline: {error}") from error
+    problems = validate(programs, 1, microbatches)
+    if problems:
+        raise BuildError(f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}")
+    return programs[0]

@@ -1,0 +1,111 @@
+"""What a job would do, found out without a GPU, a process group or any memory for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import BuildError
+from d9d_core.loop.assemble import Assembly, assemble, build_part
+from d9d_core.loop.executor import checked_program
+from d9d_core.loop.program import Program, Schedule, single_stage
+from d9d_core.loop.selection import Selection, check_capabilities, check_world, select
+from d9d_core.plugin.capabilities import Circumstances, Verdict
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols import Optimizer
+from d9d_core.topology.mesh import Topology
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, without activations."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The outcome of planning.
+
+    Attributes:
+        selection: records behind the job's names.
+        verdicts: capabilities, satisfied or undecided.
+        assembly: the model on the meta device.
+        parameters: number of parameters, and of those that train.
+        memory: per device.
+        flops_per_token: of forward and backward, if the model and data tell.
+        program: what one step does.
+        groups: the optimizer's parameter groups in words.
+    """
+
+    selection: Selection
+    verdicts: Sequence[Verdict]
+    assembly: Assembly
+    parameters: tuple[int, int]
+    memory: MemoryEstimate
+    flops_per_token: float | None
+    program: Program
+    groups: dict[str, Any]
+
+
+def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances, world_size: int) -> Plan:
+    """Check everything that can be checked before anything is allocated.
+
+    Raises:
+        D9dError: the job cannot run; the text says why.
+    """
+    check_world(job, world_size)
+    selection = select(job, registry)
+    verdicts = check_capabilities(selection, registry, circumstances)
+    assembly = assemble(job, selection, registry, topology)
+    parameters = dict(assembly.stage.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if name in assembly.trainable}
+    optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
+    optimizer.init_state()
+    memory = MemoryEstimate(
+        parameters=sum(parameter.nbytes for parameter in parameters.values()),
+        gradients=sum(parameter.nbytes for parameter in trained.values()),
+        optimizer=sum(tensor.nbytes for tensor in optimizer.state().values()),
+    )
+    return Plan(
+        selection=selection,
+        verdicts=verdicts,
+        assembly=assembly,
+        parameters=(sum(p.numel() for p in parameters.values()), sum(p.numel() for p in trained.values())),
+        memory=memory,
+        flops_per_token=_flops(job, selection),
+        program=checked_program(build_schedule(job, selection), job.microbatches),
+        groups=dict(optimizer.describe()),
+    )
+
+
+def build_schedule(job: JobConfig, selection: Selection) -> Schedule:
+    """The program generator of the job; the single-stage one by default.
+
+    Raises:
+        BuildError: the pipeline has no axis to run on, or the axis has no schedule.
+    """
+    if selection.schedule is None or job.pipeline is None:
+        if job.mesh.pp > 1:
+            raise BuildError(f"mesh.pp is {job.mesh.pp}, but the job names no schedule; add 'pipeline: <name>'")
+        return single_stage
+    schedule: Schedule = build_part(selection.schedule, job.pipeline)
+    return schedule
+
+
+def _flops(job: JobConfig, selection: Selection) -> float | None:
+    spec = selection.model.spec
+    length = getattr(job.data, "sequence_length", None)
+    if not isinstance(spec, ModelSpec) or spec.flops is None or length is None:
+        return None
+    return float(spec.flops.load()(job.model, length))

@@ -1,0 +1,56 @@
+"""A progress bar where somebody is watching."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class ProgressBar:
+    """Steps done, loss, and the time that remains, on standard error if it is a terminal; else nothing.
+
+    Args:
+        total: steps of the whole run.
+        done: steps done before.
+    """
+
+    def __init__(self, total: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[shown]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+        )
+        self._task = self._progress.add_task("training", total=total, completed=done, shown="")
+        self._values: dict[str, float] = {}
+
+    def update(self, step: int, loss: float) -> None:
+        """Step ``step`` (1-based) is known to be done."""
+        self._progress.update(self._task, completed=step, shown=self._shown(loss))
+
+    def logged(self, lr: float, tokens_per_second: float) -> None:
+        """Values that are shown until the next ones come."""
+        self._values = {"lr": lr, "tokens/s": tokens_per_second}
+
+    def _shown(self, loss: float) -> str:
+        parts = [f"loss {loss:.3f}"]
+        if self._values:
+            parts += [f"lr {self._values['lr']:.1e}", f"{self._values['tokens/s']:,.0f} tokens/s"]
+        return "  ".join(parts)
+
+    def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()

@@ -1,0 +1,202 @@
+"""The loop around the step: resume, log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from d9d_core.config.job import JobConfig
+from d9d_core.loop import events as ev
+from d9d_core.loop.evaluation import Evaluator
+from d9d_core.loop.feed import Feed
+from d9d_core.loop.interrupt import Interrupts
+from d9d_core.loop.keeper import Keeper, Progress
+from d9d_core.loop.logbook import Logbook
+from d9d_core.loop.progress import ProgressBar
+from d9d_core.loop.step import TrainStep
+from d9d_core.protocols import Metric, RunInfo, Task
+from d9d_core.trackers.hub import TrackerHub
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: all steps done, or interrupted and saved.
+        step: optimizer steps done.
+    """
+
+    status: Literal["finished", "stopped"]
+    step: int
+
+
+class Trainer:
+    """Runs a built job. Its collaborators are public, so that they can be used alone.
+
+    Made by :func:`d9d_core.loop.build.build`.
+
+    Args:
+        job: the resolved job.
+        step: one training step.
+        task: counts tokens.
+        feed: packs on the device.
+        metrics: statistics over each logging period.
+        trackers: where logged values go.
+        evaluator: measures the loss on other data.
+        keeper: checkpoints.
+        export: writes the trained model.
+        events: observers.
+        note: prints a line.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        step: TrainStep,
+        task: Task,
+        feed: Feed,
+        metrics: Mapping[str, Metric],
+        trackers: TrackerHub,
+        evaluator: Evaluator | None,
+        keeper: Keeper,
+        export: Callable[[], None] | None,
+        events: ev.Events,
+        note: Callable[[str], None],
+    ) -> None:
+        self.job = job
+        self.step = step
+        self.task = task
+        self.feed = feed
+        self.metrics = metrics
+        self.trackers = trackers
+        self.evaluator = evaluator
+        self.keeper = keeper
+        self.export = export
+        self.events = events
+        self.note = note
+
+    def train(self) -> Outcome:
+        """Train until all steps are done or an interrupt arrives, from the newest checkpoint if there is one.
+
+        Ctrl-C and SIGTERM let the step finish, save, and return.
+
+        Raises:
+            NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
+            CheckpointError: a checkpoint could not be read or written.
+        """
+        progress, tracker_states = self.keeper.restore()
+        total = self.job.steps
+        if progress.step >= total:
+            self.note(f"nothing left to train: the checkpoint is at step {progress.step}, the job has {total} steps")
+        elif progress.step:
+            self.note(f"resumed at step {progress.step} of {total}")
+        self.keeper.record()
+        self.trackers.open(self._run_info(progress.step), tracker_states)
+        try:
+            with Interrupts() as interrupts, ProgressBar(total, progress.step) as bar:
+                status = self._run(progress, interrupts, bar)
+        except BaseException as error:
+            self.events.emit(ev.TrainingFailed(progress.step, error))
+            self.trackers.close("failed")
+            raise
+        self.trackers.close(status)
+        done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
+        self.events.emit(done(progress.step))
+        return Outcome(status, progress.step)
+
+    def _run(self, progress: Progress, interrupts: Interrupts, bar: ProgressBar) -> Literal["finished", "stopped"]:
+        job, total = self.job, self.job.steps
+        logbook = Logbook(self._write, bar.update, job.nonfinite, progress.skipped)
+        speed = _Speed()
+        saved = progress.step if progress.step else None
+        self.events.emit(ev.TrainingStarts(progress.step, total))
+        while progress.step < total and interrupts.requested is None:
+            pack = self.feed.next()
+            result = self.step(progress.step, pack)
+            progress.step += 1
+            tokens = sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size
+            progress.tokens += tokens
+            speed.add(tokens)
+            last = progress.step == total
+            if progress.step % job.logging.every == 0 or progress.step == 1 or last:
+                host = {
+                    "lr": self.step.optimizer.lr,
+                    "tokens": float(progress.tokens),
+                    "tokens_per_second": speed.take(),
+                }
+                measured = {k: v for metric in self.metrics.values() for k, v in metric.compute().items()}
+                bar.logged(host["lr"], host["tokens_per_second"])
+                logbook.record(progress.step, result, host, measured)
+                for metric in self.metrics.values():
+                    metric.reset()
+            else:
+                logbook.record(progress.step, result, None)
+            if self.evaluator and job.evaluation and (progress.step % job.evaluation.every == 0 or last):
+                logbook.drain()
+                with speed.paused():
+                    self._evaluate(progress.step)
+            if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not last:
+                logbook.drain()
+                with speed.paused():
+                    self._save(progress, logbook)
+                saved = progress.step
+        logbook.drain()
+        if saved != progress.step:
+            self._save(progress, logbook)
+        if interrupts.requested is not None and progress.step < total:
+            done = f"stopped after step {progress.step} of {total} and saved"
+            self.note(f"{interrupts.requested}: {done}; start again to continue")
+            return "stopped"
+        if self.export is not None:
+            self.export()
+        return "finished"
+
+    def _save(self, progress: Progress, logbook: Logbook) -> None:
+        logbook.drain()  # no checkpoint from a step whose finiteness is unread
+        progress.skipped = logbook.skipped
+        self.events.emit(ev.CheckpointStarts(progress.step))
+        path = self.keeper.save(progress)
+        self.events.emit(ev.CheckpointSaved(progress.step, path))
+
+    def _evaluate(self, step: int) -> None:
+        assert self.evaluator is not None
+        self.events.emit(ev.EvaluationStarts(step))
+        values = self.evaluator.run()
+        self._write(step, values)
+        self.events.emit(ev.EvaluationEnds(step, values))
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self.trackers.write(step, values)
+        self.events.emit(ev.ValuesLogged(step, values))
+
+    def _run_info(self, step: int) -> RunInfo:
+        run = self.job.run
+        config = self.job.model_dump(mode="json")
+        return RunInfo(run.name, run.directory, run.description, config, self.job.steps, step)
+
+
+class _Speed:
+    """Tokens per second between two log entries, on the host's clock, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._start = time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def take(self) -> float:
+        now = time.perf_counter()
+        speed = self._tokens / max(now - self._start, 1e-9)
+        self._tokens, self._start = 0, now
+        return speed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - before

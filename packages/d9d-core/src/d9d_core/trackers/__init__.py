@@ -1,0 +1,1 @@
+"""Where logged values go: the trackers that core brings along."""

@@ -1,0 +1,58 @@
+"""All trackers of a run behind one object; a failing one is reported once and never ends the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from d9d_core.protocols import RunInfo, State, Tracker, TrackerRun
+
+
+class TrackerHub:
+    """Forwards to every tracker.
+
+    Args:
+        trackers: by a name that is unique within the job.
+        warn: prints a line.
+    """
+
+    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
+        self._trackers = dict(trackers)
+        self._warn = warn
+        self._runs: dict[str, TrackerRun] = {}
+
+    def open(self, run: RunInfo, states: Mapping[str, Any]) -> None:
+        """Open every tracker, continuing those whose state a checkpoint kept."""
+        for name, tracker in self._trackers.items():
+            opened = self._guard(name, lambda t=tracker, n=name: t.open(run, states.get(n)))  # type: ignore[misc]
+            if opened is not None:
+                self._runs[name] = opened
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log values after ``step`` steps."""
+        for name, run in list(self._runs.items()):
+            self._guard(name, lambda r=run: r.write(step, values))  # type: ignore[misc]
+
+    def flush(self) -> None:
+        """Make everything survive a crash."""
+        for name, run in list(self._runs.items()):
+            self._guard(name, run.flush)
+
+    def state(self) -> dict[str, State]:
+        """Tracker name -> what it needs to continue."""
+        states = {name: self._guard(name, run.state) for name, run in list(self._runs.items())}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """End every run."""
+        for name, run in list(self._runs.items()):
+            self._guard(name, lambda r=run: r.close(status))  # type: ignore[misc]
+        self._runs.clear()
+
+    def _guard(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            self._runs.pop(name, None)
+            self._warn(f"tracker '{name}' failed and is switched off: {error!r}")
+            return None

@@ -1,0 +1,48 @@
+"""The loss curve as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+
+class _Style(TypedDict, total=False):
+    color: str
+    linewidth: float
+    marker: str
+    markersize: float
+
+
+def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw training and evaluation loss over steps, with the learning rate behind, as SVG.
+
+    Args:
+        lines: logged values, each with ``step``; those without a loss are passed over.
+        path: where the picture goes.
+        title: above the picture.
+    """
+    # Figure instead of pyplot: no global state, no window system.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    loss_axis = figure.subplots()
+    rate_axis = loss_axis.twinx()
+    for series, axis, style in (
+        ("lr", rate_axis, _Style(color="0.75", linewidth=1)),
+        ("loss", loss_axis, _Style(color="tab:blue", linewidth=1.5)),
+        ("eval/loss", loss_axis, _Style(color="tab:orange", marker="o", markersize=4)),
+    ):
+        points = [(line["step"], line[series]) for line in lines if line.get(series) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), label=series, **style)
+    loss_axis.set_xlabel("step")
+    loss_axis.set_ylabel("loss (nats per token)")
+    rate_axis.set_ylabel("learning rate", color="0.5")
+    loss_axis.set_title(title)
+    loss_axis.grid(alpha=0.3)
+    loss_axis.set_zorder(rate_axis.get_zorder() + 1)
+    loss_axis.patch.set_visible(False)
+    if loss_axis.get_legend_handles_labels()[0]:
+        loss_axis.legend()
+    figure.savefig(path, format="svg")
