@@ -1,0 +1,57 @@
+"""The toy data: samples are a function of seed and index alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from d9d_core.errors import DataError
+from d9d_core.protocols import DataContext, Pack, State
+
+from d9d_testing.toy.config import ToyDataConfig
+
+
+class ToyStream:
+    """Packs of ``x``, ``y`` and ``mask``."""
+
+    def __init__(self, config: ToyDataConfig, context: DataContext) -> None:
+        self._config = config
+        self._context = context
+        self._packs = 0
+
+    @property
+    def facts(self) -> State:
+        """The width."""
+        return {"features": self._config.features}
+
+    def next_pack(self) -> Pack:
+        """The next microbatches of this rank."""
+        size, micro = self._context.batch_size, self._context.microbatch_size
+        generator = torch.Generator().manual_seed(self._context.seed * 1_000_003 + self._packs)
+        x = torch.randn(size, self._config.features, generator=generator)
+        y = torch.sin(x)
+        if self._packs == self._config.nan_at:
+            y = torch.full_like(y, torch.nan)
+        mask = torch.zeros(size) if self._packs == self._config.masked_at else torch.ones(size)
+        self._packs += 1
+        mine = slice(
+            self._context.rank * size // self._context.ranks, (self._context.rank + 1) * size // self._context.ranks
+        )
+        parts = (torch.split(tensor[mine], micro) for tensor in (x, y, mask))
+        return [{"x": a, "y": b, "mask": c} for a, b, c in zip(*parts, strict=True)]
+
+    def state(self) -> State:
+        """Packs taken."""
+        return {"packs": self._packs, "features": self._config.features}
+
+    def load_state(self, state: State) -> None:
+        """Continue after the packs taken."""
+        if state["features"] != self._config.features:
+            raise DataError("the checkpoint was taken with other data")
+        packs = state["packs"]
+        assert isinstance(packs, int)
+        self._packs = packs
+
+    def save_assets(self, directory: Path) -> None:
+        """One file."""
+        (directory / "features.txt").write_text(str(self._config.features))

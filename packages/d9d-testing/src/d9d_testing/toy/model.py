@@ -1,0 +1,74 @@
+"""The toy model. Legend: B samples, F features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.protocols import Stage
+from torch import Tensor, nn
+
+from d9d_testing.toy.config import ToyModelConfig
+
+
+class ToyBlock(nn.Module):
+    """``x + tanh(x W)``."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(features, features))
+
+    def reset_parameters(self) -> None:
+        """Small random values."""
+        nn.init.normal_(self.weight, std=0.3)
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        """[B, F] -> [B, F]."""
+        return x_BF + torch.tanh(x_BF @ self.weight)
+
+
+class ToyModel(nn.Module):
+    """A chain of blocks and an unused parameter, which must not disturb anything."""
+
+    def __init__(self, config: ToyModelConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ToyBlock(config.features) for _ in range(config.blocks))
+        self.unused = nn.Parameter(torch.empty(1))
+        self.register_buffer("scale", torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        """Own tensors only."""
+        nn.init.ones_(self.unused)
+        nn.init.ones_(self.get_buffer("scale"))
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The chain."""
+        return {f"layers.{index}": block for index, block in enumerate(self.layers)}
+
+    def forward(self, *, x: Tensor) -> dict[str, Tensor]:
+        """X [B, F] -> {"y": [B, F]}."""
+        for block in self.layers:
+            x = block(x)
+        return {"y": x * self.get_buffer("scale")}
+
+
+class ToyFormat:
+    """Export under other names."""
+
+    def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
+        """Just the sizes."""
+        return {"model_type": "toy", "features": config.features, "dtype": dtype}
+
+    def export_state(self, _config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Prefix every name."""
+        return {f"toy.{name}": tensor for name, tensor in state.items()}
+
+    def import_state(self, _config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Remove the prefix."""
+        return {name.removeprefix("toy."): tensor for name, tensor in state.items()}
+
+
+def build(config: ToyModelConfig, _stage: Stage) -> nn.Module:
+    """The whole model."""
+    return ToyModel(config)

@@ -1,0 +1,53 @@
+"""The toy optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from d9d_testing.toy.config import ToyOptimizerConfig
+
+
+class ToyOptimizer:
+    """``m = 0.9 m + g; p = p - lr m``."""
+
+    def __init__(self, config: ToyOptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._base = config.lr
+        self._lr = config.lr
+        self._parameters = dict(parameters)
+        self._momentum: dict[str, Tensor] = {}
+
+    def init_state(self) -> None:
+        """Zeros."""
+        self._momentum = {name: torch.zeros_like(p) for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def step(self, gate: Tensor) -> None:
+        """Update where the gate is open."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            old = self._momentum[name]
+            new = torch.where(gate, 0.9 * old + parameter.grad, old)
+            old.copy_(new)
+            parameter.copy_(torch.where(gate, parameter - self._lr * new, parameter))
+
+    def set_lr_factor(self, factor: float) -> None:
+        """For the coming steps."""
+        self._lr = self._base * factor
+
+    @property
+    def lr(self) -> float:
+        """The learning rate now."""
+        return self._lr
+
+    def describe(self) -> Mapping[str, Any]:
+        """One group."""
+        return {"all": {"lr": self._base, "parameters": list(self._parameters)}}
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Momentum by parameter."""
+        return {f"{name}/momentum": tensor for name, tensor in self._momentum.items()}

@@ -1,0 +1,87 @@
+"""The toy task and metric."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from d9d_core.errors import DataError
+from d9d_core.protocols import Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_testing.toy.config import ToyMetricConfig, ToyTaskConfig
+
+
+class ToyTask:
+    """Squared error over unmasked samples; optionally the mean squared output over all."""
+
+    def __init__(self, config: ToyTaskConfig) -> None:
+        self._decay = config.decay
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """One or two terms."""
+        return {"error": 1.0} | ({"decay": self._decay} if self._decay else {})
+
+    def check(self, model: Any, facts: State) -> None:
+        """Widths must agree."""
+        if model.features != facts["features"]:
+            raise DataError(f"data has {facts['features']} features, model.features is {model.features}")
+
+    def count(self, microbatch: Microbatch) -> int:
+        """Samples."""
+        return len(microbatch["x"])
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Unmasked samples, and all samples."""
+        return {"error": microbatch["mask"].sum(), "decay": torch.ones_like(microbatch["mask"]).sum()}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Features."""
+        return StageInputs(first={"x": microbatch["x"]})
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Sums over samples."""
+        error = (outputs["y"] - microbatch["y"]).float().square().mean(-1) * microbatch["mask"]
+        return {"error": error.sum(), "decay": outputs["y"].float().square().mean(-1).sum()}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Absolute errors."""
+        return {"absolute": (outputs["y"].detach() - microbatch["y"]).abs()}
+
+
+class ToyMetric:
+    """Mean absolute error."""
+
+    def __init__(self, _config: ToyMetricConfig) -> None:
+        self._sum = torch.zeros((), dtype=torch.float64)
+        self._count = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """Both are sums."""
+        return {"sum": "sum", "count": "sum"}
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add one microbatch."""
+        values = observations["absolute"]
+        self._sum = self._sum.to(values.device) + values.sum().double()
+        self._count = self._count.to(values.device) + values.numel()
+
+    def state(self) -> dict[str, Tensor]:
+        """Sum and count."""
+        return {"sum": self._sum, "count": self._count}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue."""
+        self._sum, self._count = state["sum"], state["count"]
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The mean; zero before the first update."""
+        return {"absolute_error": self._sum / self._count.clamp(min=1)}
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._sum = torch.zeros_like(self._sum)
+        self._count = torch.zeros_like(self._count)
