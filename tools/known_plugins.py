@@ -1,0 +1,55 @@
+"""Writes the table of first-party names that lets d9d-core say what to install.
+
+    uv run python tools/known_plugins.py           write packages/d9d-core/.../known_plugins.json
+    uv run python tools/known_plugins.py --check   exit with 1 if it is out of date
+
+The table is read from the declarations of the workspace's members. Core imports none of them: it reads the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "packages" / "d9d-core" / "src" / "d9d_core" / "plugin" / "known_plugins.json"
+
+
+def table(root: Path = ROOT) -> dict[str, Any]:
+    """Kind -> name -> distribution, and distribution -> version, over all members that have an entry point."""
+    from d9d_core.plugin import Registry
+
+    homes: dict[str, dict[str, str]] = {}
+    versions: dict[str, str] = {}
+    for file in sorted([*root.glob("packages/*/pyproject.toml"), *root.glob("plugins/*/pyproject.toml")]):
+        project = tomllib.loads(file.read_text("utf-8"))["project"]
+        for module in project.get("entry-points", {}).get("d9d", {}).values():
+            versions[project["name"]] = project["version"]
+            for entry in Registry.of(importlib.import_module(module)).entries():
+                if entry.origin.module == module:
+                    homes.setdefault(entry.kind.name, {})[entry.spec.key] = project["name"]
+    return {"homes": homes, "versions": versions}
+
+
+def text(root: Path = ROOT) -> str:
+    """The table as it lies in the file."""
+    return json.dumps(table(root), indent=1, sort_keys=True) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the file, or compare with it."""
+    if arguments == ["--check"]:
+        if TABLE.read_text("utf-8") == text():
+            return 0
+        print(f"{TABLE.relative_to(ROOT)} is out of date; run: uv run python tools/known_plugins.py", file=sys.stderr)
+        return 1
+    TABLE.write_text(text(), encoding="utf-8", newline="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
