@@ -134,11 +134,11 @@ def test_an_unknown_anchor_is_refused(anchor: str) -> None:
 
 
 def test_a_string_is_no_set_of_tokens() -> None:
-    with pytest.raises(TypeError, match="expected a set of capability tokens, got the string 'mesh:ep'"):
+    with pytest.raises(TypeError, match=r"expected a set of capability tokens, got the string 'mesh:ep'"):
         strategy(requires="mesh:ep")
 
 
 @pytest.mark.parametrize("target", ["a.b", "a:", ":b", "a b:c", "a:b:c"])
 def test_a_malformed_reference_is_refused(target: str) -> None:
-    with pytest.raises(ValueError, match="is not of the form 'package.module:attribute'"):
+    with pytest.raises(ValueError, match=r"is not of the form 'package.module:attribute'"):
         Ref(target)

@@ -56,7 +56,8 @@ def test_python_takes_config_objects_and_no_names() -> None:
 
 def test_toml_and_json_are_read_too(tmp_path: Path) -> None:
     values = yaml.safe_load(MINIMAL)
-    toml = 'steps = 3\nmodel = "toy_model"\ndata = "toy_data"\ntask = "toy_task"\n[optimizer]\nname = "toy_optimizer"\nlr = 0.1\n'
+    toml = 'steps = 3\nmodel = "toy_model"\ndata = "toy_data"\ntask = "toy_task"\n'
+    toml += '[optimizer]\nname = "toy_optimizer"\nlr = 0.1\n'
     assert load(tmp_path, MINIMAL) == load(tmp_path, json.dumps(values), suffix=".json")
     assert load(tmp_path, MINIMAL) == load(tmp_path, toml, suffix=".toml")
 

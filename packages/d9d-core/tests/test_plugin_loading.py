@@ -170,7 +170,8 @@ def test_blocked_plugins_are_not_imported_and_say_so(install: Install) -> None:
     install("d9d-moe", "0.1.0", "1 / 0")
     text = message("expert_parallel", block=frozenset({"d9d-moe"}))
     assert text == (
-        "strategy 'expert_parallel' comes from d9d-moe, which is not loaded: it is blocked (plugins.block or D9D_PLUGINS)"
+        "strategy 'expert_parallel' comes from d9d-moe, which is not loaded: "
+        "it is blocked (plugins.block or D9D_PLUGINS)"
     )
 
 
@@ -269,10 +270,10 @@ def test_the_order_on_disk_decides_nothing(install: Install, monkeypatch: pytest
 
 def test_a_registry_of_explicit_plugins_discovers_nothing(install: Install) -> None:
     install("acme-moe", "9.9", ONE)
-    assert [entry for entry in Registry.of().entries("strategy")] == []
+    assert Registry.of().entries("strategy") == []
 
 
 def test_the_plugin_layer_loads_without_torch_and_pydantic() -> None:
-    code = "import sys, d9d_core.plugin as p; p.Registry.of(); print([m for m in ('torch', 'pydantic') if m in sys.modules])"
+    code = "import sys, d9d_core.plugin as p; p.Registry.of(); print({'torch', 'pydantic'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
+    assert out.strip() == "set()"

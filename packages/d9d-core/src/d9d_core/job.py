@@ -17,6 +17,8 @@ from pydantic import PrivateAttr
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import registry_for, validate
+from d9d_core.loop.selection import check_capabilities, check_world, select
+from d9d_core.plugin.capabilities import Circumstances
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
@@ -86,6 +88,8 @@ class Job(JobConfig):
         Raises:
             D9dError: the job cannot run.
         """
+        size = self.mesh.world_size if world_size is None else world_size
+        self._check_names(size)
         from d9d_core.loop.build import circumstances
         from d9d_core.loop.plan import plan
         from d9d_core.topology.mesh import Topology, choose_device
@@ -93,7 +97,7 @@ class Job(JobConfig):
         device = choose_device(self.device)
         here = circumstances(self, device if world_size is None else None)
         topology = Topology(sizes=self.mesh.sizes(), device=device)
-        return plan(self, self.registry, topology, here, self.mesh.world_size if world_size is None else world_size)
+        return plan(self, self.registry, topology, here, size)
 
     def build(self, note: Callable[[str], None] = print_note) -> Trainer:
         """Build the trainer for this process.
@@ -104,8 +108,14 @@ class Job(JobConfig):
         Raises:
             D9dError: the job cannot run.
         """
+        self._check_names(1)
         from d9d_core.loop.build import build
         from d9d_core.topology.mesh import Topology, choose_device
 
         topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device))
         return build(self, self.registry, topology, note)
+
+    def _check_names(self, world_size: int) -> None:
+        """Everything that can be refused before torch is imported."""
+        check_world(self, world_size)
+        check_capabilities(select(self, self.registry), self.registry, Circumstances(self.mesh.sizes()))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from rich.text import Text
 
+from d9d_core.cli.output import console_for
 from d9d_core.plugin.records import HealthCheckSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import Health
@@ -32,7 +33,7 @@ def check_device() -> Health:
 
 def examine(registry: Registry) -> bool:
     """Run every health check and report every plugin problem; false if anything is wrong."""
-    console = Console()
+    console = console_for()
     sound = True
     for entry in registry.entries("health check"):
         assert isinstance(entry.spec, HealthCheckSpec)
@@ -41,14 +42,18 @@ def examine(registry: Registry) -> bool:
         except Exception as error:
             health = Health(False, f"the check failed: {error!r}")
         sound &= health.ok
-        mark = "[green]ok[/]" if health.ok else "[red]no[/]"
-        console.print(f"{mark}  {entry.spec.name}: {health.message}", highlight=False)
+        console.print(_line(health.ok, f"{entry.spec.name}: {health.message}"))
     for origin in registry.plugins:
         editable = ", editable" if origin.editable else ""
-        console.print(f"[green]ok[/]  plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)", highlight=False)
+        console.print(_line(True, f"plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)"))
     for text in [f"plugin {problem}" for problem in registry.problems] + registry.conflicts():
         sound = False
-        console.print(f"[red]no[/]  {text}", highlight=False, markup=True)
+        console.print(_line(False, text))
     for distribution, reason in registry.blocked.items():
-        console.print(f"[yellow]--[/]  plugin {distribution}: {reason}", highlight=False)
+        console.print(Text.assemble(("--", "yellow"), f"  plugin {distribution}: {reason}"))
     return sound
+
+
+def _line(ok: bool, text: str) -> Text:
+    # Text, not markup: messages may hold brackets.
+    return Text.assemble(("ok", "green") if ok else ("no", "red"), f"  {text}")

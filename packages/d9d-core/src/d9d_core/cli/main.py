@@ -96,11 +96,11 @@ def train(
     strict_plugins: Strict = False,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""
-    from d9d_core.cli.report import print_outcome
-
     loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
     trainer = loaded.build()
-    print_outcome(loaded, trainer.train())
+    outcome = trainer.train()
+    if outcome.status == "finished":
+        typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
 
 
 @app.command()

@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from d9d_core.cli.output import console_for
 from d9d_core.errors import PluginError
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
 from d9d_core.plugin.registry import Entry, Registry
@@ -19,10 +21,13 @@ def list_records(registry: Registry, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_summary(entry) for entry in registry.entries()], indent=1))  # noqa: T201
         return
-    table = Table("extension point", "name", "distribution", "what it is", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    for title in ("extension point", "name", "distribution"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("what it is")
     for entry in registry.entries():
         table.add_row(entry.kind.name, entry.spec.key, str(entry.origin), entry.spec.summary)
-    Console().print(table)
+    console_for().print(table)
 
 
 def show_records(registry: Registry, selector: str, as_json: bool) -> None:
@@ -43,7 +48,7 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
     if as_json:
         print(json.dumps([_detail(entry) for entry in entries], indent=1))  # noqa: T201
         return
-    console = Console()
+    console = console_for()
     for entry in entries:
         _print_detail(console, entry)
 
@@ -64,9 +69,9 @@ def check_plugins(registry: Registry, distribution: str | None, as_json: bool) -
     if as_json:
         print(json.dumps({"records": len(entries), "problems": findings}, indent=1))  # noqa: T201
     else:
-        console = Console()
+        console = console_for()
         for finding in findings:
-            console.print(f"[red]no[/]  {finding['plugin']}: {finding['problem']}", highlight=False)
+            console.print(Text.assemble(("no", "red"), f"  {finding['plugin']}: {finding['problem']}"))
         console.print(f"{len(entries)} records checked, {len(findings)} problems")
     return not findings
 
@@ -111,7 +116,7 @@ def _print_detail(console: Console, entry: Entry) -> None:
     if isinstance(entry.spec, Spec):
         for word in ("requires", "provides", "conflicts"):
             if tokens := sorted(getattr(entry.spec, word)):
-                console.print(f"  {word}: {', '.join(tokens)}", highlight=False)
+                console.print(f"  {word}: {', '.join(tokens)}", markup=False, highlight=False)
     if not isinstance(entry.spec, ConfiguredSpec):
         return
     table = Table("field", "type", "default", "meaning", box=None, header_style="bold", padding=(0, 2))

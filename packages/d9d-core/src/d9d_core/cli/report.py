@@ -1,28 +1,24 @@
-"""What ``check``, ``explain`` and ``train`` print."""
+"""What ``check`` and ``explain`` print."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from d9d_core.job import Job
-from d9d_core.loop.plan import Plan
-from d9d_core.loop.trainer import Outcome
+from d9d_core.cli.output import console_for
+
+if TYPE_CHECKING:
+    from d9d_core.job import Job
+    from d9d_core.loop.plan import Plan
 
 GIB = 2**30
 
 
-def print_outcome(job: Job, outcome: Outcome) -> None:
-    """Where the results are."""
-    directory = job.run.directory
-    if outcome.status == "finished":
-        exported = f", model in {directory / 'model'}" if job.export else ""
-        print(f"finished {outcome.step} steps; results in {directory}{exported}")  # noqa: T201
-
-
 def print_plan(job: Job, plan: Plan) -> None:
     """The numbers of a plan."""
-    console = Console()
+    console = console_for()
     table = Table(box=None, show_header=False)
     total, trained = plan.parameters
     table.add_row("mesh", f"{job.mesh}")
@@ -48,7 +44,7 @@ def print_plan(job: Job, plan: Plan) -> None:
 
 def print_explanation(job: Job, plan: Plan) -> None:
     """Where each part comes from, what was done with it, and why."""
-    console = Console()
+    console = console_for()
     _heading(console, "parts")
     table = Table(box=None, show_header=False)
     for chosen in plan.selection.all():
@@ -56,28 +52,36 @@ def print_explanation(job: Job, plan: Plan) -> None:
     console.print(table)
     _heading(console, "strategies, in order of application")
     for chosen, applied in plan.assembly.applied:
-        console.print(f"  {chosen.spec.name}: {_several(applied.modules)}", highlight=False)
+        console.print(f"  {chosen.spec.name}: {_several(applied.modules)}", markup=False, highlight=False)
     if not plan.assembly.applied:
         console.print("  none")
     _heading(console, "kernels")
     for choice in plan.assembly.kernels:
         supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
-        console.print(f"  {choice.op}: {choice.backend}{supplied} at {_several(choice.sites)}", highlight=False)
+        console.print(
+            f"  {choice.op}: {choice.backend}{supplied} at {_several(choice.sites)}", markup=False, highlight=False
+        )
         for name, decision in choice.considered.items():
             mark = "accepts" if decision.accept else "refuses"
-            console.print(f"    {name} {mark}, priority {decision.priority}: {decision.reason}", highlight=False)
+            console.print(
+                f"    {name} {mark}, priority {decision.priority}: {decision.reason}", markup=False, highlight=False
+            )
     _heading(console, "optimizer groups")
     for name, facts in plan.groups.items():
-        console.print(f"  {name}: {facts}", highlight=False)
+        settings = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "parameters")
+        names = _several(tuple(facts.get("parameters", ())))
+        console.print(f"  {name}: {settings}: {names}", markup=False, highlight=False)
     _heading(console, "capabilities")
     for verdict in plan.verdicts:
-        console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}", highlight=False)
+        console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}", markup=False, highlight=False)
     if not plan.verdicts:
         console.print("  none are required")
     _heading(console, "gradient reductions")
     owners = [owner for _, applied in plan.assembly.applied for owner in applied.gradients]
     for owner in owners:
-        console.print(f"  {owner.parameter} over {owner.axis}: {owner.operation} by {owner.owner}", highlight=False)
+        console.print(
+            f"  {owner.parameter} over {owner.axis}: {owner.operation} by {owner.owner}", markup=False, highlight=False
+        )
     if not owners:
         console.print(f"  none: {job.mesh}")
     print_plan(job, plan)

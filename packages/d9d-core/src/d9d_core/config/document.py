@@ -83,7 +83,7 @@ class Document:
             try:
                 value = _read_yaml(text, f"--set {path}")[0]
                 _assign(values, parts, value)
-            except (KeyError, IndexError, TypeError) as error:
+            except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise JobError(f"--set {assignment}: there is no {dotted(parts)} to set ({error})") from error
             given.add(parts)
         return Document(values, self.source, self.lines, frozenset(given))
@@ -110,9 +110,12 @@ def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
             elif target.get(part) is None:
                 target[part] = {}
         target = target[part]
-    if not isinstance(target, dict | list):
-        raise TypeError(f"{target!r} has no such field")
-    target[parts[-1]] = value
+    if isinstance(target, list):
+        target[int(parts[-1])] = value
+    elif isinstance(target, dict):
+        target[parts[-1]] = value
+    else:
+        raise TypeError(f"{target!r} has no fields")
 
 
 def _read_toml(text: str, source: str) -> tuple[Any, dict[Location, int]]:

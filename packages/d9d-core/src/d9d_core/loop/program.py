@@ -1,9 +1,9 @@
 """What one rank does in one optimizer step, as data: frozen actions, checked before they run. Imports no torch.
 
 The program of a single stage is forward and backward of each microbatch in turn, then the reduction; gradient
-accumulation is the same program with more microbatches. Pipeline schedules are other generators of such programs, and bring
-action types of their own. The optimizer step is no action: it is one line of the training step, after all programs have ended,
-because clipping needs the gradients of every stage.
+accumulation is the same program with more microbatches. Pipeline schedules are other generators of such programs, and
+bring action types of their own. The optimizer step is no action: it is one line of the training step, after all
+programs have ended, because clipping needs the gradients of every stage.
 """
 
 from __future__ import annotations

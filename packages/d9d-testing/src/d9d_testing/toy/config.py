@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from d9d_core.config.base import PluginConfig
@@ -54,3 +55,55 @@ class ToyMetricConfig(PluginConfig):
 
     name: Literal["toy_metric"] = "toy_metric"
     """Selects this metric."""
+
+
+class ToyRecorderConfig(PluginConfig):
+    """Writes the name of every event."""
+
+    name: Literal["toy_recorder"] = "toy_recorder"
+    """Selects this subscriber."""
+    path: Path
+    """One line per event is appended to this file."""
+
+
+class ToyTrackerConfig(PluginConfig):
+    """A backend that fails."""
+
+    name: Literal["toy_tracker"] = "toy_tracker"
+    """Selects this tracker."""
+    fails_in: Literal["open", "write", "flush", "close"]
+    """The call that raises."""
+
+
+class ToyStrategyConfig(PluginConfig):
+    """Scales the outputs of blocks."""
+
+    name: Literal["toy_strategy"] = "toy_strategy"
+    """Selects this strategy."""
+    blocks: int = 1
+    """How many blocks; with zero it matches nothing."""
+
+
+class ToyPipelineStrategyConfig(PluginConfig):
+    """Needs a trait that the toy model lacks."""
+
+    name: Literal["toy_pipeline_strategy"] = "toy_pipeline_strategy"
+    """Selects this strategy."""
+
+
+class ToyPeftConfig(PluginConfig):
+    """Trains some parameters."""
+
+    name: Literal["toy_peft"] = "toy_peft"
+    """Selects this method."""
+    trains: tuple[str, ...] = ("layers.0.weight",)
+    """Names of the parameters that train."""
+
+
+class ToyScheduleConfig(PluginConfig):
+    """A schedule with a defect of choice."""
+
+    name: Literal["toy_schedule"] = "toy_schedule"
+    """Selects this schedule."""
+    forgets: Literal["nothing", "backward", "reduce"] = "nothing"
+    """The action that its programs lack."""

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.plugin import DatasetSpec, MetricSpec, ModelSpec, OptimizerSpec, Ref, TaskSpec, hookimpl
+from d9d_core.plugin import (
+    DatasetSpec,
+    MetricSpec,
+    ModelSpec,
+    OptimizerSpec,
+    PeftSpec,
+    Ref,
+    ScheduleSpec,
+    StrategySpec,
+    SubscriberSpec,
+    TaskSpec,
+    TrackerSpec,
+    hookimpl,
+)
 
 D9D_API = 1
 
@@ -64,4 +77,69 @@ def d9d_metrics() -> Iterator[MetricSpec]:
         summary="Mean absolute error since the last log entry.",
         config=Ref("d9d_testing.toy.config:ToyMetricConfig"),
         build=Ref("d9d_testing.toy.task:ToyMetric"),
+    )
+
+
+@hookimpl
+def d9d_subscribers() -> Iterator[SubscriberSpec]:
+    """A recorder."""
+    yield SubscriberSpec(
+        name="toy_recorder",
+        summary="Writes the name of every event.",
+        config=Ref("d9d_testing.toy.config:ToyRecorderConfig"),
+        build=Ref("d9d_testing.toy.observers:ToyRecorder"),
+    )
+
+
+@hookimpl
+def d9d_trackers() -> Iterator[TrackerSpec]:
+    """A backend that fails."""
+    yield TrackerSpec(
+        name="toy_tracker",
+        summary="Raises in one of its calls.",
+        config=Ref("d9d_testing.toy.config:ToyTrackerConfig"),
+        build=Ref("d9d_testing.toy.observers:ToyTracker"),
+    )
+
+
+@hookimpl
+def d9d_strategies() -> Iterator[StrategySpec]:
+    """One that works and one that cannot."""
+    yield StrategySpec(
+        name="toy_strategy",
+        summary="Halves the outputs of blocks.",
+        config=Ref("d9d_testing.toy.config:ToyStrategyConfig"),
+        build=Ref("d9d_testing.toy.modifiers:ToyStrategy"),
+        anchor="tensor",
+        requires={"model:blocks"},
+    )
+    yield StrategySpec(
+        name="toy_pipeline_strategy",
+        summary="Needs a trait that the toy model lacks.",
+        config=Ref("d9d_testing.toy.config:ToyPipelineStrategyConfig"),
+        build=Ref("d9d_testing.toy.modifiers:ToyStrategy"),
+        anchor="tensor",
+        requires={"model:pipeline"},
+    )
+
+
+@hookimpl
+def d9d_peft_methods() -> Iterator[PeftSpec]:
+    """Trains some parameters."""
+    yield PeftSpec(
+        name="toy_peft",
+        summary="Trains the parameters it is given.",
+        config=Ref("d9d_testing.toy.config:ToyPeftConfig"),
+        build=Ref("d9d_testing.toy.modifiers:ToyPeft"),
+    )
+
+
+@hookimpl
+def d9d_schedules() -> Iterator[ScheduleSpec]:
+    """A schedule with a defect of choice."""
+    yield ScheduleSpec(
+        name="toy_schedule",
+        summary="The single-stage program, perhaps with something missing.",
+        config=Ref("d9d_testing.toy.config:ToyScheduleConfig"),
+        build=Ref("d9d_testing.toy.modifiers:ToySchedule"),
     )

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_core.state import checkpoint as module
+from d9d_core.state.checkpoint import Checkpoint, CheckpointStore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FACTS = {"job": {"model": {}}, "plugins": {}}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model/weight": torch.randn(3, 5, generator=generator),
+        "model/half": torch.randn(4, generator=generator).bfloat16(),
+        "optimizer/step": torch.tensor(7.0),
+        "metrics/empty": torch.zeros(0, 3, dtype=torch.int64),
+        "model/strided": torch.randn(4, 6, generator=generator).T,
+    }
+
+
+def saved(directory: Path, step: int = 5, keep: int | None = None) -> CheckpointStore:
+    store = CheckpointStore(directory, keep)
+    store.prepare()
+    store.save(step, tensors(), {"data": {"consumed": 3}}, FACTS)
+    return store
+
+
+def newest(store: CheckpointStore) -> Checkpoint:
+    found = store.newest(lambda _: None)
+    assert found is not None
+    return found
+
+
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    checkpoint = newest(saved(tmp_path))
+    loaded = {name: torch.full_like(tensor, 9) for name, tensor in tensors().items()}
+    checkpoint.load_into(loaded)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
+    assert (checkpoint.step, checkpoint.values()) == (5, {"data": {"consumed": 3}})
+
+
+def test_files_hold_json_and_safetensors_only(tmp_path: Path) -> None:
+    saved(tmp_path)
+    files = sorted((tmp_path / "step-00000005").iterdir())
+    assert [file.name for file in files] == ["manifest.json", "state.json", "tensors-00000.safetensors"]
+    for file in files[:2]:
+        json.loads(file.read_text())
+    assert b"pickle" not in files[2].read_bytes()
+
+
+def test_only_the_newest_stay(tmp_path: Path) -> None:
+    store = saved(tmp_path, 1, keep=2)
+    for step in (2, 10, 9):
+        store.save(step, tensors(), {}, FACTS)
+    assert [path.name for path in store.paths()] == ["step-00000010", "step-00000009"]
+
+
+def test_leftovers_of_a_killed_process_are_no_checkpoints_and_are_removed(tmp_path: Path) -> None:
+    store = saved(tmp_path)
+    for name in (".step-00000099.tmp", "step-99.tmp", "step-abc"):
+        (tmp_path / name).mkdir()
+    assert newest(store).step == 5
+    store.prepare()
+    assert not (tmp_path / ".step-00000099.tmp").exists()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_flipped_bit_or_cut_in_any_file_is_noticed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("store")
+    store = saved(directory)
+    file = data.draw(st.sampled_from(sorted((directory / "step-00000005").iterdir())))
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(min_value=0, max_value=len(content) - 1))
+    if data.draw(st.booleans()):
+        del content[position:]
+    else:
+        content[position] ^= 1 << data.draw(st.integers(min_value=0, max_value=7))
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        store.newest(lambda _: None)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "tensors-00000.safetensors"])
+def test_a_missing_file_is_reported_and_the_checkpoint_before_is_used(tmp_path: Path, name: str) -> None:
+    store = saved(tmp_path)
+    store.save(6, tensors(), {}, FACTS)
+    (tmp_path / "step-00000006" / name).unlink()
+    warnings: list[str] = []
+    found = store.newest(warnings.append)
+    assert found is not None
+    assert found.step == 5
+    assert len(warnings) == 1
+    assert name in warnings[0]
+
+
+def test_without_any_checkpoint_there_is_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "none", None).newest(lambda _: None) is None
+
+
+def test_other_tensors_are_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    checkpoint = newest(saved(tmp_path))
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    target["model/weight"] = torch.zeros(3, 4)
+    target["model/new"] = target.pop("model/half")
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_into(target)
+    text = str(caught.value)
+    assert "'model/new' is not in the checkpoint" in text
+    assert "'model/half' is in the checkpoint only" in text
+    assert "'model/weight' is float32 [3, 5] there and float32 [3, 4] here" in text
+    assert all(not tensor.any() for tensor in target.values())
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    store = saved(tmp_path)
+    path = tmp_path / "step-00000005" / "manifest.json"
+    manifest = json.loads(path.read_text()) | {"version": 2}
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="is d9d-checkpoint version 2; this d9d reads d9d-checkpoint version 1"):
+        store.newest(lambda _: None)
+
+
+def test_a_save_that_fails_leaves_earlier_checkpoints_and_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = saved(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "save_file", full)
+    with pytest.raises(
+        CheckpointError, match="could not be written: .*No space left on device; earlier ones are untouched"
+    ):
+        store.save(6, tensors(), {}, FACTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+    assert newest(store).step == 5

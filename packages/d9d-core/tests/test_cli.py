@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import d9d_testing.toy.plugin as toy
+import pytest
+
+JOB = """\
+run: {name: toy, dir: RUNS}
+steps: 3
+device: cpu
+model: toy_model
+data: toy_data
+task: toy_task
+optimizer: toy_optimizer
+parallel: [toy_strategy]
+"""
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def d9d(tmp_path: Path) -> Run:
+    """Run the command line in a process of its own, with the toy plugin only."""
+    (tmp_path / "job.yaml").write_text(JOB.replace("RUNS", str(tmp_path / "runs")))
+
+    def run(*arguments: str, plugins: bool = True) -> subprocess.CompletedProcess[str]:
+        extra = ["--no-plugins", "--plugin", toy.__file__] if plugins else []
+        # The last line of standard output tells whether torch was imported.
+        code = (
+            "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules));"
+            "from d9d_core.cli.main import main; main()"
+        )
+        command = [sys.executable, "-c", code, *arguments, *extra]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+    return run
+
+
+def test_help_and_version_need_no_torch(d9d: Run) -> None:
+    for arguments in (["--help"], ["train", "--help"], ["--version"]):
+        result = d9d(*arguments, plugins=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_train_ends_with_what_was_promised(d9d: Run, tmp_path: Path) -> None:
+    result = d9d("train", "job.yaml", "--set", "steps=2")
+    assert result.returncode == 0, result.stderr
+    assert "step 2/2  loss" in result.stdout
+    assert f"finished 2 steps; results in {tmp_path}/runs/toy" in result.stdout
+    assert (tmp_path / "runs" / "toy" / "model" / "config.json").exists()
+
+
+def test_a_wrong_job_is_one_message_exit_status_2_and_no_torch(d9d: Run) -> None:
+    result = d9d("train", "job.yaml", "--set", "optimizer.lrr=1")
+    assert result.returncode == 2
+    assert "error: --set optimizer.lrr: optimizer.lrr: not a field of 'toy_optimizer'" in result.stderr
+    assert "did you mean 'lr'?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_a_broken_plugin_that_is_asked_for_shows_its_traceback(d9d: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def f():\n    raise RuntimeError('in the plugin')\nf()\n")
+    result = d9d("train", "job.yaml", "--plugin", "broken.py")
+    assert result.returncode == 2
+    assert "error: broken.py: failed to import: RuntimeError('in the plugin')" in result.stderr
+    assert "raise RuntimeError('in the plugin')" in result.stderr
+
+
+def test_check_reports_the_numbers_of_a_job_without_training(d9d: Run, tmp_path: Path) -> None:
+    result = d9d("check", "job.yaml", "--set", "batch.microbatch=8")
+    assert result.returncode == 0, result.stderr
+    assert "33 parameters, 33 of them train" in result.stdout
+    assert "F0.0 B0.0 F0.1 B0.1 R0" in result.stdout
+    assert "ok: this job can run" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_check_compares_the_mesh_with_the_world_size(d9d: Run) -> None:
+    result = d9d(
+        "check", "job.yaml", "--world-size", "8", "--set", "mesh={pp: 2, dp_shard: 3}", "--set", "batch.size=12"
+    )
+    assert result.returncode == 2
+    assert "mesh: pp=2 x dp_shard=3 = 6 ranks, but the job was started with 8; change mesh or start 6 processes" in (
+        result.stderr
+    )
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_explain_says_where_everything_comes_from_and_what_was_applied(d9d: Run) -> None:
+    result = d9d("explain", "job.yaml")
+    assert result.returncode == 0, result.stderr
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert any(line.startswith("model toy_model") and "toy/plugin.py" in line for line in lines)
+    assert "toy_strategy: layers.0" in lines
+    assert any(line.startswith("parallel[0] model:blocks: 'toy_model'") for line in lines)
+    assert "all: lr 0.05: unused, layers.0.weight, layers.1.weight" in lines
+
+
+def test_plugins_list_names_everything_and_has_a_json_form(d9d: Run) -> None:
+    assert "toy_optimizer" in d9d("plugins", "list").stdout
+    records = json.loads(d9d("plugins", "list", "--json").stdout.rpartition("]")[0] + "]")
+    assert {"kind": "tracker", "name": "jsonl"}.items() <= next(r for r in records if r["name"] == "jsonl").items()
+
+
+def test_plugins_show_prints_fields_defaults_and_meanings(d9d: Run) -> None:
+    out = d9d("plugins", "show", "toy_optimizer").stdout
+    assert "Base learning rate." in out
+    assert "0.05" in out
+    result = d9d("plugins", "show", "nothing")
+    assert result.returncode == 2
+    assert "error: nothing is called 'nothing'; names: console" in result.stderr
+
+
+def test_plugins_check_finds_references_that_do_not_load(d9d: Run, tmp_path: Path) -> None:
+    assert d9d("plugins", "check").returncode == 0
+    (tmp_path / "dangling.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    yield TaskSpec(name='t', summary='s', config=Ref('nowhere:C'), build=Ref('json:nothing'))\n"
+    )
+    result = d9d("plugins", "check", "--plugin", "dangling.py")
+    assert result.returncode == 1
+    assert "dangling.py: task 't': config nowhere:C failed to load: ModuleNotFoundError" in result.stdout
+    assert "3 problems" not in result.stdout
+    assert "2 problems" in result.stdout
+
+
+def test_schema_is_json_and_knows_the_plugins(d9d: Run) -> None:
+    schema = json.loads(d9d("schema").stdout.rpartition("}")[0] + "}")
+    assert schema["properties"]["optimizer"]["anyOf"][0] == {"enum": ["toy_optimizer"]}
+
+
+def test_doctor_runs_checks_and_reports_broken_plugins(d9d: Run, tmp_path: Path) -> None:
+    result = d9d("doctor")
+    assert result.returncode == 0, result.stdout
+    assert "ok  torch: torch 2." in result.stdout
+    (tmp_path / "sick.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "@hookimpl\n"
+        "def d9d_health_checks():\n"
+        "    yield HealthCheckSpec(name='sick', summary='s', run=Ref('nowhere:f'))\n"
+    )
+    result = d9d("doctor", "--plugin", "sick.py")
+    assert result.returncode == 1
+    assert "no  sick: the check failed: ModuleNotFoundError" in result.stdout
+
+
+def test_plugins_add_commands_that_are_imported_when_used(
+    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from d9d_core.cli.main import main
+
+    install(
+        "acme-tools",
+        "1.0",
+        """
+        @hookimpl
+        def d9d_commands():
+            yield CommandSpec(name="greet", summary="Greets somebody.", app=Ref("acme_greet:app"))
+        """,
+    )
+    (tmp_path / "site" / "acme_greet.py").write_text(
+        "import typer\napp = typer.Typer()\n@app.command()\ndef greet(name: str, loud: bool = False):\n"
+        "    print(f'hello {name}' + '!' * loud)\n"
+    )
+    monkeypatch.setenv("D9D_PLUGINS", "acme-tools")
+    for arguments, expected in ((["--help"], "Greets somebody."), (["greet", "you", "--loud"], "hello you!")):
+        monkeypatch.setattr(sys, "argv", ["d9d", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 0
+        assert expected in capsys.readouterr().out
+        assert ("acme_greet" in sys.modules) == (arguments[0] == "greet")

@@ -1,0 +1,56 @@
+"""Strategies, a fine-tuning method and a schedule for the toy model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from d9d_core.loop.program import Backward, Program, Reduce, single_stage
+from d9d_core.protocols import Applied
+from d9d_core.topology.mesh import Topology
+from d9d_core.traits import HasBlocks, modules_with
+from torch import nn
+
+from d9d_testing.toy.config import ToyPeftConfig, ToyPipelineStrategyConfig, ToyScheduleConfig, ToyStrategyConfig
+
+
+class ToyStrategy:
+    """Halves the outputs of the first blocks."""
+
+    def __init__(self, config: ToyStrategyConfig | ToyPipelineStrategyConfig) -> None:
+        self._blocks = getattr(config, "blocks", 1)
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:  # noqa: ARG002
+        """Register a hook on each."""
+        found = [item for model in modules_with(stage, HasBlocks).values() for item in model.blocks().items()]
+        chosen = dict(islice(found, self._blocks))
+        for block in chosen.values():
+            block.register_forward_hook(lambda _module, _inputs, output: output * 0.5)
+        return Applied(tuple(chosen))
+
+
+class ToyPeft:
+    """Trains the named parameters; merging doubles the model's scale, so that a test can see it."""
+
+    def __init__(self, config: ToyPeftConfig) -> None:
+        self._trains = frozenset(config.trains)
+
+    def inject(self, stage: nn.Module) -> frozenset[str]:  # noqa: ARG002
+        """Nothing is injected."""
+        return self._trains
+
+    def merge(self, stage: nn.Module) -> None:
+        """Leave a trace."""
+        stage.get_buffer("scale").fill_(2.0)
+
+
+class ToySchedule:
+    """The single-stage program, perhaps with something missing."""
+
+    def __init__(self, config: ToyScheduleConfig) -> None:
+        self._forgets = {"nothing": (), "backward": (Backward,), "reduce": (Reduce,)}[config.forgets]
+
+    def __call__(self, stages: int, microbatches: int) -> Sequence[Program]:
+        """One program."""
+        (program,) = single_stage(stages, microbatches)
+        return [tuple(action for action in program if not isinstance(action, self._forgets))]
