@@ -1,0 +1,1 @@
+"""Attention layers and the cores they call."""

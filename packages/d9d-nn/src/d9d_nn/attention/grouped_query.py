@@ -1,0 +1,93 @@
+"""Grouped-query attention with rotary positions.
+
+Shapes: B samples, S positions, H features, N query heads, K key/value heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.ops import OpSlot
+from d9d_core.traits import TensorStyle
+from torch import Tensor, nn
+
+from d9d_nn.attention.core import AttentionCore
+from d9d_nn.linear import Linear
+from d9d_nn.ops.rope import rope
+from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.rope import Rotation
+
+
+class GroupedQueryAttention(nn.Module):
+    """N query heads that share K key/value heads (Ainslie et al. 2023), optionally with normalised queries and keys.
+
+    Args:
+        hidden_size: H.
+        query_heads: N, a multiple of K.
+        key_value_heads: K.
+        head_dim: D; N * D need not equal H.
+        std: initial standard deviation of the query, key and value projections.
+        output_std: initial standard deviation of the output projection.
+        head_norm_eps: RMSNorm of each query and key head before the rotation, with this epsilon; ``None`` for no norm.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        query_heads: int,
+        key_value_heads: int,
+        head_dim: int,
+        std: float,
+        output_std: float,
+        head_norm_eps: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std)
+        self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std)
+        self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std)
+        self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std)
+        self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
+        self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
+        self.core = AttentionCore(query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim)
+        self.rope = OpSlot("rope", rope, head_dim=head_dim)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """The rotation; the attention itself belongs to the core."""
+        return {"rope": self.rope}
+
+    def attention_cores(self) -> Mapping[str, nn.Module]:
+        """The one core."""
+        return {"core": self.core}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Heads are split; the head norms see split heads and stay whole."""
+        return {
+            "q_proj": TensorStyle.COLUMN,
+            "k_proj": TensorStyle.COLUMN,
+            "v_proj": TensorStyle.COLUMN,
+            "o_proj": TensorStyle.ROW,
+        }
+
+    def forward(self, hidden: Tensor, rotation: Rotation, documents: Tensor | None) -> Tensor:
+        """Mix tokens of the same document.
+
+        Args:
+            hidden: [B, S, H].
+            rotation: of each position.
+            documents: int64 [B, S]; ``None`` if a sample is one document.
+
+        Returns:
+            [B, S, H].
+        """
+        # The number of heads is inferred: a tensor-parallel rank holds only some of them.
+        heads = (*hidden.shape[:2], -1, self.head_dim)
+        query = self.q_proj(hidden).view(heads)
+        key = self.k_proj(hidden).view(heads)
+        value = self.v_proj(hidden).view(heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.rope(query, key, rotation.cos, rotation.sin)
+        out: Tensor = self.o_proj(self.core(query, key, value, documents).flatten(2))
+        return out

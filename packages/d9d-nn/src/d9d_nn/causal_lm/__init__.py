@@ -1,0 +1,1 @@
+"""Causal language modelling: the task, its loss term and its metric."""

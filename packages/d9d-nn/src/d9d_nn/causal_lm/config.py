@@ -1,0 +1,21 @@
+"""Configs of the task and its metric."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config.base import PluginConfig
+
+
+class CausalLMConfig(PluginConfig):
+    """Next-token prediction."""
+
+    name: Literal["causal_lm"] = "causal_lm"
+    """Selects the plugin."""
+
+
+class PerplexityConfig(PluginConfig):
+    """Exponential of the mean token loss."""
+
+    name: Literal["perplexity"] = "perplexity"
+    """Selects the plugin."""

@@ -1,0 +1,77 @@
+"""The metric ``perplexity``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from d9d_core.errors import JobError
+from torch import Tensor
+
+from d9d_nn.causal_lm.config import PerplexityConfig
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+
+
+class Perplexity:
+    """``exp(mean token loss)`` over all targets since the last reset.
+
+    Reads the observations ``token_loss`` float [B, S] and ``targets`` int64 [B, S] of the task ``causal_lm``.
+
+    Args:
+        config: has no settings.
+    """
+
+    def __init__(self, config: PerplexityConfig) -> None:
+        self.config = config
+        self._loss, self._targets, self._empty = _nothing(), _nothing(), True
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """Sums of shards add up."""
+        return {"loss": "sum", "targets": "sum"}
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the losses of one microbatch.
+
+        Raises:
+            JobError: the task observes something else.
+        """
+        if missing := {"token_loss", "targets"} - observations.keys():
+            raise JobError(
+                f"metrics: perplexity reads {' and '.join(sorted(missing))}, which the task does not observe; "
+                f"it has: {', '.join(observations) or 'nothing'}"
+            )
+        token_loss, targets = observations["token_loss"], observations["targets"]
+        predicted = targets != IGNORE
+        # A million tokens in float32 would lose the last ones; MPS has no float64.
+        dtype = torch.float32 if token_loss.device.type == "mps" else torch.float64
+        if self._loss.device != token_loss.device:
+            self._loss = self._loss.to(token_loss.device, dtype, non_blocking=True)
+            self._targets = self._targets.to(token_loss.device, dtype, non_blocking=True)
+        self._loss = self._loss + torch.where(predicted, token_loss, 0.0).sum(dtype=dtype)
+        self._targets = self._targets + predicted.sum(dtype=dtype)
+        self._empty = False
+
+    def state(self) -> dict[str, Tensor]:
+        """Sum of losses and number of targets, 0-d."""
+        return {"loss": self._loss, "targets": self._targets}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from saved or merged sums."""
+        self._loss, self._targets = state["loss"], state["targets"]
+        self._empty = False
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The series ``perplexity``; none before the first update. Without any target its value is 1, never NaN."""
+        if self._empty:
+            return {}
+        return {"perplexity": torch.exp(self._loss / self._targets.clamp(min=1))}
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._loss, self._targets, self._empty = _nothing(), _nothing(), True
+
+
+def _nothing() -> Tensor:
+    return torch.zeros((), dtype=torch.float64)

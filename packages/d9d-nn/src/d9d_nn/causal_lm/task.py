@@ -1,0 +1,79 @@
+"""The task ``causal_lm``: predict the next token.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.errors import JobError
+from d9d_core.protocols import Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.causal_lm.config import CausalLMConfig
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+
+_TERM = "cross_entropy"
+
+
+class CausalLM:
+    """One loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
+
+    Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]. The
+    model's last stage returns ``token_loss`` float32 [B, S].
+
+    Args:
+        config: has no settings yet.
+    """
+
+    def __init__(self, config: CausalLMConfig) -> None:
+        self.config = config
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The one term, counted once."""
+        return {_TERM: 1.0}
+
+    def check(self, model: Any, facts: State) -> None:
+        """Compare vocabulary and sequence length of model and data, as far as both state them.
+
+        Raises:
+            JobError: the data has token ids or positions that the model has not.
+        """
+        problems = [
+            f"model.{field}: the model has {have} {what}, the data has {need}; "
+            f"set model.{field} to {need} or more, or {otherwise}"
+            for field, fact, what, otherwise in (
+                ("vocab_size", "vocab_size", "token ids", "give the data a smaller vocabulary"),
+                ("max_positions", "sequence_length", "positions", "lower data.sequence_length"),
+            )
+            if isinstance(have := getattr(model, field, None), int)
+            and isinstance(need := facts.get(fact), int)
+            and need > have
+        ]
+        if problems:
+            raise JobError("\n".join(problems))
+
+    def count(self, microbatch: Microbatch) -> int:
+        """B x S, ignored targets included."""
+        return microbatch["tokens"].numel()
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """The number of targets that are predicted."""
+        return {_TERM: (microbatch["targets"] != IGNORE).sum(dtype=torch.float32)}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Tokens enter the first stage; positions, documents and targets reach every stage."""
+        shared = {name: microbatch[name] for name in ("positions", "documents", "targets") if name in microbatch}
+        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """The sum of the token losses; ignored targets have none."""
+        return {_TERM: outputs["token_loss"].sum()}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """``token_loss`` and ``targets``."""
+        return {"token_loss": outputs["token_loss"].detach(), "targets": microbatch["targets"]}

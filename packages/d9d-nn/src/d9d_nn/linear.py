@@ -1,0 +1,23 @@
+"""A linear layer that starts from a normal distribution of a chosen width."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Linear(nn.Linear):
+    """``x @ weight.T``, without bias; weight [out_features, in_features].
+
+    Args:
+        in_features: features of the input.
+        out_features: features of the output.
+        std: standard deviation of the initial weights.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, std: float) -> None:
+        self.std = std  # before the base constructor, which calls reset_parameters
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, std)."""
+        nn.init.normal_(self.weight, std=self.std)

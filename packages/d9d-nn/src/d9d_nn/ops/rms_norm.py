@@ -1,0 +1,47 @@
+"""``rms_norm``: divide by the root mean square and scale (Zhang and Sennrich 2019, "RMSNorm", equation 4).
+
+Shapes: D features, ``...`` any leading dims. The slot's static fact is ``features``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from d9d_core.ops import Decision, OpSignature
+from torch import Tensor
+from torch.nn import functional
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Reference: ``x / sqrt(mean(x ** 2) + eps) * weight``, in float32 or wider, rounded once at the end.
+
+    Args:
+        x: [..., D].
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of ``x``.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def torch_supports(signature: OpSignature) -> Decision:
+    """Accept on CUDA, where ``torch.nn.functional.rms_norm`` is one fused kernel."""
+    if signature.device != "cuda":
+        return Decision(
+            accept=False, reason=f"fused on cuda only; on {signature.device} it is slower than the reference"
+        )
+    return Decision(accept=True, reason="one fused kernel", priority=10)
+
+
+def torch_build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """``torch.nn.functional.rms_norm`` with our arguments."""
+
+    def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    return fused

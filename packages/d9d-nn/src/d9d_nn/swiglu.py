@@ -1,0 +1,46 @@
+"""The SwiGLU feed-forward layer.
+
+Shapes: H features, I features inside, ``...`` any leading dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.ops import OpSlot
+from d9d_core.traits import TensorStyle
+from torch import Tensor, nn
+
+from d9d_nn.linear import Linear
+from d9d_nn.ops.silu_mul import silu_mul
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        std: initial standard deviation of the gate and up projections.
+        output_std: initial standard deviation of the down projection.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, std: float, output_std: float) -> None:
+        super().__init__()
+        self.gate_proj = Linear(hidden_size, intermediate_size, std=std)
+        self.up_proj = Linear(hidden_size, intermediate_size, std=std)
+        self.down_proj = Linear(intermediate_size, hidden_size, std=output_std)
+        self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """The gate."""
+        return {"silu_mul": self.silu_mul}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """The inner features are split."""
+        return {"gate_proj": TensorStyle.COLUMN, "up_proj": TensorStyle.COLUMN, "down_proj": TensorStyle.ROW}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
+        return out

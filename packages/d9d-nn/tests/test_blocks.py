@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.protocols import Stage
+from d9d_core.traits import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle
+from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.embedding import TokenEmbedding
+from d9d_nn.head import CausalLMHead
+from d9d_nn.initialization import Initialization
+from d9d_nn.linear import Linear
+from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.rope import RotaryEmbedding
+from d9d_nn.stages import stage_layers
+from d9d_nn.swiglu import SwiGLU
+from d9d_testing.tolerances import assert_close_values
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+
+def attention_layer(head_norm_eps: float | None = 1e-6) -> GroupedQueryAttention:
+    torch.manual_seed(0)
+    return GroupedQueryAttention(
+        32, query_heads=4, key_value_heads=2, head_dim=6, std=0.2, output_std=0.2, head_norm_eps=head_norm_eps
+    )
+
+
+def test_attention_has_heads_of_any_size_and_optional_head_norms() -> None:
+    with_norms, without = attention_layer(), attention_layer(None)
+    assert with_norms.q_proj.weight.shape == (24, 32)
+    assert {n for n, _ in with_norms.named_parameters()} - {n for n, _ in without.named_parameters()} == {
+        "q_norm.weight",
+        "k_norm.weight",
+    }
+    hidden, rotation = torch.randn(2, 5, 32), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))
+    assert with_norms(hidden, rotation, None).shape == (2, 5, 32)
+    assert without(hidden, rotation, None).shape == (2, 5, 32)
+
+
+def test_head_norms_make_attention_blind_to_the_scale_of_queries() -> None:
+    layer = attention_layer()
+    hidden, rotation = torch.randn(1, 5, 32), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))
+    before = layer(hidden, rotation, None)
+    with torch.no_grad():
+        layer.q_proj.weight.mul_(16)
+    torch.testing.assert_close(layer(hidden, rotation, None), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tensor_parallel_rank_may_hold_some_heads() -> None:
+    layer, half = attention_layer(), attention_layer()
+    hidden, rotation = torch.randn(1, 5, 32), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))
+    parts = []
+    for rank in range(2):
+        for name, style in layer.tensor_parallel_plan().items():
+            whole = layer.get_submodule(name).weight
+            part = whole.chunk(2, dim=0 if style is TensorStyle.COLUMN else 1)[rank]
+            half.get_submodule(name).weight = nn.Parameter(part.detach().clone())
+        parts.append(half(hidden, rotation, None))
+    assert_close_values(parts[0] + parts[1], layer(hidden, rotation, None))
+
+
+def test_swiglu_is_split_over_its_inner_features() -> None:
+    torch.manual_seed(0)
+    layer = SwiGLU(8, 12, std=0.5, output_std=0.5)
+    hidden, half = torch.randn(3, 8), SwiGLU(8, 12, std=0.5, output_std=0.5)
+    parts = []
+    for rank in range(2):
+        for name, style in layer.tensor_parallel_plan().items():
+            part = layer.get_submodule(name).weight.chunk(2, dim=0 if style is TensorStyle.COLUMN else 1)[rank]
+            half.get_submodule(name).weight = nn.Parameter(part.detach().clone())
+        parts.append(half(hidden))
+    assert_close_values(parts[0] + parts[1], layer(hidden))
+
+
+def test_modules_implement_the_traits_they_should() -> None:
+    layer = attention_layer()
+    assert isinstance(layer, ContextParallelizable)
+    assert isinstance(layer, TensorParallelizable)
+    assert isinstance(layer.core, HasOps)
+    assert not isinstance(layer.core, LateInit)
+    assert all(isinstance(m, LateInit) for m in (RMSNorm(4, eps=1e-6), Linear(4, 4, std=1), CausalLMHead(4, 4, std=1)))
+    assert not list(RotaryEmbedding(4, theta=1e4).buffers())
+
+
+def test_weights_start_with_the_standard_deviation_asked_for() -> None:
+    torch.manual_seed(0)
+    for module in (Linear(200, 300, std=0.02), TokenEmbedding(300, 200, std=0.02), CausalLMHead(200, 300, std=0.02)):
+        assert module.weight.std().item() == pytest.approx(0.02, rel=0.02)
+
+
+def test_depth_scaling_is_optional() -> None:
+    assert Initialization().output_std(8) == pytest.approx(0.02 / math.sqrt(16))
+    assert Initialization(std=0.1, depth_scaled=False).output_std(8) == 0.1
+
+
+def test_head_returns_losses_with_targets_and_logits_without() -> None:
+    torch.manual_seed(0)
+    head = CausalLMHead(8, 20, std=0.5)
+    hidden, targets = torch.randn(2, 3, 8), torch.randint(20, (2, 3))
+    logits = head(hidden)["logits"]
+    loss = head(hidden, targets)["token_loss"]
+    assert_close_values(loss, -logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+
+
+def test_tied_head_has_no_parameter_and_needs_the_weight() -> None:
+    tied, hidden, weight = CausalLMHead(8, 20, std=0.5, tied=True), torch.randn(2, 3, 8), torch.randn(20, 8)
+    tied.reset_parameters()
+    assert not list(tied.parameters())
+    assert_close_values(tied(hidden, tied_weight=weight)["logits"], hidden @ weight.T)
+    with pytest.raises(ValueError, match="tied_weight"):
+        tied(hidden)
+    with pytest.raises(ValueError, match="tied_weight"):
+        CausalLMHead(8, 20, std=0.5)(hidden, tied_weight=weight)
+
+
+@given(layers=st.integers(1, 100), count=st.integers(1, 20))
+def test_stages_share_the_layers_in_order_and_evenly(layers: int, count: int) -> None:
+    if count > layers:
+        with pytest.raises(BuildError, match=f"at most {layers} stages"):
+            stage_layers(layers, Stage(0, count))
+        return
+    parts = [stage_layers(layers, Stage(index, count)) for index in range(count)]
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from d9d_core.errors import JobError
+from d9d_nn.causal_lm.config import CausalLMConfig, PerplexityConfig
+from d9d_nn.causal_lm.perplexity import Perplexity
+from d9d_nn.causal_lm.task import CausalLM
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+TASK = CausalLM(CausalLMConfig())
+TARGETS = torch.tensor([[1, 2, -100], [-100, -100, 3]])
+MICROBATCH = {"tokens": torch.zeros(2, 3, dtype=torch.long), "targets": TARGETS}
+
+
+def test_weight_is_the_number_of_targets() -> None:
+    weight = TASK.weights(MICROBATCH)["cross_entropy"]
+    assert weight.shape == ()
+    assert weight.dtype == torch.float32
+    assert weight == 3
+    assert TASK.weights({"targets": torch.full((1, 4), -100)})["cross_entropy"] == 0
+    assert TASK.weights(MICROBATCH).keys() == TASK.coefficients.keys()
+
+
+def test_count_includes_ignored_targets() -> None:
+    assert TASK.count(MICROBATCH) == 6
+
+
+def test_loss_is_the_sum_of_the_token_losses_with_a_graph() -> None:
+    token_loss = torch.tensor([[1.0, 2.0, 0.0], [0.0, 0.0, 4.0]], requires_grad=True)
+    loss = TASK.losses({"token_loss": token_loss}, MICROBATCH)["cross_entropy"]
+    loss.backward()
+    assert loss == 7
+    assert token_loss.grad.eq(1).all()
+
+
+def test_inputs_pass_on_what_the_microbatch_has() -> None:
+    inputs = TASK.inputs(MICROBATCH)
+    assert inputs.first.keys() == {"tokens"}
+    assert inputs.shared.keys() == {"targets"}
+    packed = {**MICROBATCH, "documents": TARGETS, "positions": TARGETS}
+    assert TASK.inputs(packed).shared.keys() == {"targets", "documents", "positions"}
+
+
+def test_observations_carry_no_graph() -> None:
+    outputs = {"token_loss": torch.ones(2, 3, requires_grad=True) * 2}
+    seen = TASK.observations(outputs, MICROBATCH)
+    assert not seen["token_loss"].requires_grad
+    assert seen["targets"] is TARGETS
+
+
+def test_check_names_both_numbers_and_the_field() -> None:
+    model = SimpleNamespace(vocab_size=1024, max_positions=128)
+    TASK.check(model, {"vocab_size": 1024, "sequence_length": 128})
+    with pytest.raises(JobError) as error:
+        TASK.check(model, {"vocab_size": 2048, "sequence_length": 256})
+    assert str(error.value) == (
+        "model.vocab_size: the model has 1024 token ids, the data has 2048; "
+        "set model.vocab_size to 2048 or more, or give the data a smaller vocabulary\n"
+        "model.max_positions: the model has 128 positions, the data has 256; "
+        "set model.max_positions to 256 or more, or lower data.sequence_length"
+    )
+
+
+def test_check_passes_what_nobody_states() -> None:
+    TASK.check(SimpleNamespace(), {"vocab_size": 2048})
+    TASK.check(SimpleNamespace(vocab_size=8), {})
+
+
+def observed(losses: list[float]) -> dict[str, Tensor]:
+    return {"token_loss": torch.tensor(losses), "targets": torch.zeros(len(losses), dtype=torch.long)}
+
+
+def test_perplexity_ignores_ignored_targets() -> None:
+    metric = Perplexity(PerplexityConfig())
+    metric.update({"token_loss": torch.tensor([[1.0, 3.0, 99.0]]), "targets": torch.tensor([[5, 6, -100]])})
+    assert metric.compute()["perplexity"].item() == pytest.approx(torch.tensor(2.0).exp().item())
+
+
+def test_perplexity_of_nothing_is_no_series_and_never_nan() -> None:
+    metric = Perplexity(PerplexityConfig())
+    assert metric.compute() == {}
+    metric.update({"token_loss": torch.zeros(1, 2), "targets": torch.full((1, 2), -100)})
+    assert metric.compute()["perplexity"] == 1
+    metric.reset()
+    assert metric.compute() == {}
+
+
+@given(shards=st.lists(st.lists(st.floats(0, 10, width=32), max_size=5), min_size=1, max_size=4))
+def test_merged_shards_equal_one_process(shards: list[list[float]]) -> None:
+    whole = Perplexity(PerplexityConfig())
+    states = []
+    for shard in shards:
+        part = Perplexity(PerplexityConfig())
+        part.update(observed(shard))
+        whole.update(observed(shard))
+        states.append(part.state())
+    assert set(whole.reductions.values()) == {"sum"}
+    merged = Perplexity(PerplexityConfig())
+    merged.load_state({name: sum(state[name] for state in states) for name in whole.reductions})
+    assert torch.equal(merged.compute()["perplexity"], whole.compute()["perplexity"])
+
+
+def test_perplexity_continues_from_its_state() -> None:
+    straight, resumed = Perplexity(PerplexityConfig()), Perplexity(PerplexityConfig())
+    straight.update(observed([1.0, 2.0]))
+    resumed.load_state({name: tensor.clone() for name, tensor in straight.state().items()})
+    straight.update(observed([5.0]))
+    resumed.update(observed([5.0]))
+    assert torch.equal(straight.compute()["perplexity"], resumed.compute()["perplexity"])
+
+
+def test_perplexity_states_given_out_do_not_change_later() -> None:
+    metric = Perplexity(PerplexityConfig())
+    metric.update(observed([1.0]))
+    kept = metric.state()
+    metric.update(observed([2.0]))
+    metric.reset()
+    assert kept["loss"] == 1
+    assert kept["targets"] == 1
+
+
+def test_perplexity_of_another_task_says_what_is_missing() -> None:
+    with pytest.raises(JobError, match="perplexity reads token_loss, which the task does not observe; it has: targets"):
+        Perplexity(PerplexityConfig()).update({"targets": TARGETS})
