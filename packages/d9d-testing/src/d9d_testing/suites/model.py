@@ -1,0 +1,343 @@
+"""What every model must keep. Shapes: B samples, S positions, V words of the vocabulary."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.plugin import ModelSpec
+from d9d_core.protocols import Stage
+from d9d_core.traits import (
+    TRAITS,
+    ContextParallelizable,
+    HasBlocks,
+    HasOps,
+    LateInit,
+    PipelineStage,
+    TensorParallelizable,
+    TensorSpec,
+    modules_with,
+)
+from torch import Tensor, nn
+
+from d9d_testing.tolerances import assert_close_gradients, assert_close_values
+
+_IGNORE = -100
+
+
+class ModelSuite:
+    """Subclass it, name the declaration module and the model, and pytest runs the rest on its ``tiny`` config.
+
+    For example::
+
+        class TestMyModel(ModelSuite):
+            plugin = "acme_models.plugin"
+            target = "my_model"
+
+    What a model does not claim (``provides``) is skipped, but it may not implement a trait without claiming it. Models
+    that claim ``model:causal_lm`` are called with ``tokens``, ``positions``, ``documents`` and ``targets``.
+
+    Attributes:
+        plugin: module of the entry point.
+        target: name of the model.
+        flops_per_parameter: least and greatest training FLOPs per token and parameter of the tiny config. 6 for a dense
+            model; less with a large embedding or idle experts, more with long sequences.
+    """
+
+    plugin: ClassVar[str]
+    target: ClassVar[str]
+    flops_per_parameter: ClassVar[tuple[float, float]] = (3.0, 9.0)
+
+    @pytest.fixture
+    def spec(self) -> ModelSpec:
+        """The record of the model."""
+        specs = [spec for spec in importlib.import_module(self.plugin).d9d_models() if spec.name == self.target]
+        assert specs, f"{self.plugin} declares no model '{self.target}'"
+        return specs[0]  # type: ignore[no-any-return]
+
+    @pytest.fixture
+    def config(self, spec: ModelSpec) -> Any:
+        """Its tiny config."""
+        return spec.tiny.load()()
+
+    @pytest.fixture
+    def model(self, spec: ModelSpec, config: Any) -> nn.Module:
+        """The whole tiny model, initialised, in float32."""
+        return initialised(spec, config)
+
+    @pytest.fixture
+    def language_model(self, spec: ModelSpec, model: nn.Module) -> nn.Module:
+        """The model, if it is a causal language model."""
+        require(spec, "model:causal_lm")
+        return model
+
+    # --- building ---------------------------------------------------------------------------------------------------
+
+    def test_builds_on_the_meta_device_without_memory(self, spec: ModelSpec, config: Any) -> None:
+        """Planning a large model on a laptop must cost nothing."""
+        allocated = [name for name, tensor in _tensors(on_meta(spec, config)) if not tensor.is_meta]
+        assert not allocated, f"not on the meta device: {allocated}; create tensors without naming a device"
+
+    def test_initialisation_fills_every_parameter_and_buffer(self, spec: ModelSpec, config: Any) -> None:
+        """After materialisation and ``reset_parameters`` nothing is left as it was allocated."""
+        stage = on_meta(spec, config).to_empty(device="cpu")
+        poison(stage)
+        for module in modules_with(stage, LateInit).values():
+            module.reset_parameters()
+        left = [name for name, tensor in _tensors(stage) if _poisoned(tensor)]
+        assert not left, f"not filled by any reset_parameters(): {left}"
+
+    def test_reset_parameters_fills_own_parameters_only(self, spec: ModelSpec, config: Any) -> None:
+        """Each module is seeded by its name, so it must not draw for its children."""
+        stage = on_meta(spec, config).to_empty(device="cpu")
+        for name, module in modules_with(stage, LateInit).items():
+            poison(stage)
+            module.reset_parameters()
+            own = {id(tensor) for _, tensor in _tensors(stage.get_submodule(name), recurse=False)}
+            filled = [other for other, t in _tensors(stage) if id(t) not in own and not _poisoned(t)]
+            assert not filled, f"{name or 'the model'}.reset_parameters() also fills {filled}"
+
+    def test_initialisation_depends_on_the_seed_alone(self, spec: ModelSpec, config: Any) -> None:
+        """Equal seeds give equal weights, other seeds others."""
+        first, again, other = (dict(initialised(spec, config, seed=s).named_parameters()) for s in (0, 0, 1))
+        assert all(torch.equal(first[name], again[name]) for name in first)
+        assert not all(torch.equal(first[name], other[name]) for name in first)
+
+    def test_config_round_trips_through_json(self, spec: ModelSpec, config: Any) -> None:
+        """The config saved with a run builds the same model."""
+        assert type(config) is spec.config.load()
+        assert type(config).model_validate_json(config.model_dump_json()) == config
+
+    # --- what it says about itself ----------------------------------------------------------------------------------
+
+    def test_claims_agree_with_traits(self, spec: ModelSpec, model: nn.Module) -> None:
+        """``provides`` names exactly the traits that some module of the model implements."""
+        has = {token for token, trait in TRAITS.items() if modules_with(model, trait)}
+        claimed = spec.provides & TRAITS.keys()
+        assert claimed == has, f"claimed only: {sorted(claimed - has)}; implemented only: {sorted(has - claimed)}"
+
+    def test_traits_name_modules_that_exist(self, model: nn.Module) -> None:
+        """Blocks, attention cores, tensor-parallel children and op slots are where the traits say."""
+        for module in modules_with(model, HasBlocks).values():
+            assert all(_child(module, name) is block for name, block in module.blocks().items())
+        for core_owner in modules_with(model, ContextParallelizable).values():
+            assert all(_child(core_owner, name) is core for name, core in core_owner.attention_cores().items())
+        for planned in modules_with(model, TensorParallelizable).values():
+            assert all(_child(planned, name) is not None for name in planned.tensor_parallel_plan())
+        for caller in modules_with(model, HasOps).values():
+            assert all(getattr(caller, name) is slot for name, slot in caller.op_slots().items())
+
+    def test_flops_are_about_six_per_parameter(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
+        """Two forward and four backward for each parameter of a matmul, and more for longer sequences."""
+        if spec.flops is None:
+            pytest.skip("the model states no FLOPs")
+        flops = spec.flops.load()
+        parameters = sum(p.numel() for p in model.parameters())
+        assert parameters > 0
+        least, greatest = self.flops_per_parameter
+        assert least <= flops(config, 8) / parameters <= greatest
+        assert flops(config, 16) >= flops(config, 8)
+
+    def test_hugging_face_round_trip_is_bitwise(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
+        """What is exported and imported again is the same state; the export holds each weight once."""
+        if spec.hugging_face is None:
+            pytest.skip("the model has no Hugging Face format")
+        form = spec.hugging_face.load()()
+        state = {name: p.detach() for name, p in model.named_parameters()}
+        exported = form.export_state(config, state)
+        imported = form.import_state(config, exported)
+        assert imported.keys() == state.keys()
+        assert all(torch.equal(imported[name], state[name]) for name in state)
+        assert len({(t.data_ptr(), t.shape) for t in exported.values()}) == len(exported), "a weight appears twice"
+        described = json.loads(json.dumps(form.config_json(config, "float32")))
+        assert described["architectures"]
+        assert described["model_type"]
+
+    # --- what it computes -------------------------------------------------------------------------------------------
+
+    def test_loss_has_one_value_per_token_and_none_for_ignored_targets(
+        self, language_model: nn.Module, config: Any
+    ) -> None:
+        """``token_loss`` is float32 [B, S], finite, zero where the target is -100."""
+        batch = microbatch(config)
+        for inputs in (batch, {name: batch[name] for name in ("tokens", "targets")}):
+            loss = language_model(**inputs)["token_loss"]
+            assert loss.shape == batch["tokens"].shape
+            assert loss.dtype == torch.float32
+            assert loss.isfinite().all()
+            assert (loss[batch["targets"] == _IGNORE] == 0).all()
+            assert (loss[batch["targets"] != _IGNORE] > 0).all()
+
+    def test_logits_give_the_loss(self, language_model: nn.Module, config: Any) -> None:
+        """Without targets the model returns logits [B, S, V], and their cross entropy is the loss."""
+        batch = microbatch(config)
+        logits = _logits(language_model, batch)
+        assert logits.shape == (*batch["tokens"].shape, config.vocab_size)
+        flat = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
+        assert_close_values(language_model(**batch)["token_loss"], flat.view_as(batch["targets"]))
+
+    def test_every_parameter_gets_a_gradient(self, language_model: nn.Module, config: Any) -> None:
+        """No parameter is idle: an unused one would break gradient reductions."""
+        language_model(**microbatch(config))["token_loss"].sum().backward()
+        idle = [name for name, p in language_model.named_parameters() if p.grad is None or not p.grad.any()]
+        assert not idle, f"without gradient: {idle}"
+
+    def test_a_step_never_waits_for_the_device(self, spec: ModelSpec, config: Any) -> None:
+        """Forward and backward run on the meta device, where reading a value is an error."""
+        require(spec, "model:causal_lm")
+        model = on_meta(spec, config)
+        for batch in (inputs := microbatch(config), {name: inputs[name] for name in ("tokens", "targets")}):
+            model(**{name: tensor.to("meta") for name, tensor in batch.items()})["token_loss"].sum().backward()
+        assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+    def test_samples_are_independent(self, language_model: nn.Module, config: Any) -> None:
+        """A sample gives the same logits alone and in a batch."""
+        batch = microbatch(config)
+        alone = {name: tensor[:1] for name, tensor in batch.items()}
+        assert_close_values(_logits(language_model, alone), _logits(language_model, batch)[:1])
+
+    def test_later_tokens_do_not_change_earlier_logits(self, language_model: nn.Module, config: Any) -> None:
+        """The model is causal."""
+        batch, position = microbatch(config), 7
+        changed = batch["tokens"].clone()
+        changed[:, position] = (changed[:, position] + 1) % config.vocab_size
+        before, after = _logits(language_model, batch), _logits(language_model, {**batch, "tokens": changed})
+        assert_close_values(after[:, :position], before[:, :position])
+        assert not torch.allclose(after[:, position], before[:, position])
+
+    def test_packed_documents_do_not_see_each_other(self, language_model: nn.Module, config: Any) -> None:
+        """Documents packed into one sample have the losses they have alone."""
+        batch = microbatch(config)
+        packed = language_model(**batch)["token_loss"]
+        for sample in range(len(packed)):
+            for document in range(int(batch["documents"][sample].max()) + 1):
+                inside = batch["documents"][sample] == document
+                alone = {name: batch[name][sample, inside].unsqueeze(0) for name in ("tokens", "targets")}
+                assert_close_values(language_model(**alone)["token_loss"][0], packed[sample, inside])
+
+    # --- pipeline stages --------------------------------------------------------------------------------------------
+
+    def test_two_stages_compute_what_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
+        """Parameter names do not depend on the split; loss and gradients agree."""
+        require(spec, "model:pipeline", "model:causal_lm")
+        batch, stages = microbatch(config), split(spec, config, model)
+        names = [name for stage in stages for name, _ in stage.named_parameters()]
+        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+
+        loss = model(**batch)["token_loss"]
+        loss.sum().backward()
+        shared = {name: tensor for name, tensor in batch.items() if name != "tokens"}
+        sent = stages[0](**batch)
+        between = {name: tensor.detach().requires_grad_() for name, tensor in sent.items()}
+        split_loss = stages[1](**between, **shared)["token_loss"]
+        split_loss.sum().backward()
+        torch.autograd.backward(list(sent.values()), [between[name].grad for name in sent])
+
+        assert_close_values(split_loss, loss)
+        assert_close_gradients({k: g for stage in stages for k, g in _gradients(stage).items()}, _gradients(model))
+
+    def test_boundary_predicts_what_crosses_it(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
+        """Names, shapes and dtypes of a stage's outputs follow from shapes alone; the last stage hands on nothing."""
+        require(spec, "model:pipeline", "model:causal_lm")
+        batch = microbatch(config)
+        shapes = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
+        first, last = split(spec, config, model)
+        assert isinstance(first, PipelineStage)
+        assert isinstance(last, PipelineStage)
+        sent = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first(**batch).items()}
+        assert dict(first.boundary(shapes)) == sent
+        assert dict(last.boundary(shapes)) == {}
+
+
+def on_meta(spec: ModelSpec, config: Any, stage: Stage = Stage()) -> nn.Module:  # noqa: B008 - Stage is frozen
+    """Build a stage as the framework does."""
+    with torch.device("meta"):
+        built = spec.build.load()(config, stage)
+    assert isinstance(built, nn.Module)
+    return built
+
+
+def initialised(spec: ModelSpec, config: Any, seed: int = 0) -> nn.Module:
+    """The whole model on the CPU, each module initialised from a seed of its own."""
+    model = on_meta(spec, config).to_empty(device="cpu")
+    for name, module in modules_with(model, LateInit).items():
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+            module.reset_parameters()
+    return model
+
+
+def split(spec: ModelSpec, config: Any, whole: nn.Module) -> list[nn.Module]:
+    """Two stages with copies of the whole model's tensors."""
+    stages = [on_meta(spec, config, Stage(index, 2)).to_empty(device="cpu") for index in range(2)]
+    source = dict(_tensors(whole))
+    for stage in stages:
+        with torch.no_grad():
+            for name, tensor in _tensors(stage):
+                assert name in source, f"a stage has '{name}', the whole model has no such tensor"
+                tensor.copy_(source[name])
+    return stages
+
+
+def microbatch(config: Any) -> dict[str, Tensor]:
+    """Two samples of twelve positions: documents of different lengths, some targets ignored. int64 [B, S] each."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (2, 12), generator=generator)
+    targets = torch.randint(config.vocab_size, (2, 12), generator=generator)
+    lengths = ((5, 7), (1, 8, 3))
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])
+    positions = torch.stack([torch.cat([torch.arange(length) for length in n]) for n in lengths])
+    last_of_document = torch.cat((documents[:, 1:] != documents[:, :-1], torch.ones(2, 1, dtype=torch.bool)), dim=1)
+    targets[last_of_document] = _IGNORE
+    return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
+
+
+def require(spec: ModelSpec, *tokens: str) -> None:
+    """Skip the test if the model does not claim all of these capabilities."""
+    if missing := set(tokens) - spec.provides:
+        pytest.skip(f"{spec.name} does not claim {', '.join(sorted(missing))}")
+
+
+def poison(module: nn.Module) -> None:
+    """Fill every parameter and buffer with a value that no initialisation gives."""
+    with torch.no_grad():
+        for _, tensor in _tensors(module):
+            tensor.fill_(_poison_value(tensor))
+
+
+def _poison_value(tensor: Tensor) -> float:
+    if tensor.is_floating_point():
+        return float("nan")
+    return 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def _poisoned(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    # Any bool may be meant.
+    return tensor.dtype != torch.bool and bool((tensor == _poison_value(tensor)).any())
+
+
+def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=recurse)
+    yield from module.named_buffers(recurse=recurse)
+
+
+def _child(module: object, name: str) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module.get_submodule(name)
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "targets"})["logits"]
+    return logits
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -1,0 +1,1 @@
+"""Qwen3 models with Hugging Face mappings."""

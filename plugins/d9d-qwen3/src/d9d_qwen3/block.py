@@ -1,0 +1,51 @@
+"""One decoder layer of Qwen3.
+
+Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.traits import TensorStyle
+from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.rope import Rotation
+from d9d_nn.swiglu import SwiGLU
+from torch import Tensor, nn
+
+from d9d_qwen3.config import Qwen3Config
+
+
+class Qwen3Block(nn.Module):
+    """Attention, then feed-forward, each normalised before and added to the residual stream.
+
+    Args:
+        config: of the whole model.
+    """
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__()
+        std = config.initialization.std
+        output_std = config.initialization.output_std(config.num_layers)
+        self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention = GroupedQueryAttention(
+            config.hidden_size,
+            query_heads=config.num_attention_heads,
+            key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            std=std,
+            output_std=output_std,
+            head_norm_eps=config.rms_norm_eps,
+        )
+        self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, std=std, output_std=output_std)
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Between attention and feed-forward, tokens are split; the two bring their own plans."""
+        return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
+
+    def forward(self, hidden: Tensor, rotation: Rotation, documents: Tensor | None) -> Tensor:
+        """[B, S, H] -> [B, S, H]; see :class:`GroupedQueryAttention` for the other arguments."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, documents)
+        return hidden + self.ffn(self.ffn_norm(hidden))  # type: ignore[no-any-return]

@@ -1,0 +1,27 @@
+"""The model keeps what holds for every model, untied and tied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from d9d_core.plugin import ModelSpec
+from d9d_testing.suites.model import ModelSuite
+
+
+class TestQwen3(ModelSuite):
+    plugin = "d9d_qwen3.plugin"
+    target = "qwen3"
+
+
+class TestQwen3Tied(ModelSuite):
+    plugin = "d9d_qwen3.plugin"
+    target = "qwen3"
+
+    @pytest.fixture
+    def config(self, spec: ModelSpec) -> Any:
+        return spec.tiny.load()().model_copy(update={"tie_embeddings": True})
+
+    # Tied embeddings on two stages are refused: see test_model.py.
+    test_two_stages_compute_what_the_whole_does = None
+    test_boundary_predicts_what_crosses_it = None

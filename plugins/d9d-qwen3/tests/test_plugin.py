@@ -1,0 +1,10 @@
+"""The declaration keeps what holds for every plugin."""
+
+from __future__ import annotations
+
+from d9d_testing.suites.plugin import PluginSuite
+
+
+class TestPlugin(PluginSuite):
+    plugin = "d9d_qwen3.plugin"
+    builds_on = ("d9d_nn.plugin",)
