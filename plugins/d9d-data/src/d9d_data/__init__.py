@@ -1,0 +1,1 @@
+"""Text files to tokens to packed, resumable training samples."""

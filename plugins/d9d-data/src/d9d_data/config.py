@@ -1,0 +1,65 @@
+"""What a job file says about text data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from d9d_core.config.base import PluginConfig, Section, closest
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+#: Texts that every Python installation brings along.
+PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources")
+
+
+class BpeTokenizer(Section):
+    """A byte-level BPE tokenizer, trained on the corpus."""
+
+    bpe: int = Field(ge=257)
+    """Size of the vocabulary: 256 bytes, the end-of-text token, and merges."""
+
+
+def _kind(value: Any) -> str:
+    return "path" if isinstance(value, str) else "mapping"
+
+
+class TextConfig(PluginConfig):
+    """Text files, tokenised once and packed into sequences of equal length."""
+
+    name: Literal["text"] = "text"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """Files, directories, globs, ``python:topics``, ``python:docstrings``, ``python:sources``. A file is a document."""
+    tokenizer: Annotated[
+        Annotated[str, Tag("path")] | Annotated[BpeTokenizer, Tag("mapping")], Discriminator(_kind)
+    ] = "bytes"
+    """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents."""
+    end_of_text: str | None = Field(default=None, min_length=1)
+    """Token between documents; if absent ``<|endoftext|>``, and for a tokenizer file what it names or is known for."""
+    sequence_length: int = Field(ge=1)
+    """Positions of a sample."""
+    split: Literal["train", "held_out"] = "train"
+    """Which documents to read."""
+    held_out: float = Field(default=0.0, ge=0, le=0.5)
+    """Fraction of the documents that the train split never sees."""
+    shuffle: bool = True
+    """Visit the samples of each epoch in an order drawn from the seed; false keeps the order of the sources."""
+
+    @field_validator("sources")
+    @classmethod
+    def _known_sources(cls, sources: tuple[str, ...]) -> tuple[str, ...]:
+        if not sources:
+            raise ValueError(f"needs at least one file, directory, glob, or one of {', '.join(PYTHON_SOURCES)}")
+        for source in sources:
+            if source.startswith("python:") and source not in PYTHON_SOURCES:
+                near = closest(source, PYTHON_SOURCES)
+                hint = f"did you mean '{near}'?" if near else f"known: {', '.join(PYTHON_SOURCES)}"
+                raise ValueError(f"unknown source '{source}'; {hint}")
+            if not source.strip():
+                raise ValueError("a source is empty; remove it or give a path")
+        return sources
+
+    @model_validator(mode="after")
+    def _held_out_documents_exist(self) -> TextConfig:
+        if self.split == "held_out" and self.held_out == 0:
+            raise ValueError("split 'held_out' needs a held_out fraction above 0, the same as in the training job")
+        return self

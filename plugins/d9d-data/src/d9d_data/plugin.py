@@ -1,0 +1,20 @@
+"""What d9d-data offers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_datasets() -> Iterator[DatasetSpec]:
+    """Where samples come from, selected by ``data``."""
+    yield DatasetSpec(
+        name="text",
+        summary="Text files, tokenised once and packed into sequences of equal length.",
+        config=Ref("d9d_data.config:TextConfig"),
+        build=Ref("d9d_data.stream:build_text"),
+    )

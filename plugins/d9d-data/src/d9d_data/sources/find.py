@@ -1,0 +1,62 @@
+"""From the job file's list of sources to documents."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from d9d_core.errors import DataError
+
+from d9d_data.sources import python
+from d9d_data.sources.document import Document, FileDocument
+
+_PYTHON: Mapping[str, Callable[[], list[Document]]] = {
+    "python:topics": python.topics,
+    "python:docstrings": python.docstrings,
+    "python:sources": python.sources,
+}
+
+
+def find_documents(sources: Sequence[str]) -> list[Document]:
+    """The documents of all sources: sources in their order, files sorted by name.
+
+    Raises:
+        DataError: a path does not exist, a glob matches no file, a directory holds none.
+    """
+    return [document for index, source in enumerate(sources) for document in _of_source(source, index)]
+
+
+def _of_source(source: str, index: int) -> list[Document]:
+    if source in _PYTHON:
+        return _PYTHON[source]()
+    where = f"data.sources[{index}]"
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [FileDocument(path)]
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
+        if not files:
+            raise DataError(f"{where}: the directory {path} holds no file; put text into it or name another")
+    elif glob.has_magic(source):
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute patterns
+        files = [Path(match) for match in matches if Path(match).is_file()]
+        if not files:
+            raise DataError(f"{where}: no file matches {source!r} (from {Path.cwd()}); '**' matches any folders")
+    else:
+        raise DataError(f"{where}: {source!r} does not exist (from {Path.cwd()}); {_nearest(path)}")
+    return [FileDocument(file) for file in sorted(files)]
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _nearest(path: Path) -> str:
+    """What does exist of a missing path."""
+    existing = next((parent for parent in path.parents if parent.is_dir()), None)
+    if existing is None:
+        return "check the spelling"
+    names = sorted(child.name for child in existing.iterdir())
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"{existing.resolve()} holds: {shown or 'nothing'}"

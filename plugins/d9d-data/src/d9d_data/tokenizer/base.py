@@ -1,0 +1,58 @@
+"""A tokenizer: token ids of texts, and the files that bring it along with an exported model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+Ids = npt.NDArray[np.integer[Any]]
+#: Files of a Hugging Face tokenizer besides ``tokenizer.json``.
+CONFIG_FILE, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
+
+
+class TextTokenizer:
+    """Encodes texts.
+
+    Args:
+        backend: the tokenizer.
+        end_of_text: the token that ends documents; part of the vocabulary.
+        description: what it is, for people.
+        config: contents of ``tokenizer_config.json``.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, end_of_text: str, description: str, config: dict[str, Any] | None = None
+    ) -> None:
+        # A document that quotes the end-of-text token must not end there.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self._config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": end_of_text,
+        } | (config or {})
+        self.description = description
+        end_of_text_id = backend.token_to_id(end_of_text)
+        if end_of_text_id is None:
+            raise ValueError(f"the tokenizer has no token {end_of_text!r}")
+        self.end_of_text_id = end_of_text_id
+        #: One more than the largest id; ids may have gaps.
+        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Token ids of each text, without special tokens."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    def save(self, directory: Path) -> None:
+        """Write the files that ``transformers.AutoTokenizer.from_pretrained(directory)`` reads."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(directory / TOKENIZER_FILE))
+        text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
+        (directory / CONFIG_FILE).write_text(text, encoding="utf-8")

@@ -1,0 +1,63 @@
+"""Byte-level tokenizers: every text has an encoding, and decoding gives back its exact bytes.
+
+A byte is written in the vocabulary as one printable character (the table of GPT-2; Radford et al., Language Models are
+Unsupervised Multitask Learners, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from d9d_data.tokenizer.base import Ids, TextTokenizer
+
+
+class BytesTokenizer(TextTokenizer):
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text."""
+
+    def __init__(self, end_of_text: str) -> None:
+        backend = tokenizers.Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        _make_byte_level(backend, split_words=False)
+        backend.add_special_tokens([end_of_text])
+        super().__init__(backend, end_of_text, "bytes (256 bytes and the end of text)")
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTokenizer:
+    """Train a byte-level BPE (Sennrich et al., Neural Machine Translation of Rare Words with Subword Units).
+
+    Deterministic: equal texts give the same tokenizer.
+
+    Args:
+        texts: what to learn merges from.
+        vocab_size: 256 bytes, the end of text, and merges; fewer if the texts have no more pairs to merge.
+        end_of_text: becomes id 0.
+    """
+    backend = tokenizers.Tokenizer(models.BPE())
+    _make_byte_level(backend, split_words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_of_text],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return TextTokenizer(backend, end_of_text, f"byte-level BPE of {backend.get_vocab_size()} tokens, trained here")
+
+
+def _make_byte_level(backend: tokenizers.Tokenizer, *, split_words: bool) -> None:
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
+    backend.decoder = decoders.ByteLevel()
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Printable character -> byte. Printable Latin-1 stands for itself; the other bytes take 256, 257, ... in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}

@@ -1,0 +1,79 @@
+"""A tokenizer from a ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from d9d_core.errors import DataError
+
+from d9d_data.tokenizer.base import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
+
+#: How published tokenizers call the end of a document, most specific first.
+_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+
+
+def find_tokenizer_file(path: str) -> Path:
+    """The ``tokenizer.json`` that a path names, itself or as its directory.
+
+    Raises:
+        DataError: there is none.
+    """
+    given = Path(path).expanduser()
+    file = given / TOKENIZER_FILE if given.is_dir() else given
+    if not file.is_file():
+        raise DataError(
+            f"data.tokenizer: {str(file)!r} does not exist (from {Path.cwd()}); give the path of a tokenizer.json, "
+            "'bytes', or {bpe: 2048} to train one"
+        )
+    return file
+
+
+def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
+    """Read a tokenizer and, if it lies beside it, its ``tokenizer_config.json``.
+
+    Raises:
+        DataError: the file holds no tokenizer, or its end-of-text token is unknown.
+    """
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"data.tokenizer: {file} is no tokenizer ({error}); give a tokenizer.json as Hugging Face tokenizers "
+            "writes it, 'bytes', or {bpe: 2048} to train one"
+        ) from error
+    # Files may ask for truncation or padding; both would change the documents.
+    backend.no_truncation()
+    backend.no_padding()
+    config = _read_config(file.with_name(CONFIG_FILE))
+    end = _end_of_text(backend, config, end_of_text, file)
+    return TextTokenizer(backend, end, f"{file.name} of {backend.get_vocab_size()} tokens", config | {"eos_token": end})
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"data.tokenizer: {file} is not JSON ({error}); repair it or move it away") from error
+    if not isinstance(config, dict):
+        raise DataError(f"data.tokenizer: {file} holds no JSON object; repair it or move it away")
+    return config
+
+
+def _end_of_text(backend: tokenizers.Tokenizer, config: dict[str, Any], wanted: str | None, file: Path) -> str:
+    configured = config.get("eos_token")
+    if isinstance(configured, dict):  # an added token with its settings
+        configured = configured.get("content")
+    candidates = [wanted] if wanted else [configured, *_KNOWN_ENDS]
+    for token in candidates:
+        if isinstance(token, str) and backend.token_to_id(token) is not None:
+            return token
+    special = [token.content for token in backend.get_added_tokens_decoder().values()]
+    offer = f"its special tokens: {', '.join(special[:8])}" if special else "it has no special tokens"
+    if wanted:
+        raise DataError(f"data.end_of_text: {file} has no token {wanted!r}; {offer}")
+    raise DataError(f"data.end_of_text: {file} does not say which token ends a text; name it here ({offer})")

@@ -1,0 +1,47 @@
+"""The tokenizer a config asks for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from d9d_data.config import BpeTokenizer
+from d9d_data.tokenizer.base import CONFIG_FILE, TextTokenizer
+from d9d_data.tokenizer.byte_level import BytesTokenizer, train_bpe
+from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
+
+#: The end of text unless a config or a tokenizer file says otherwise.
+END_OF_TEXT = "<|endoftext|>"
+
+
+def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: Iterable[str]) -> TextTokenizer:
+    """Make, train or read the tokenizer.
+
+    Args:
+        choice: ``bytes``, a path, or what to train.
+        end_of_text: the token that ends documents, if the config names one.
+        texts: what to train on; read only for that.
+
+    Raises:
+        DataError: the file is absent or holds no tokenizer.
+    """
+    if isinstance(choice, BpeTokenizer):
+        return train_bpe(texts, choice.bpe, end_of_text or END_OF_TEXT)
+    if choice == "bytes":
+        return BytesTokenizer(end_of_text or END_OF_TEXT)
+    return load_tokenizer(find_tokenizer_file(choice), end_of_text)
+
+
+def tokenizer_identity(choice: str | BpeTokenizer) -> str:
+    """What decides which tokenizer a choice stands for; for a file, its contents rather than its path.
+
+    Raises:
+        DataError: the file is absent.
+    """
+    if isinstance(choice, BpeTokenizer):
+        return f"bpe {choice.bpe}"
+    if choice == "bytes":
+        return choice
+    file = find_tokenizer_file(choice)
+    parts = [part for part in (file, file.with_name(CONFIG_FILE)) if part.is_file()]
+    return " ".join(hashlib.sha256(part.read_bytes()).hexdigest() for part in parts)

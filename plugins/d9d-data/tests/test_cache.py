@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import DataError
+from d9d_data.cache import MANIFEST, cached_directory, find_damage
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from d9d_data.cache import cached_directory
+
+def build(directory):
+    (directory / "a").write_text("content")
+    print("building", flush=True)
+    time.sleep(float(sys.argv[2]))
+    (directory / "sub").mkdir()
+    (directory / "sub" / "b").write_text("more")
+
+print(cached_directory(Path(sys.argv[1]), "key", build, print))
+"""
+
+
+def build(directory: Path) -> None:
+    (directory / "a").write_text("content")
+    (directory / "sub").mkdir()
+    (directory / "sub" / "b").write_text("more")
+
+
+def ensure(root: Path, notes: list[str] | None = None) -> Path:
+    return cached_directory(root, "key", build, (notes if notes is not None else []).append)
+
+
+def start(root: Path, seconds: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(root), str(seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_second_call_does_not_build(tmp_path: Path) -> None:
+    ensure(tmp_path)
+
+    def refuse(_directory: Path) -> None:
+        raise AssertionError("built again")
+
+    assert (cached_directory(tmp_path, "key", refuse, print) / "a").read_text() == "content"
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "manifest", "empty"])
+def test_damage_is_reported_and_repaired(tmp_path: Path, damage: str) -> None:
+    target = ensure(tmp_path)
+    if damage == "flip":
+        (target / "a").write_text("contenu")
+    elif damage == "truncate":
+        (target / "a").write_text("cont")
+    elif damage == "missing":
+        (target / "sub" / "b").unlink()
+    elif damage == "manifest":
+        (target / MANIFEST).write_text('{"a": ')
+    else:
+        (target / MANIFEST).unlink()
+    notes: list[str] = []
+    ensure(tmp_path, notes)
+    assert len(notes) == 1
+    assert "damaged" in notes[0]
+    assert find_damage(target) is None
+    assert (target / "a").read_text() == "content"
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def fail(directory: Path) -> None:
+        build(directory)
+        raise DataError("no")
+
+    with pytest.raises(DataError, match="no"):
+        cached_directory(tmp_path, "key", fail, print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_killed_build_is_never_taken_for_a_finished_one(tmp_path: Path) -> None:
+    process = start(tmp_path, 60)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "building\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "key").exists()
+    left = next(tmp_path.glob("*.tmp-*"))
+    assert (ensure(tmp_path) / "sub" / "b").read_text() == "more"
+    assert left.exists()  # might belong to a living process; only old ones go
+    two_days_ago = time.time() - 2 * 24 * 3600
+    os.utime(left, (two_days_ago, two_days_ago))
+    (tmp_path / "key" / "a").unlink()
+    ensure(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_processes_that_build_at_once_agree(tmp_path: Path, damaged: bool) -> None:
+    if damaged:
+        (ensure(tmp_path) / "a").write_text("bad")
+    processes = [start(tmp_path, 0.2) for _ in range(3)]
+    for process in processes:
+        output, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        assert output.splitlines()[-1] == str(tmp_path / "key")
+    assert find_damage(tmp_path / "key") is None
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_unusable_cache_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"cache directory .*file.*choose another"):
+        ensure(tmp_path / "file")
