@@ -1,0 +1,142 @@
+"""What the optimizers share: groups, named state, the gate, and the learning rate."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+from torch import Tensor, nn
+
+from d9d_optim.optimizer.config import OptimizerConfig
+from d9d_optim.optimizer.groups import ParameterGroup, group_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The tensors of one group that have a gradient, as equally long lists: one fused call updates them all.
+
+    Attributes:
+        params: parameters, updated in place.
+        grads: their gradients.
+        slots: slot name -> state tensors, updated in place.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    slots: Mapping[str, list[Tensor]]
+
+
+class NamedOptimizer(ABC):
+    """Base of optimizers that follow :class:`d9d_core.protocols.Optimizer`.
+
+    State is kept by parameter name rather than by position in a list, so it means the same in every layout.
+
+    Args:
+        config: learning rate, decay and groups.
+        parameters: all parameters of the model by name; frozen ones are left out.
+
+    Raises:
+        BuildError: nothing is trainable, or a group's pattern decides about no parameter.
+    """
+
+    def __init__(self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._base_lr = config.lr
+        self._factor = 1.0
+        self._groups = group_parameters(config, parameters)
+        self._parameters = {name: parameters[name] for group in self._groups for name in group.names}
+        self._state: dict[str, dict[str, Tensor]] | None = None
+
+    def init_state(self) -> None:
+        """Set all state to zero. Call it once, when the parameters have their memory."""
+        self._state = {
+            name: {slot: make(parameter) for slot, make in self._slots.items()}
+            for name, parameter in self._parameters.items()
+        }
+
+    @torch.no_grad()
+    def step(self, gate: Tensor) -> None:
+        """Update every trainable parameter that has a gradient.
+
+        Args:
+            gate: 0-d bool on the parameters' device. Where it is false, weights, moments and step counts keep their
+                bits. The kernels read it on the device: nothing waits for it.
+
+        Raises:
+            BuildError: :meth:`init_state` was not called.
+        """
+        state = self._materialised()
+        # The fused kernels skip their update where this is 1; it is the flag of gradient scalers.
+        found_inf = gate.logical_not().to(torch.float32)
+        for group in self._groups:
+            names = [name for name in group.names if self._parameters[name].grad is not None]
+            if names:
+                self._update(group, self._batch(names, state), self._lr_of(group), found_inf)
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Multiply the base learning rate of every group for the coming steps."""
+        self._factor = factor
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group now."""
+        return self._lr_of(self._groups[0])
+
+    def describe(self) -> Mapping[str, Any]:
+        """Group -> base learning rate, weight decay, and parameter names."""
+        return {
+            group.label: {
+                "lr": self._base_lr * group.lr_scale,
+                "weight_decay": group.weight_decay,
+                "parameters": list(group.names),
+            }
+            for group in self._groups
+        }
+
+    def state(self) -> Mapping[str, Tensor]:
+        """``"<parameter name>/<slot>"`` -> the optimizer's own tensor; loading copies into it.
+
+        Raises:
+            BuildError: :meth:`init_state` was not called, so there is nothing to load into.
+        """
+        return {
+            f"{name}/{slot}": value for name, slots in self._materialised().items() for slot, value in slots.items()
+        }
+
+    @property
+    @abstractmethod
+    def _slots(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        """The state of each parameter: slot name -> what makes its initial value."""
+
+    @abstractmethod
+    def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
+        """Update the batch in place, or leave it as it is where ``found_inf`` (float32, 0-d) is 1."""
+
+    def _lr_of(self, group: ParameterGroup) -> float:
+        return self._base_lr * group.lr_scale * self._factor
+
+    def _batch(self, names: list[str], state: Mapping[str, Mapping[str, Tensor]]) -> Batch:
+        params = [self._parameters[name] for name in names]
+        return Batch(
+            params=list(params),
+            grads=[parameter.grad for parameter in params if parameter.grad is not None],
+            slots={slot: [state[name][slot] for name in names] for slot in self._slots},
+        )
+
+    def _materialised(self) -> dict[str, dict[str, Tensor]]:
+        if self._state is None:
+            raise BuildError("the optimizer has no state yet; call init_state() once the parameters are materialised")
+        return self._state
+
+
+def zeros(parameter: Tensor) -> Tensor:
+    """Zeros of the parameter's shape, layout and dtype; the fused kernels want moments in the parameter's dtype."""
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+
+
+def counter(parameter: Tensor) -> Tensor:
+    """A step count: 0-d, float32 on the parameter's device, because the fused kernels count there."""
+    return torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -1,0 +1,48 @@
+"""Stochastic gradient descent with momentum, as torch defines it (the learning rate multiplies the velocity)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+from torch.optim.sgd import sgd
+
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, zeros
+from d9d_optim.optimizer.config import SGDConfig
+from d9d_optim.optimizer.groups import ParameterGroup
+
+
+class SGD(NamedOptimizer):
+    """The same bits as ``torch.optim.SGD(fused=True)``, with gated steps and state by name.
+
+    State per parameter: ``momentum_buffer`` like the parameter, or none at all without momentum. It starts as zeros
+    instead of as a copy of the first gradient: the first update is the same (0 * momentum + gradient), the state can be
+    loaded into before any step, and a first step that the gate refuses needs no special case.
+    """
+
+    def __init__(self, config: SGDConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(config, parameters)
+        self._momentum = config.momentum
+        self._nesterov = config.nesterov
+
+    @property
+    def _slots(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+        return {"momentum_buffer": zeros} if self._momentum else {}
+
+    def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
+        buffers: list[Tensor | None] = (
+            [*batch.slots["momentum_buffer"]] if self._momentum else [None] * len(batch.params)
+        )
+        sgd(
+            batch.params,
+            batch.grads,
+            buffers,
+            fused=True,
+            found_inf=found_inf,
+            weight_decay=group.weight_decay,
+            momentum=self._momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=self._nesterov,
+            maximize=False,
+        )

@@ -1,0 +1,1 @@
+"""Learning-rate schedules: pure functions from the step to a factor on the base learning rate."""

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_optim.optimizer.adamw import AdamW
+from d9d_optim.optimizer.config import AdamWConfig, GroupRule, SGDConfig
+from d9d_optim.optimizer.groups import group_parameters
+from pydantic import ValidationError
+from torch import nn
+
+NAMES = {"model.embed_tokens.weight": 2, "model.layers.0.mlp.up.weight": 2, "model.layers.0.norm.weight": 1}
+
+
+def parameters(frozen: tuple[str, ...] = ()) -> dict[str, nn.Parameter]:
+    return {
+        name: nn.Parameter(torch.zeros((2,) * ndim), requires_grad=name not in frozen) for name, ndim in NAMES.items()
+    }
+
+
+def config(*rules: GroupRule) -> AdamWConfig:
+    return AdamWConfig(lr=0.1, weight_decay=0.3, groups=rules)
+
+
+def test_only_matrices_decay_by_default() -> None:
+    decay, rest = group_parameters(config(), parameters())
+    assert (decay.weight_decay, decay.names) == (0.3, ("model.embed_tokens.weight", "model.layers.0.mlp.up.weight"))
+    assert (rest.weight_decay, rest.names) == (0.0, ("model.layers.0.norm.weight",))
+
+
+def test_first_matching_pattern_wins() -> None:
+    rules = GroupRule(match="*.embed_tokens.*", weight_decay=0.0), GroupRule(match="*", lr_scale=0.5)
+    embed, decay, rest = group_parameters(config(*rules), parameters())
+    assert (embed.weight_decay, embed.lr_scale, embed.names) == (0.0, 1.0, ("model.embed_tokens.weight",))
+    assert (decay.weight_decay, decay.lr_scale, decay.names) == (0.3, 0.5, ("model.layers.0.mlp.up.weight",))
+    assert (rest.weight_decay, rest.lr_scale) == (0.0, 0.5)
+
+
+def test_weight_decay_of_a_rule_holds_for_vectors_too() -> None:
+    groups = group_parameters(config(GroupRule(match="*norm*", weight_decay=0.7)), parameters())
+    assert {group.weight_decay for group in groups if "model.layers.0.norm.weight" in group.names} == {0.7}
+
+
+def test_pattern_without_a_match_names_near_parameters() -> None:
+    with pytest.raises(BuildError, match=r"groups\[0\]: .*'model\.embed_token\.weight'.*model\.embed_tokens\.weight"):
+        group_parameters(config(GroupRule(match="model.embed_token.weight", lr_scale=2)), parameters())
+
+
+def test_pattern_far_from_everything_still_shows_names() -> None:
+    with pytest.raises(BuildError, match="near names: model"):
+        group_parameters(config(GroupRule(match="zzz", lr_scale=2)), parameters())
+
+
+def test_pattern_shadowed_by_earlier_groups_is_an_error() -> None:
+    rules = GroupRule(match="*weight", lr_scale=2), GroupRule(match="*norm*", lr_scale=3)
+    with pytest.raises(BuildError, match=r"groups\[1\].*earlier groups.*groups\[0\].*move it"):
+        group_parameters(config(*rules), parameters())
+
+
+def test_pattern_that_matches_only_frozen_parameters_is_an_error() -> None:
+    with pytest.raises(BuildError, match="only frozen"):
+        group_parameters(config(GroupRule(match="*embed*", lr_scale=2)), parameters(("model.embed_tokens.weight",)))
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(BuildError, match="none of the model's 3 parameters is trainable"):
+        group_parameters(config(), parameters(tuple(NAMES)))
+
+
+def test_description_names_groups_rates_and_parameters() -> None:
+    described = AdamW(config(GroupRule(match="*embed*", lr_scale=0.5)), parameters()).describe()
+    assert list(described) == ["decay", "no decay", "groups[0] '*embed*', decay"]
+    assert described["groups[0] '*embed*', decay"] == {
+        "lr": 0.05,
+        "weight_decay": 0.3,
+        "parameters": ["model.embed_tokens.weight"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"lr": -1.0}, "greater than or equal to 0"),
+        ({"lr": float("nan")}, "finite|greater"),
+        ({"betas": (0.9, 1.0)}, "not in"),
+        ({"groups": [{"match": "*"}]}, "changes nothing"),
+        ({"weight_dekay": 1.0}, "did you mean 'weight_decay'"),
+    ],
+)
+def test_impossible_adamw_values_are_refused(values: dict[str, object], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        AdamWConfig.model_validate(values)
+
+
+def test_nesterov_without_momentum_is_refused() -> None:
+    with pytest.raises(ValidationError, match="nesterov needs a momentum"):
+        SGDConfig(lr=0.1, nesterov=True)

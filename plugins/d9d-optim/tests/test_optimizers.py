@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_optim.optimizer.adamw import AdamW
+from d9d_optim.optimizer.base import NamedOptimizer
+from d9d_optim.optimizer.config import AdamWConfig, GroupRule, SGDConfig
+from d9d_optim.optimizer.sgd import SGD
+from torch import Tensor, nn
+
+SHAPES = {"embed.weight": (7, 5), "layer.weight": (5, 5), "layer.bias": (5,), "norm.weight": (5,)}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DTYPES = [torch.float32, torch.bfloat16]
+OPTIMIZERS = ["adamw", "sgd", "sgd_momentum", "sgd_nesterov"]
+
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
+
+def parameters(device: str, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for name, shape in SHAPES.items()
+    }
+
+
+def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in named.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+
+
+def gate(device: str, value: bool = True) -> Tensor:
+    return torch.tensor(value, device=device)
+
+
+def ours(kind: str, named: dict[str, nn.Parameter]) -> NamedOptimizer:
+    if kind == "adamw":
+        return AdamW(AdamWConfig(lr=0.01, weight_decay=0.1), named)
+    momentum = 0.0 if kind == "sgd" else 0.9
+    return SGD(SGDConfig(lr=0.1, weight_decay=0.01, momentum=momentum, nesterov=kind == "sgd_nesterov"), named)
+
+
+def theirs(kind: str, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    decay = 0.1 if kind == "adamw" else 0.01
+    groups = [
+        {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if kind == "adamw":
+        return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
+    momentum = 0.0 if kind == "sgd" else 0.9
+    return torch.optim.SGD(groups, lr=0.1, momentum=momentum, nesterov=kind == "sgd_nesterov", fused=True)
+
+
+def bits(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_steps_equal_torch_bit_for_bit(kind: str, dtype: torch.dtype, device: str) -> None:
+    mine, other = parameters(device, dtype), parameters(device, dtype)
+    optimizer, reference = ours(kind, mine), theirs(kind, other)
+    optimizer.init_state()
+    for step in range(5):
+        set_gradients(mine, step)
+        set_gradients(other, step)
+        factor = 1.0 / (step + 1)
+        optimizer.set_lr_factor(factor)
+        for group in reference.param_groups:
+            group["lr"] = (0.01 if kind == "adamw" else 0.1) * factor
+        optimizer.step(gate(device))
+        reference.step()
+        assert_same_bits(bits(mine), bits(other))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_false_gate_changes_no_bit_even_with_nan_gradients(kind: str, dtype: torch.dtype, device: str) -> None:
+    named = parameters(device, dtype)
+    optimizer = ours(kind, named)
+    optimizer.init_state()
+    for step in range(4):
+        poison = step in (0, 2)  # the very first step and one in the middle
+        set_gradients(named, step)
+        if poison:
+            for parameter in named.values():
+                parameter.grad.fill_(float("nan"))
+        before = bits(named) | bits(optimizer.state())
+        optimizer.step(gate(device, not poison))
+        after = bits(named) | bits(optimizer.state())
+        if poison:
+            assert_same_bits(before, after)
+        else:
+            assert not torch.equal(before["embed.weight"], after["embed.weight"])
+    if kind == "adamw":
+        assert float(optimizer.state()["embed.weight/step"]) == 2
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_refused_step_leaves_no_trace_in_later_steps(kind: str, device: str) -> None:
+    plain, interrupted = parameters(device), parameters(device)
+    one, other = ours(kind, plain), ours(kind, interrupted)
+    one.init_state()
+    other.init_state()
+    for step in range(3):
+        set_gradients(interrupted, 50 + step)
+        other.step(gate(device, False))
+        set_gradients(plain, step)
+        set_gradients(interrupted, step)
+        one.step(gate(device))
+        other.step(gate(device))
+    assert_same_bits(bits(plain), bits(interrupted))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_resume_from_copied_state_is_bit_identical(kind: str, device: str) -> None:
+    straight = parameters(device)
+    optimizer = ours(kind, straight)
+    optimizer.init_state()
+    for step in range(2):
+        set_gradients(straight, step)
+        optimizer.step(gate(device))
+    resumed = {name: nn.Parameter(value) for name, value in bits(straight).items()}
+    successor = ours(kind, resumed)
+    successor.init_state()
+    saved = bits(optimizer.state())
+    for name, tensor in successor.state().items():
+        tensor.copy_(saved[name])
+    for step in range(2, 4):
+        set_gradients(straight, step)
+        set_gradients(resumed, step)
+        optimizer.step(gate(device))
+        successor.step(gate(device))
+    assert_same_bits(bits(straight), bits(resumed))
+    assert_same_bits(bits(optimizer.state()), bits(successor.state()))
+
+
+def test_state_names_are_parameter_and_slot(device: str) -> None:
+    optimizer = ours("adamw", parameters(device, torch.bfloat16))
+    optimizer.init_state()
+    assert set(optimizer.state()) == {f"{name}/{slot}" for name in SHAPES for slot in ("exp_avg", "exp_avg_sq", "step")}
+    assert optimizer.state()["layer.bias/exp_avg"].dtype == torch.bfloat16
+    assert optimizer.state()["layer.bias/step"].dtype == torch.float32
+    plain = ours("sgd", parameters(device))
+    plain.init_state()
+    assert plain.state() == {}
+
+
+def test_adamw_decays_weights_apart_from_the_gradient(device: str) -> None:
+    named = parameters(device)
+    optimizer = AdamW(AdamWConfig(lr=0.5, weight_decay=0.25), named)
+    optimizer.init_state()
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    before = bits(named)
+    optimizer.step(gate(device))
+    torch.testing.assert_close(named["layer.weight"].detach(), before["layer.weight"] * (1 - 0.5 * 0.25))
+    assert torch.equal(named["layer.bias"].detach(), before["layer.bias"])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameter_without_gradient_is_left_alone(kind: str, device: str) -> None:
+    named = parameters(device)
+    optimizer = ours(kind, named)
+    optimizer.init_state()
+    set_gradients(named, 0)
+    named["layer.weight"].grad = None
+    before = bits(named) | bits(optimizer.state())
+    optimizer.step(gate(device))
+    after = bits(named) | bits(optimizer.state())
+    for name in (name for name in before if name.startswith("layer.weight")):
+        assert torch.equal(before[name], after[name])
+    assert not torch.equal(before["embed.weight"], after["embed.weight"])
+
+
+def test_frozen_parameters_have_no_state(device: str) -> None:
+    named = parameters(device)
+    named["embed.weight"].requires_grad_(False)
+    optimizer = ours("adamw", named)
+    optimizer.init_state()
+    assert not any(name.startswith("embed") for name in optimizer.state())
+
+
+def test_step_before_init_state_is_an_error(device: str) -> None:
+    optimizer = ours("adamw", parameters(device))
+    with pytest.raises(BuildError, match="init_state"):
+        optimizer.step(gate(device))
+    with pytest.raises(BuildError, match="init_state"):
+        optimizer.state()
+
+
+def test_lr_scale_multiplies_the_base_rate_of_its_group_only(device: str) -> None:
+    named = parameters(device)
+    optimizer = SGD(SGDConfig(lr=0.5, groups=(GroupRule(match="embed.*", lr_scale=0.1),)), named)
+    optimizer.init_state()
+    optimizer.set_lr_factor(0.5)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    before = bits(named)
+    optimizer.step(gate(device))
+    torch.testing.assert_close(named["layer.weight"].detach(), before["layer.weight"] - 0.25)
+    torch.testing.assert_close(named["embed.weight"].detach(), before["embed.weight"] - 0.025)
+    assert optimizer.lr == 0.25

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from d9d_core.errors import JobError
+from d9d_optim.schedule.config import ConstantConfig, CosineConfig, PiecewiseConfig
+from d9d_optim.schedule.constant import constant
+from d9d_optim.schedule.cosine import cosine
+from d9d_optim.schedule.curves import interpolate
+from d9d_optim.schedule.piecewise import piecewise
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+CURVES = ["linear", "cosine", "poly", "exponential"]
+
+
+def chain(total: int, *phases: dict[str, Any], start: float = 0.0) -> list[float]:
+    schedule = piecewise(PiecewiseConfig.model_validate({"start": start, "phases": list(phases)}), total)
+    return [schedule(step) for step in range(total)]
+
+
+def test_constant_is_one_everywhere() -> None:
+    schedule = constant(ConstantConfig(), 10)
+    assert [schedule(step) for step in (0, 5, 9, 100)] == [1.0] * 4
+
+
+def test_cosine_warms_up_without_a_zero_step_and_ends_at_the_minimum() -> None:
+    schedule = cosine(CosineConfig(warmup_steps=4, min_factor=0.1), 14)
+    assert [schedule(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert schedule(8) == pytest.approx(0.55)
+    assert schedule(13) == 0.1
+    assert schedule(1000) == 0.1
+
+
+def test_cosine_without_warm_up_follows_the_formula() -> None:
+    schedule = cosine(CosineConfig(min_factor=0.0), 10)
+    for step in range(10):
+        assert schedule(step) == pytest.approx((1 + math.cos(math.pi * (step + 1) / 10)) / 2)
+
+
+def test_warm_up_longer_than_the_run_is_an_error() -> None:
+    with pytest.raises(JobError, match=r"warmup_steps is 10, but the run has 10 steps; use at most 9"):
+        cosine(CosineConfig(warmup_steps=10), 10)
+
+
+def test_phases_by_steps_by_fraction_and_the_rest() -> None:
+    values = chain(10, {"steps": 2, "to": 1.0}, {"until": 0.6, "to": 1.0}, {"to": 0.2})
+    assert values == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+    assert values[-1] == 0.2
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_every_curve_hits_both_ends_exactly(curve: Any) -> None:
+    assert interpolate(curve, 0.3, 0.7, 0.0) == 0.3
+    assert interpolate(curve, 0.3, 0.7, 1.0) == 0.7
+
+
+def test_curves_have_their_known_middles() -> None:
+    assert interpolate("linear", 1.0, 0.0, 0.25) == 0.75
+    assert interpolate("cosine", 1.0, 0.0, 1 / 3) == pytest.approx(0.75)
+    assert interpolate("poly", 1.0, 0.0, 0.5, power=3) == 0.125
+    assert interpolate("exponential", 1.0, 0.01, 0.5) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("total", "phases", "text"),
+    [
+        (10, [{"steps": 11, "to": 1}], r"phases\[0\] ends at step 11, but the run has 10"),
+        (10, [{"steps": 6, "to": 1}, {"steps": 6, "to": 0}], r"phases\[1\] ends at step 12"),
+        (10, [{"steps": 6, "to": 1}], r"end at step 6, but the run has 10 steps.*take the rest"),
+        (10, [{"steps": 6, "to": 1}, {"until": 0.5, "to": 0}], r"phases\[1\] gets no step.*begins at step 6.*step 5"),
+        (10, [{"steps": 10, "to": 1}, {"to": 0}], r"phases\[1\] gets no step"),
+    ],
+)
+def test_phases_that_do_not_fill_the_run_are_errors(total: int, phases: list[dict[str, Any]], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        chain(total, *phases)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"phases": []}, "at least one phase"),
+        ({"phases": [{"to": 1}, {"steps": 3, "to": 0}]}, "phase 0 has no length"),
+        ({"phases": [{"to": 1, "steps": 3, "until": 0.5}]}, "one of them"),
+        ({"phases": [{"to": 1, "curve": "exponential"}]}, "reaches zero"),
+        ({"phases": [{"to": 1, "power": 2}]}, "power belongs to curve 'poly'"),
+        ({"phases": [{"to": -1}]}, "greater than or equal to 0"),
+        ({"phases": [{"to": float("nan")}]}, "finite|1000000"),
+        ({"phases": [{"to": 1, "curve": "cosin"}]}, "'linear', 'cosine'"),
+    ],
+)
+def test_impossible_phases_are_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        PiecewiseConfig.model_validate(config)
+
+
+@st.composite
+def phase_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=5))
+    values = st.floats(1e-6, 100)
+    return [{"steps": n, "to": draw(values), "curve": draw(st.sampled_from(CURVES))} for n in lengths]
+
+
+@given(phase_lists(), st.floats(1e-6, 100))
+def test_factors_stay_between_phase_ends_without_jumps(phases: list[dict[str, Any]], start: float) -> None:
+    total = sum(phase["steps"] for phase in phases)
+    values = chain(total, *phases, start=start)
+    first, begin = 0, start
+    for phase in phases:
+        end = first + phase["steps"]
+        low, high = sorted((begin, phase["to"]))
+        inside = values[first:end]
+        assert all(math.isfinite(v) and low * (1 - 1e-9) <= v <= high * (1 + 1e-9) for v in inside)
+        assert inside[-1] == phase["to"]
+        # Monotone from one end to the other, and both ends are met: that is what continuity means on a grid of steps.
+        rising = [begin, *inside]
+        assert rising == pytest.approx(sorted(rising, reverse=phase["to"] < begin), rel=1e-9)
+        first, begin = end, phase["to"]
+
+
+@given(st.integers(1, 300), st.data())
+def test_cosine_factors_are_positive_and_at_most_one(total: int, data: st.DataObject) -> None:
+    warmup = data.draw(st.integers(0, total - 1))
+    schedule = cosine(CosineConfig(warmup_steps=warmup, min_factor=0.05), total)
+    values = [schedule(step) for step in range(total)]
+    assert all(0 < value <= 1 for value in values)
+    assert max(values[:warmup], default=1.0) == 1.0
+    assert values[-1] == 0.05
