@@ -1,0 +1,1 @@
+"""Strategies that change how a model's blocks run."""

@@ -1,0 +1,1 @@
+"""Trading memory for a second forward of blocks."""

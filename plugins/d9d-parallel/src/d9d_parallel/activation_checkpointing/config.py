@@ -1,0 +1,28 @@
+"""What a job file says about activation checkpointing."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config.base import PluginConfig
+from pydantic import Field, field_validator
+
+
+class ActivationCheckpointingConfig(PluginConfig):
+    """Which blocks are computed again in the backward. By default all of them."""
+
+    name: Literal["activation_checkpointing"] = "activation_checkpointing"
+    """Selects the plugin."""
+    match: tuple[str, ...] = ("*",)
+    """Patterns over qualified block names, such as ``layers.1?``; ``*`` is any text, ``?`` one character."""
+    every: int = Field(default=1, ge=1)
+    """Of the matched blocks, take the first and each ``every``-th after it; 2 takes half of them."""
+    preserve_rng_state: bool = True
+    """Repeat the random numbers of the forward. Only blocks without any randomness (dropout) may turn it off."""
+
+    @field_validator("match")
+    @classmethod
+    def _at_least_one(cls, match: tuple[str, ...]) -> tuple[str, ...]:
+        if not match:
+            raise ValueError("needs at least one pattern; leave it out to take all blocks")
+        return match

@@ -1,0 +1,43 @@
+"""The forward of a checkpointed block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recomputed:
+    """Calls a module's forward, forgets what it computed, and computes it again in the backward.
+
+    It takes the place of ``module.forward``, so neither the module tree nor any parameter name changes. It is a class
+    with a Python ``__call__``, not a ``functools.partial``: Dynamo looks for a Python frame to compile and would skip
+    the partial and, with it, the whole block. It is not a closure either: deep copies of the module must call their own
+    forward.
+
+    Args:
+        forward: the module's forward until now.
+        preserve_rng_state: whether random numbers must repeat.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, preserve_rng_state: bool) -> None:
+        self.forward = forward
+        self.preserve_rng_state = preserve_rng_state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the forward."""
+        return checkpoint(
+            self.forward, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs
+        )
+
+
+def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True) -> None:
+    """Make one module compute its forward again in the backward, in place."""
+    module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state)
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Whether :func:`checkpoint_module` was applied."""
+    return isinstance(module.forward, Recomputed)

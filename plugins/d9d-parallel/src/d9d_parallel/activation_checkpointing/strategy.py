@@ -1,0 +1,57 @@
+"""Activation checkpointing per block (Chen et al., Training Deep Nets with Sublinear Memory Cost)."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+from d9d_core.errors import BuildError
+from d9d_core.protocols import Applied
+from d9d_core.topology.mesh import Topology
+from torch import nn
+
+from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
+from d9d_parallel.activation_checkpointing.recompute import checkpoint_module, is_checkpointed
+from d9d_parallel.blocks import find_blocks
+
+
+class ActivationCheckpointing:
+    """Keeps only the inputs of the chosen blocks; their activations are computed again in the backward."""
+
+    def __init__(self, config: ActivationCheckpointingConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:  # noqa: ARG002 - needs no mesh
+        """Change the forward of the chosen blocks in place.
+
+        Raises:
+            BuildError: the stage has no blocks, a pattern matches none, or a block is checkpointed already.
+        """
+        blocks = find_blocks(stage, self._config.name)
+        chosen = choose(list(blocks), self._config.match, self._config.every)
+        for name in chosen:
+            if is_checkpointed(blocks[name]):
+                raise BuildError(
+                    f"strategy '{self._config.name}' would checkpoint block '{name}' a second time; "
+                    "let the 'match' patterns of its entries in 'parallel' name different blocks"
+                )
+        for name in chosen:
+            checkpoint_module(blocks[name], preserve_rng_state=self._config.preserve_rng_state)
+        return Applied(modules=tuple(chosen))
+
+
+def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> list[str]:
+    """The names that match a pattern, in order; of those the first and each ``every``-th after it.
+
+    Raises:
+        BuildError: a pattern matches no name.
+    """
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise BuildError(
+                f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'match' matches no block; "
+                f"blocks: {shown}"
+            )
+    matched = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return matched[::every]

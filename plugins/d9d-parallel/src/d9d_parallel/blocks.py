@@ -1,0 +1,35 @@
+"""Finding the repeated blocks of a stage."""
+
+from __future__ import annotations
+
+from d9d_core.errors import BuildError
+from d9d_core.traits import HasBlocks, modules_with
+from torch import nn
+
+
+def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
+    """The blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
+
+    Args:
+        stage: where to look.
+        strategy: who asks; stands in the error.
+
+    Raises:
+        BuildError: there is none.
+    """
+    owners = modules_with(stage, HasBlocks)
+    # A model may pass on the blocks of its backbone, so two owners may name the same module.
+    members = {id(block) for owner in owners.values() for block in owner.blocks().values()}
+    blocks = {name: module for name, module in stage.named_modules() if id(module) in members}
+    if blocks:
+        return blocks
+    if owners:
+        names = ", ".join(f"'{name}' ({type(owner).__name__})" for name, owner in owners.items())
+        raise BuildError(
+            f"strategy '{strategy}' found no block: {names} has none in this stage; "
+            "give the model layers, or remove the strategy from 'parallel'"
+        )
+    raise BuildError(
+        f"strategy '{strategy}' needs model trait 'blocks', which no module of {type(stage).__name__} has; "
+        "implement d9d_core.traits.HasBlocks in the model, or remove the strategy from 'parallel'"
+    )

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.topology.mesh import Topology
+from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
+from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
+from pydantic import ValidationError
+from torch import nn
+
+
+def apply(model: nn.Module, **settings: Any) -> tuple[str, ...]:
+    return ActivationCheckpointing(ActivationCheckpointingConfig(**settings)).apply(model, Topology()).modules
+
+
+def count_forwards(model: nn.Module) -> Counter[str]:
+    """Counts calls of each block's ``up`` layer, which every forward of a block makes once."""
+    calls: Counter[str] = Counter()
+    for name, block in model.blocks().items():
+        block.up.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    return calls
+
+
+def saved_elements(model: nn.Module) -> int:
+    """Elements that autograd keeps between forward and backward."""
+    saved = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.ones(64, 4))
+    return saved
+
+
+def test_outputs_gradients_and_dropout_are_the_same(make_model, loss_and_gradients) -> None:
+    plain, changed = make_model(), make_model()
+    apply(changed)
+    loss, gradients = loss_and_gradients(plain)
+    loss_again, gradients_again = loss_and_gradients(changed)
+    assert torch.equal(loss, loss_again)
+    assert gradients.keys() == gradients_again.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_again[name]), name
+
+
+def test_module_tree_and_parameter_names_stay(make_model) -> None:
+    plain, changed = make_model(), make_model()
+    apply(changed)
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in changed.named_modules()]
+    assert list(plain.state_dict()) == list(changed.state_dict())
+
+
+def test_blocks_are_computed_twice(make_model, loss_and_gradients) -> None:
+    model = make_model()
+    names = apply(model)
+    calls = count_forwards(model)
+    loss_and_gradients(model)
+    assert names == ("backbone.layers.0", "backbone.layers.1", "backbone.layers.2")
+    assert calls == dict.fromkeys(names, 2)
+
+
+def test_only_every_second_block_is_computed_twice(make_model, loss_and_gradients) -> None:
+    model = make_model(depth=5)
+    assert apply(model, every=2) == ("backbone.layers.0", "backbone.layers.2", "backbone.layers.4")
+    calls = count_forwards(model)
+    loss_and_gradients(model)
+    assert [calls[f"backbone.layers.{i}"] for i in range(5)] == [2, 1, 2, 1, 2]
+
+
+def test_only_matched_blocks_are_computed_twice(make_model, loss_and_gradients) -> None:
+    model = make_model()
+    assert apply(model, match=["*.1", "*.2"]) == ("backbone.layers.1", "backbone.layers.2")
+    calls = count_forwards(model)
+    loss_and_gradients(model)
+    assert [calls[f"backbone.layers.{i}"] for i in range(3)] == [1, 2, 2]
+
+
+def test_less_is_kept_for_the_backward(make_model) -> None:
+    plain, half, full = make_model(), make_model(), make_model()
+    apply(half, every=2)
+    apply(full)
+    assert saved_elements(full) < saved_elements(half) < saved_elements(plain)
+    assert saved_elements(full) < saved_elements(plain) / 3
+
+
+def test_deep_copy_calls_its_own_blocks(make_model, loss_and_gradients) -> None:
+    model = make_model()
+    apply(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+    calls = count_forwards(model)
+    loss_and_gradients(twin)
+    assert not calls
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_model_on_the_meta_device_can_be_changed(make_model) -> None:
+    with torch.device("meta"):
+        model = make_model()
+    apply(model)
+    assert model(torch.ones(2, 4, device="meta")).is_meta
+
+
+def test_pattern_without_a_match_is_an_error(make_model) -> None:
+    with pytest.raises(
+        BuildError, match=r"pattern 'layers\.\*' in 'match' matches no block; blocks: backbone\.layers\.0"
+    ):
+        apply(make_model(), match=["layers.*"])
+
+
+def test_second_application_to_a_block_is_an_error(make_model) -> None:
+    model = make_model()
+    apply(model, match=["*.0"])
+    with pytest.raises(BuildError, match=r"'backbone\.layers\.0' a second time"):
+        apply(model)
+
+
+def test_model_without_the_trait_is_an_error() -> None:
+    with pytest.raises(BuildError, match=r"needs model trait 'blocks', which no module of Linear has"):
+        apply(nn.Linear(2, 2))
+
+
+def test_model_without_blocks_is_an_error(make_model) -> None:
+    with pytest.raises(BuildError, match="found no block"):
+        apply(make_model(depth=0))
+
+
+@pytest.mark.parametrize(("field", "value"), [("every", 0), ("match", []), ("mode", "full")])
+def test_impossible_settings_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValidationError):
+        ActivationCheckpointingConfig.model_validate({field: value})

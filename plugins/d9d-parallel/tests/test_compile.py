@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.topology.mesh import Topology
+from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
+from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
+from d9d_parallel.compile.config import CompileConfig
+from d9d_parallel.compile.strategy import Compile
+from pydantic import ValidationError
+from torch import nn
+
+# Dynamo itself looks at the gradients of inputs that are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: nn.Module) -> tuple[str, ...]:
+    config = CompileConfig(backend="aot_eager", fullgraph=True)
+    return Compile(config).apply(model, Topology()).modules
+
+
+def checkpointed(model: nn.Module) -> None:
+    ActivationCheckpointing(ActivationCheckpointingConfig()).apply(model, Topology())
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("with_checkpointing", [False, True])
+def test_outputs_and_gradients_are_those_of_the_plain_model(
+    make_model, loss_and_gradients, with_checkpointing: bool
+) -> None:
+    # Depth 10 is more than Dynamo's limit of 8 recompilations: alike blocks must share graphs.
+    plain, changed = without_dropout(make_model(depth=10)), without_dropout(make_model(depth=10))
+    if with_checkpointing:
+        checkpointed(changed)
+    names = compiled(changed)
+    loss, gradients = loss_and_gradients(plain)
+    loss_again, gradients_again = loss_and_gradients(changed)
+    assert len(names) == 10
+    assert 1 <= graphs() <= 2
+    torch.testing.assert_close(loss, loss_again)
+    assert gradients.keys() == gradients_again.keys()
+    torch.testing.assert_close(gradients, gradients_again)
+
+
+def test_parameter_names_and_module_tree_stay(make_model) -> None:
+    plain, changed = make_model(), make_model()
+    checkpointed(changed)
+    assert compiled(changed) == ("backbone.layers.0", "backbone.layers.1", "backbone.layers.2")
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in changed.named_modules()]
+    assert list(plain.state_dict()) == list(changed.state_dict())
+
+
+def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
+    def saved_elements(model: nn.Module) -> int:
+        saved = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.ones(64, 4))
+        return saved
+
+    # Without dropout: the saved state of the CPU's generator outweighs the activations of a toy.
+    plain, changed = without_dropout(make_model()), without_dropout(make_model())
+    checkpointed(changed)
+    compiled(plain)
+    compiled(changed)
+    assert saved_elements(changed) < saved_elements(plain)
+
+
+def test_unknown_backend_is_an_error_with_a_suggestion(make_model) -> None:
+    with pytest.raises(BuildError, match="unknown backend 'inducter'; did you mean 'inductor'"):
+        Compile(CompileConfig(backend="inducter")).apply(make_model(), Topology())
+
+
+def test_model_without_the_trait_is_an_error() -> None:
+    with pytest.raises(BuildError, match=r"strategy 'compile' needs model trait 'blocks'"):
+        compiled(nn.Linear(2, 2))
+
+
+def test_mode_of_another_backend_is_refused() -> None:
+    with pytest.raises(ValidationError, match="mode belongs to backend 'inductor'"):
+        CompileConfig(backend="aot_eager", mode="max-autotune")
