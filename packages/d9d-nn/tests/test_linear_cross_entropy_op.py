@@ -112,3 +112,20 @@ def test_the_full_logits_never_exist() -> None:
     with LargestResult() as whole:
         plain(hidden, weight, targets).sum().backward()
     assert whole.elements == 64 * WORDS
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_under_autocast_it_is_a_bfloat16_head_with_gradients_in_float32(keep: bool) -> None:
+    hidden, weight, targets = example()
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets, rows=5, keep=keep)
+    loss.sum().backward()
+    expected = linear_cross_entropy(*narrow, targets, rows=5, keep=keep)
+    expected.sum().backward()
+    assert torch.equal(loss, expected)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert (loss.dtype, hidden.grad.dtype, weight.grad.dtype) == (torch.float32,) * 3
+    for tensor, other in zip((hidden, weight), narrow, strict=True):
+        assert torch.equal(tensor.grad, other.grad.float())  # type: ignore[union-attr, arg-type]

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from d9d_core.errors import JobError
+
 #: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -35,8 +37,17 @@ class Topology:
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken as they are."""
-    if name != "auto":
-        return torch.device(name)
+    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken at their word.
+
+    Raises:
+        JobError: there is no such device here.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator if accelerator is not None else torch.device("cpu")
+    available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if name == "auto":
+        return torch.device(available[-1])
+    kind, _, index = name.partition(":")
+    count = 1 if kind == "cpu" else torch.accelerator.device_count()
+    if kind not in available or (index and not (index.isdigit() and int(index) < count)):
+        raise JobError(f"device: '{name}' is not available here; available: auto, {', '.join(available)}")
+    return torch.device(name)

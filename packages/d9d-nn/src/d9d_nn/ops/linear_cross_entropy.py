@@ -48,7 +48,12 @@ def linear_cross_entropy(
         rows = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
     if keep is None:
         keep = targets.numel() * vocabulary <= KEPT_ELEMENTS
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows, keep)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
+        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows, keep)
     return loss.view(targets.shape)
 
 
