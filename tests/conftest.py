@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEXT = "the quick brown fox jumps over the lazy dog, and then it sleeps. " * 8
+
+
+@pytest.fixture
+def small_job(tmp_path: Path) -> Callable[..., Path]:
+    """Write a job that trains a tiny Qwen3 on a few kilobytes of text; keyword arguments replace sections."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for number in range(12):
+        (corpus / f"{number}.txt").write_text(f"{number}: {TEXT}")
+
+    def write(name: str = "small", **sections: Any) -> Path:
+        values: dict[str, Any] = {
+            "run": {"name": name, "dir": str(tmp_path / "runs")},
+            "device": "cpu",
+            "steps": 6,
+            "batch": {"size": 4, "microbatch": 2},
+            "model": {
+                "name": "qwen3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
+            },
+            "task": "causal_lm",
+            "data": {"name": "text", "sources": [str(corpus)], "sequence_length": 32},
+            "optimizer": {"name": "adamw", "lr": 0.01},
+            "lr_schedule": {"name": "cosine", "warmup_steps": 2},
+            "metrics": ["perplexity"],
+            "logging": {"every": 2},
+            "checkpoint": {"every": 2},
+            **sections,
+        }  # fmt: skip
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(values))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def d9d(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: exit status, standard output, standard error."""
+    from d9d_core.cli.main import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["d9d", *arguments])
+        capsys.readouterr()
+        try:
+            main()
+            status = 0
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
