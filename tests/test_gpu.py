@@ -1,0 +1,115 @@
+"""The same loop on one accelerator: no waiting in the step, flags that arrive later, resume onto the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import NonFiniteError
+from d9d_core.job import Job
+from d9d_core.loop.trainer import Trainer
+
+Write = Callable[..., Path]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("default"),  # torch's own: a prototype debug mode, deprecations inside Inductor
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@contextmanager
+def no_host_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def build(write: Write, name: str = "small", **sections: Any) -> Trainer:
+    return Job.load(write(name, **({"device": "cuda", "export": False} | sections))).build(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"precision": {"parameters": "bfloat16"}},
+        {"precision": {"autocast": "bfloat16"}},
+        {"parallel": ["activation_checkpointing"]},
+        {"parallel": ["compile"], "precision": {"parameters": "bfloat16"}},
+        {"kernels": {"attention": "reference", "rms_norm": "reference"}},
+    ],
+    ids=["float32", "bfloat16", "autocast", "checkpointing", "compile", "references"],
+)
+def test_a_step_never_waits_for_the_gpu(small_job: Write, sections: dict[str, Any]) -> None:
+    trainer = build(small_job, **sections)
+    for step in range(2):  # lazy initialisation may wait
+        trainer.step(step, trainer.feed.next())
+    with no_host_synchronisation():
+        for step in range(2, 5):
+            trainer.step(step, trainer.feed.next())
+            {name: value for metric in trainer.metrics.values() for name, value in metric.compute().items()}
+
+
+def test_the_gpu_computes_what_the_cpu_computes(small_job: Write) -> None:
+    cpu = build(small_job, "cpu", device="cpu")
+    gpu = build(small_job, "gpu")
+    stages = [trainer.step.executor._stage for trainer in (cpu, gpu)]
+    stages[1].load_state_dict(stages[0].state_dict())
+    for step in range(3):
+        a, b = (trainer.step(step, trainer.feed.next()) for trainer in (cpu, gpu))
+        torch.testing.assert_close(a.loss, b.loss.cpu(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a.grad_norm, b.grad_norm.cpu(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_run_on_the_gpu_logs_every_step_in_order_and_learns(small_job: Write, tmp_path: Path) -> None:
+    build(small_job, steps=40, logging={"every": 1}, evaluation=None).train()
+    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+
+
+def poison(trainer: Trainer, at: int) -> None:
+    """Make the loss of one step NaN."""
+    run, count = trainer.step.executor.run, iter(range(10_000))
+
+    def poisoned(pack: Any, scale: Any) -> Any:
+        bad = next(count) == at
+        return run(pack, {term: value * torch.nan for term, value in scale.items()} if bad else scale)
+
+    trainer.step.executor.run = poisoned  # type: ignore[method-assign]
+
+
+def test_a_nonfinite_step_is_met_when_its_flag_arrives_and_never_saved(small_job: Write, tmp_path: Path) -> None:
+    trainer = build(small_job, steps=20, checkpoint={"every": 4})
+    poison(trainer, at=6)
+    with pytest.raises(NonFiniteError, match="step 7: loss is nan"):
+        trainer.train()
+    assert sorted(path.name for path in (tmp_path / "runs/small/checkpoints").iterdir()) == ["step-00000004"]
+
+
+def test_a_skipped_step_changes_nothing_on_the_gpu(small_job: Write) -> None:
+    trainer = build(small_job, nonfinite="skip")
+    poison(trainer, at=3)
+    for step in range(3):
+        trainer.step(step, trainer.feed.next())
+    before = {name: tensor.clone() for name, tensor in trainer.keeper._tensors().items() if "metrics" not in name}
+    trainer.step(3, trainer.feed.next())
+    after = trainer.keeper._tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_resumed_run_continues_with_the_saved_tensors(small_job: Write) -> None:
+    first = build(small_job, steps=4)
+    first.train()
+    second = build(small_job, steps=4)
+    second.train()
+    a, b = first.keeper._tensors(), second.keeper._tensors()
+    assert all(torch.equal(a[name], b[name]) for name in a if "metrics" not in name)
+    assert all(tensor.is_cuda for name, tensor in b.items() if name.startswith("model/"))
