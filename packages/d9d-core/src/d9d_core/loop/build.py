@@ -50,17 +50,19 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     check_capabilities(selection, registry, circumstances(job, topology.device))
     events = ev.Events([build_part(chosen, config) for chosen, config in selection.subscribers])
     events.emit(ev.JobConfigured(job))
+    # What needs no memory comes first, so that a mistake is reported before data is prepared.
+    assembly = assemble(job, selection, registry, topology)
+    lr_schedule = _lr_schedule(job, selection)
+    task: Task = build_part(selection.task, job.task)
     store = CheckpointStore(job.run.directory / "checkpoints", job.checkpoint.keep)
     store.prepare()
 
     started = time.perf_counter()
     stream = _open_data(job, topology, selection.dataset, job.data, note)
-    task: Task = build_part(selection.task, job.task)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
-    assembly = assemble(job, selection, registry, topology)
     stage = _materialise(assembly, job.seed, topology.device)
     events.emit(ev.ModelReady(stage))
     trained = {name: p for name, p in stage.named_parameters() if name in assembly.trainable}
@@ -91,7 +93,7 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
         gradients=gradients,
         clipper=Clipper(trained.values(), job.gradient_clipping.max_norm, job.gradient_clipping.p),
         optimizer=optimizer,
-        lr_schedule=_lr_schedule(job, selection),
+        lr_schedule=lr_schedule,
         events=events,
     )
     trackers = TrackerHub(

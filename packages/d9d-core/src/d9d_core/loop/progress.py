@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class ProgressBar:
@@ -23,7 +23,6 @@ class ProgressBar:
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[shown]}"),
-            TimeElapsedColumn(),
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=Console(stderr=True),

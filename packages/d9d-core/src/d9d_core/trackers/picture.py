@@ -37,7 +37,7 @@ def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         if points:
             axis.plot(*zip(*points, strict=True), label=series, **style)
     loss_axis.set_xlabel("step")
-    loss_axis.set_ylabel("loss (nats per token)")
+    loss_axis.set_ylabel("loss")
     rate_axis.set_ylabel("learning rate", color="0.5")
     loss_axis.set_title(title)
     loss_axis.grid(alpha=0.3)

@@ -49,11 +49,12 @@ def linear_cross_entropy(
     if keep is None:
         keep = targets.numel() * vocabulary <= KEPT_ELEMENTS
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
-        hidden, weight = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (hidden, weight))
-    with torch.autocast(device, enabled=False):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows, keep)
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows, keep)
     return loss.view(targets.shape)
 
 
