@@ -1,0 +1,1 @@
+"""What d9d tests its own plugins with: registry fixture, conformance suites, tolerances, gloo worlds."""

@@ -1,0 +1,54 @@
+"""The fixtures that pytest offers wherever d9d-testing is installed.
+
+Every pytest run loads this file, so it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from d9d_core.plugin import Registry
+
+    from d9d_testing.world import World
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The marker that the suites carry."""
+    config.addinivalue_line("markers", "smoke: quick; shows that the installed versions work together")
+
+
+@pytest.fixture
+def world() -> type[World]:
+    """``world(4).run(function, *args)`` runs a module-level function on four gloo processes."""
+    from d9d_testing.world import World
+
+    return World
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
+    """``registry("d9d_qwen3.plugin", my_module)`` holds exactly these plugins and core's own records.
+
+    While the test runs, looking for installed plugins is an error: what happens to be installed decides no test.
+    """
+    from d9d_core.plugin import Registry, loader
+
+    installed = loader.entry_points  # type: ignore[attr-defined]
+
+    def refuse(**_group: str) -> NoReturn:
+        raise AssertionError("this test uses the `registry` fixture, so it must not look for installed plugins")
+
+    def of(*plugins: str | ModuleType | object) -> Registry:
+        modules = [importlib.import_module(plugin) if isinstance(plugin, str) else plugin for plugin in plugins]
+        with monkeypatch.context() as patch:
+            patch.setattr(loader, "entry_points", installed)  # says which distribution a given module belongs to
+            return Registry.of(*modules)
+
+    monkeypatch.setattr(loader, "entry_points", refuse)
+    return of

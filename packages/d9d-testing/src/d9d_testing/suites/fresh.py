@@ -1,0 +1,62 @@
+"""What importing a module brings along, seen by a process that has imported nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+#: What a declaration must not import: it takes seconds, and a declaration loads on every ``d9d`` command.
+HEAVY = frozenset(
+    {"matplotlib", "numpy", "pydantic", "rich", "safetensors", "tokenizers", "torch", "transformers", "triton", "typer"}
+)
+
+_SCRIPT = """
+import importlib, json, sys, time
+path, names = json.load(sys.stdin)
+sys.path[:] = path
+facts = {}
+for name in names:
+    before = set(sys.modules)
+    start = time.perf_counter()
+    importlib.import_module(name)
+    facts[name] = [1000 * (time.perf_counter() - start), sorted(set(sys.modules) - before)]
+print(json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFacts:
+    """The import of one module.
+
+    Attributes:
+        milliseconds: how long it took, which depends on the machine and on what it was doing.
+        modules: every module that was imported with it and not before.
+    """
+
+    milliseconds: float
+    modules: frozenset[str]
+
+    @property
+    def heavy(self) -> list[str]:
+        """Which of :data:`HEAVY` came along."""
+        return sorted(HEAVY & self.modules)
+
+
+def import_fresh(*modules: str) -> dict[str, ImportFacts]:
+    """Import ``modules`` one after the other in a new process that has this one's ``sys.path``.
+
+    Raises:
+        AssertionError: one cannot be imported; the text is its traceback.
+    """
+    done = subprocess.run(  # noqa: S603 - this interpreter and a constant script
+        [sys.executable, "-c", _SCRIPT],
+        input=json.dumps([sys.path, modules]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    return {name: ImportFacts(milliseconds, frozenset(names)) for name, (milliseconds, names) in facts.items()}

@@ -1,0 +1,183 @@
+"""What every plugin must keep, whatever it offers."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+from d9d_core.plugin import API_VERSION, CapabilitySpec, ConfiguredSpec, Entry, ModelSpec, Registry, Spec
+from d9d_core.plugin.capabilities import MESH_AXES, MODEL_TRAITS
+
+from d9d_testing.suites.fresh import import_fresh
+
+_SUMMARY_LENGTH = 100
+_CORE_NAMESPACES = frozenset({"mesh", "model", "strategy", "device", "import"})
+
+
+class PluginSuite:
+    """What holds for every plugin.
+
+    Subclass it and name the declaration module::
+
+        class TestPlugin(PluginSuite):
+            plugin = "acme_moe.plugin"
+            examples = {"expert_choice": {"capacity": 2}}
+
+    Attributes:
+        plugin: the module of the entry point.
+        examples: record name -> the fields its config needs at least. Models have their ``tiny`` config instead.
+        builds_on: declaration modules of the plugins whose capability tokens this one uses.
+    """
+
+    pytestmark = pytest.mark.smoke
+
+    plugin: ClassVar[str]
+    examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    builds_on: ClassVar[tuple[str, ...]] = ()
+
+    def test_declaration_imports_nothing_heavy(self, record_property: Callable[[str, object], None]) -> None:
+        """The declaration loads without torch and pydantic; a report keeps how long it took (aim: under 100 ms)."""
+        facts = import_fresh(self.plugin)[self.plugin]
+        record_property("declaration_milliseconds", round(facts.milliseconds, 1))
+        assert not facts.heavy, f"{self.plugin} imports {', '.join(facts.heavy)}; refer to heavy code with Ref"
+
+    def test_declares_its_plugin_api(self) -> None:
+        """``D9D_API`` is what this core offers."""
+        stated = getattr(self._module(), "D9D_API", None)
+        assert stated == API_VERSION, f"{self.plugin}: D9D_API is {stated!r}; this d9d-core offers {API_VERSION}"
+
+    def test_registers_at_least_one_record(self) -> None:
+        """The hooks are accepted by the registry and yield something."""
+        assert self._entries(), f"{self.plugin} declares nothing; are its hooks decorated with @hookimpl?"
+
+    def test_summaries_are_one_line(self) -> None:
+        """A summary fits in a table of ``d9d plugins show``; names are checked by the records themselves."""
+        _none(
+            f"{entry}: the summary must be one line of at most {_SUMMARY_LENGTH} characters"
+            for entry in self._entries()
+            if "\n" in entry.spec.summary or len(entry.spec.summary) > _SUMMARY_LENGTH
+        )
+
+    def test_references_load(self) -> None:
+        """Every ``Ref`` leads to something; what builds can be called."""
+        _none(problem for entry in self._specs() for problem in _reference_problems(entry))
+
+    def test_configs_belong_to_their_records(self) -> None:
+        """Each config is a frozen, strict ``PluginConfig`` whose ``name`` is the record's."""
+        _none(problem for entry, config in self._configs() for problem in _config_problems(entry, config))
+
+    def test_every_config_field_is_documented(self) -> None:
+        """Each field, nested ones included, has a docstring below it; it becomes help in editors."""
+        _none(
+            f"{entry}: {owner}.{field} has no docstring below it"
+            for entry, config in self._configs()
+            for owner, field in _undocumented(config.model_json_schema(), config.__name__)
+        )
+
+    def test_configs_round_trip_through_json(self) -> None:
+        """A dumped config reads back as the same config: runs and checkpoints keep it that way."""
+        for entry, config in self._instances():
+            text = json.dumps(config.model_dump(mode="json"))
+            again = type(config).model_validate_json(text)
+            assert again == config, f"{entry}: {config!r} reads back as {again!r} from {text}"
+
+    def test_config_schemas_export(self) -> None:
+        """The JSON schema of each config exists and fixes ``name``."""
+        for entry, config in self._configs():
+            schema = json.loads(json.dumps(config.model_json_schema()))
+            name = schema["properties"]["name"]
+            assert name.get("const") == entry.spec.key, f"{entry}: 'name' is {name} in the schema"
+
+    def test_capability_tokens_are_known(self) -> None:
+        """A token is core's, or declared by this plugin or one it builds on; a misspelt one would never hold."""
+        plugins = [importlib.import_module(name) for name in (self.plugin, *self.builds_on)]
+        specs = [entry.spec for entry in Registry.of(*plugins).entries("capability")]
+        declared = {spec.token for spec in specs if isinstance(spec, CapabilitySpec)}
+        _none(
+            f"{entry}: capability '{token}' is neither core's nor declared in d9d_capabilities"
+            for entry in self._specs()
+            for token in sorted(_spec(entry).requires | _spec(entry).provides | _spec(entry).conflicts)
+            if not (_is_core_token(token) or token in declared)
+        )
+
+    def _module(self) -> Any:
+        return importlib.import_module(self.plugin)
+
+    def _entries(self) -> list[Entry]:
+        registry = Registry.of(self._module())
+        return [entry for entry in registry.entries() if entry.origin.module == self.plugin]
+
+    def _specs(self) -> list[Entry]:
+        return [entry for entry in self._entries() if isinstance(entry.spec, Spec)]
+
+    def _configs(self) -> list[tuple[Entry, Any]]:
+        return [(entry, entry.spec.config.load()) for entry in self._specs() if isinstance(entry.spec, ConfiguredSpec)]
+
+    def _instances(self) -> Iterator[tuple[Entry, Any]]:
+        from pydantic import ValidationError
+
+        for entry, config in self._configs():
+            if entry.spec.key in self.examples:
+                yield entry, config.model_validate(dict(self.examples[entry.spec.key]))
+            elif isinstance(entry.spec, ModelSpec):
+                yield entry, entry.spec.tiny.load()()
+            else:
+                try:
+                    yield entry, config()
+                except ValidationError as error:
+                    text = f"{entry}: its config needs values; name them in {type(self).__name__}.examples: {error}"
+                    raise AssertionError(text) from error
+
+
+def _none(problems: Iterator[str]) -> None:
+    found = list(problems)
+    assert not found, "\n".join(found)
+
+
+def _spec(entry: Entry) -> Spec:
+    assert isinstance(entry.spec, Spec)
+    return entry.spec
+
+
+def _reference_problems(entry: Entry) -> Iterator[str]:
+    for field, reference in _spec(entry).refs().items():
+        try:
+            value = reference.load()
+        except (ImportError, AttributeError) as error:
+            yield f"{entry}: {field}={reference} does not load: {error!r}"
+            continue
+        if field in ("build", "supports", "tiny", "run", "flops") and not callable(value):
+            yield f"{entry}: {field}={reference} is a {type(value).__name__}, which cannot be called"
+
+
+def _config_problems(entry: Entry, config: Any) -> Iterator[str]:
+    from d9d_core.config.base import PluginConfig
+
+    if not (isinstance(config, type) and issubclass(config, PluginConfig)):
+        yield f"{entry}: config is {config!r}, not a subclass of d9d_core.config.base.PluginConfig"
+        return
+    if config.model_fields["name"].default != entry.spec.key:
+        yield f"{entry}: {config.__name__}.name must be: Literal['{entry.spec.key}'] = '{entry.spec.key}'"
+    settings = config.model_config
+    if not settings.get("frozen") or settings.get("extra") != "forbid":
+        yield f"{entry}: {config.__name__} must stay frozen and refuse unknown fields, as its base class does"
+
+
+def _undocumented(schema: Mapping[str, Any], owner: str) -> Iterator[tuple[str, str]]:
+    for field, facts in schema.get("properties", {}).items():
+        if not facts.get("description", "").strip():
+            yield owner, field
+    for name, definition in schema.get("$defs", {}).items():
+        yield from _undocumented(definition, name)
+
+
+def _is_core_token(token: str) -> bool:
+    namespace, _, word = token.partition(":")
+    if namespace == "mesh":
+        return word in MESH_AXES
+    if namespace == "model":
+        return word in MODEL_TRAITS
+    return namespace in _CORE_NAMESPACES and bool(word)

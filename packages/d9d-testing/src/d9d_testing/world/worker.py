@@ -1,0 +1,129 @@
+"""What runs in the process of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+#: Past the time limit a rank ends by itself, in case nobody is left to stop it.
+ORPHAN_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What every rank is told.
+
+    The function travels by file and name, because pytest gives test modules names that nobody can import.
+    """
+
+    module: str
+    file: str
+    qualname: str
+    arguments: tuple[list[Any], dict[str, Any]]
+    size: int
+    backend: str
+    timeout: float
+    directory: Path
+    environ: Mapping[str, str]
+
+    def stack_file(self, rank: int) -> Path:
+        """Where a rank writes its stacks when it is asked to."""
+        return self.directory / f"stack-{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a rank ended: with a packed value, or with the text of a traceback."""
+
+    value: Any = None
+    error: str | None = None
+
+
+def main(rank: int, launch: Launch, connection: Connection) -> None:
+    """Join the process group, call the function, report, and leave when everyone is done."""
+    _enter(rank, launch)
+    connection.send(_call(rank, launch))
+    with contextlib.suppress(EOFError):
+        connection.recv()  # until the test has heard from every rank: one that leaves early breaks its peers
+    _leave()
+
+
+def _enter(rank: int, launch: Launch) -> None:
+    os.environ.clear()  # the server's environment is that of the first test that used a world
+    os.environ.update(launch.environ)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(launch.size), LOCAL_WORLD_SIZE=str(launch.size))
+    # Without it gloo looks up the host's name, which fails on machines without a network.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    stacks = launch.stack_file(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.dump_traceback_later(launch.timeout + ORPHAN_SECONDS, exit=True)
+
+
+def _call(rank: int, launch: Launch) -> Report:
+    import torch
+    from torch import distributed as dist
+
+    from d9d_testing.world import wire
+
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(launch.directory / "store"), launch.size)  # type: ignore[attr-defined]
+        # Longer than the test's own limit, so that a hang is reported with stacks and not by the backend.
+        limit = timedelta(seconds=launch.timeout + ORPHAN_SECONDS)
+        dist.init_process_group(launch.backend, store=store, rank=rank, world_size=launch.size, timeout=limit)
+        args, kwargs = wire.unpack(launch.arguments)
+        return Report(value=wire.pack(_find(launch)(*args, **kwargs), "the returned value"))
+    except BaseException as error:
+        return Report(error=_describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _find(launch: Launch) -> Callable[..., Any]:
+    value: Any = _module(launch)
+    for part in launch.qualname.split("."):
+        value = getattr(value, part)
+    function: Callable[..., Any] = value
+    return function
+
+
+def _module(launch: Launch) -> Any:
+    try:
+        spec = importlib.util.find_spec(launch.module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin == launch.file:
+        return importlib.import_module(launch.module)
+    spec = importlib.util.spec_from_file_location(launch.module, launch.file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{launch.file} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[launch.module] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _leave() -> None:
+    from torch import distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
