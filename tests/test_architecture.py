@@ -1,0 +1,284 @@
+"""Who may import whom, between packages and inside the core; what a declaration may import; what nobody may use.
+
+The rules are the table below and each member's pyproject.toml. The facts are read from the sources, because in an
+environment where everything happens to be installed nothing fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+import grimp
+import pytest
+from d9d_testing.suites.fresh import import_fresh
+
+ROOT = Path(__file__).parents[1]
+
+#: The modules of d9d_core, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
+CORE_LAYERS = (
+    {"errors", "ops", "trees"},
+    {"plugin", "traits"},
+    {"builtins", "protocols"},
+    {"config"},
+    {"topology"},
+    {"state"},
+    {"trackers"},
+    {"loop"},
+    {"job"},
+    {"api"},
+    {"cli"},
+    {"__main__"},
+)
+#: What the tests of every member may import besides.
+TEST_TOOLS = {"d9d_testing", "pytest", "hypothesis"}
+#: Declared although no source file imports it: distribution -> why.
+INDIRECT = {"numpy": "torch needs it to exchange memory with files and pictures, and does not declare it"}
+PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle"}
+PICKLING_ARGUMENTS = ("allow_pickle", "pickle_module")
+PICKLING_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One distribution of the workspace."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return self.path.name
+
+    @cached_property
+    def project(self) -> dict[str, Any]:
+        project: dict[str, Any] = tomllib.loads((self.path / "pyproject.toml").read_text())["project"]
+        return project
+
+    @property
+    def package(self) -> str:
+        return self.path.name.replace("-", "_")
+
+    @property
+    def dependencies(self) -> set[str]:
+        optional = [line for lines in self.project.get("optional-dependencies", {}).values() for line in lines]
+        return {_normal(re.split(r"[\s<>=!~;\[]", line)[0]) for line in [*self.project["dependencies"], *optional]}
+
+    @property
+    def sources(self) -> list[Path]:
+        return sorted((self.path / "src").rglob("*.py"))
+
+
+def _normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+MEMBERS = [
+    Member(path.parent) for house in ("packages", "plugins") for path in sorted(ROOT.glob(f"{house}/*/pyproject.toml"))
+]
+members = pytest.mark.parametrize("member", MEMBERS, ids=str)
+
+
+@pytest.fixture(scope="module")
+def imports() -> grimp.ImportGraph:
+    """Every import statement of every member, those inside functions and for type checkers included."""
+    packages = [member.package for member in MEMBERS]
+    return grimp.build_graph(*packages, include_external_packages=True, cache_dir=None)
+
+
+def imported_by(graph: grimp.ImportGraph, package: str) -> dict[str, set[str]]:
+    """Top-level name -> the modules of ``package`` that import it."""
+    found: dict[str, set[str]] = {}
+    for module in {package, *graph.find_descendants(package)}:
+        for target in graph.find_modules_directly_imported_by(module):
+            found.setdefault(target.partition(".")[0], set()).add(module)
+    found.pop(package, None)
+    return found
+
+
+# --- between packages ------------------------------------------------------------------------------------------------
+
+
+@members
+def test_a_member_imports_only_what_it_declares(member: Member, imports: grimp.ImportGraph) -> None:
+    owners = packages_distributions()
+    undeclared = []
+    for name, modules in sorted(imported_by(imports, member.package).items()):
+        if name in sys.stdlib_module_names:
+            continue
+        distributions = {_normal(owner) for owner in owners.get(name, [name])}
+        if not distributions & member.dependencies:
+            undeclared.append(f"{', '.join(sorted(modules))} imports {name} ({', '.join(sorted(distributions))})")
+    assert undeclared == []
+
+
+@members
+def test_a_member_declares_only_what_it_imports(member: Member, imports: grimp.ImportGraph) -> None:
+    used = imported_by(imports, member.package)
+    owners = packages_distributions()
+    used_distributions = {_normal(owner) for name in used for owner in owners.get(name, [name])}
+    assert member.dependencies - used_distributions - INDIRECT.keys() == set()
+
+
+def test_core_imports_no_other_member(imports: grimp.ImportGraph) -> None:
+    others = {member.package for member in MEMBERS} - {"d9d_core"}
+    assert others & imported_by(imports, "d9d_core").keys() == set()
+
+
+@members
+def test_tests_of_a_member_import_only_what_is_installed_with_it(member: Member) -> None:
+    owners = packages_distributions()
+    foreign = []
+    for path in sorted((member.path / "tests").rglob("*.py")):
+        names = {name.partition(".")[0] for name in imported_names(path)}
+        for name in sorted(names - set(sys.stdlib_module_names) - TEST_TOOLS - {member.package}):
+            distributions = {_normal(owner) for owner in owners.get(name, [name])}
+            optional = f'importorskip("{name}' in path.read_text()
+            if not distributions & member.dependencies and not optional:
+                foreign.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert foreign == []
+
+
+# --- inside the core -------------------------------------------------------------------------------------------------
+
+
+def test_core_layers_import_only_downwards() -> None:
+    graph = grimp.build_graph("d9d_core", exclude_type_checking_imports=True, cache_dir=None)
+    heights = {name: height for height, names in enumerate(CORE_LAYERS) for name in names}
+    present = {module.partition(".")[2] for module in graph.find_children("d9d_core")}
+    assert present - heights.keys() == set(), "place new modules of d9d_core in CORE_LAYERS"
+    upwards = []
+    for importer in sorted(graph.modules - {"d9d_core"}):
+        for imported in sorted(graph.find_modules_directly_imported_by(importer) - {"d9d_core"}):
+            low, high = heights[importer.split(".")[1]], heights[imported.split(".")[1]]
+            if high > low:
+                upwards.append(f"{importer} imports {imported}")
+    assert upwards == []
+
+
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
+@members
+def test_plugins_have_one_entry_point_and_packages_at_most_one(member: Member) -> None:
+    points = member.project.get("entry-points", {}).get("d9d", {})
+    assert list(points.values()) in (
+        [[f"{member.package}.plugin"]] if is_plugin(member) else [[], [f"{member.package}.plugin"]]
+    )
+
+
+def is_plugin(member: Member) -> bool:
+    return member.path.parent.name == "plugins"
+
+
+def test_declarations_and_package_files_import_nothing_heavy() -> None:
+    plugins = [f"{m.package}.plugin" for m in MEMBERS if "d9d" in m.project.get("entry-points", {})]
+    light = [*(m.package for m in MEMBERS), "d9d_core.plugin", "d9d_testing.pytest_plugin", *plugins]
+    facts = import_fresh(*light)
+    assert {module: fact.heavy for module, fact in facts.items() if fact.heavy} == {}
+
+
+@members
+def test_a_member_is_complete(member: Member) -> None:
+    for needed in ("README.md", "tests", f"src/{member.package}/py.typed"):
+        assert (member.path / needed).exists(), f"{member} has no {needed}"
+    assert len((member.path / "README.md").read_text()) > 200
+    assert member.project["name"] == str(member)
+
+
+def test_the_workspace_installs_every_member() -> None:
+    root = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    names = {str(member) for member in MEMBERS}
+    assert set(root["project"]["dependencies"]) == names
+    assert {name for name, source in root["tool"]["uv"]["sources"].items() if source == {"workspace": True}} == names
+
+
+@members
+def test_only_the_root_configures_lint_and_types(member: Member) -> None:
+    tools = tomllib.loads((member.path / "pyproject.toml").read_text())["tool"]
+    assert set(tools) <= {"hatch"}
+
+
+# --- what nobody may use ---------------------------------------------------------------------------------------------
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def pickling(source: str) -> list[str]:
+    """What in a source file writes or reads pickles."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.partition(".")[0] in PICKLING_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {node.module.partition(".")[0], *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found += sorted(names & (PICKLING_MODULES | PICKLING_CALLS))
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in PICKLING_CALLS:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.keyword) and node.arg in PICKLING_ARGUMENTS and ast.unparse(node.value) != "False":
+            found.append(node.arg)
+    return found
+
+
+@members
+def test_nothing_pickles(member: Member) -> None:
+    found = {str(path.relative_to(ROOT)): pickling(path.read_text()) for path in member.sources}
+    assert {path: uses for path, uses in found.items() if uses} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "def f():\n    import dill as d",
+        "from pickle import dumps",
+        "from torch import load",
+        "torch.save(x, f)",
+        "np.load(f, allow_pickle=True)",
+        "yaml.load(text)",
+    ],
+)
+def test_pickling_is_recognised(source: str) -> None:
+    assert pickling(source) != []
+
+
+@pytest.mark.parametrize("source", ["np.load(f, allow_pickle=False)", "yaml.safe_load(t)", "model.load(x)"])
+def test_other_loading_is_not_pickling(source: str) -> None:
+    assert pickling(source) == []
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@members
+def test_a_member_passes_its_tests_alone(member: Member, tmp_path: Path) -> None:
+    """With this member, its declared dependencies and the test tools installed, at the locked versions, and no more."""
+    environ = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "UV_PYTHON", "PYTHONPATH")
+    }
+    environ |= {"UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv")}
+    python = tmp_path / "venv" / "bin" / "python"
+
+    def run(*command: str) -> None:
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+
+    run("uv", "sync", "--exact", "--python", sys.executable, "--package", str(member), "--package", "d9d-testing")
+    run("uv", "pip", "install", "--python", str(python), f"hypothesis=={version('hypothesis')}")
+    run(str(python), "-m", "pytest", str(member.path / "tests"), "-q", "-p", "no:cacheprovider")
