@@ -1,0 +1,1 @@
+"""A plugin by a third party. Copy this directory to begin your own."""

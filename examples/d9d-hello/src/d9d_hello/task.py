@@ -1,0 +1,55 @@
+"""The task. Shapes: B samples, S positions, V words of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.protocols import Microbatch, StageInputs, State
+from torch import Tensor
+from torch.nn import functional
+
+from d9d_hello.config import SmoothLMConfig
+
+_IGNORE = -100
+
+
+class SmoothLM:
+    """One loss term; the model returns ``logits`` [B, S, V] because it is given no targets."""
+
+    def __init__(self, config: SmoothLMConfig) -> None:
+        self._smoothing = config.smoothing
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Loss term -> its factor in the sum."""
+        return {"smooth": 1.0}
+
+    def check(self, model: Any, facts: State) -> None:
+        """Nothing to compare that the model does not check itself."""
+
+    def count(self, microbatch: Microbatch) -> int:
+        """B x S."""
+        return microbatch["tokens"].numel()
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """The number of targets, so that the loss is a mean over them."""
+        return {"smooth": (microbatch["targets"] != _IGNORE).sum(dtype=torch.float32)}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Everything but the targets."""
+        shared = {name: microbatch[name] for name in ("positions", "documents") if name in microbatch}
+        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """The summed cross-entropy with smoothed targets."""
+        logits, targets = outputs["logits"].float().flatten(0, 1), microbatch["targets"].flatten()
+        loss = functional.cross_entropy(
+            logits, targets, reduction="sum", ignore_index=_IGNORE, label_smoothing=self._smoothing
+        )
+        return {"smooth": loss}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """What metrics may look at."""
+        return {"logits": outputs["logits"].detach(), "targets": microbatch["targets"]}

@@ -1,0 +1,52 @@
+"""The tracker: a CSV file with the columns step, series and value."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from d9d_core.protocols import RunInfo, State
+
+from d9d_hello.config import CsvConfig
+
+
+class CsvTracker:
+    """Opens ``<run>/metrics.csv``."""
+
+    def __init__(self, config: CsvConfig) -> None:
+        self._config = config
+
+    def open(self, run: RunInfo, state: State | None) -> CsvRun:  # noqa: ARG002 - the file is the state
+        """Start the file, or cut it back to the step that the run continues from."""
+        path = run.directory / "metrics.csv"
+        rows = list(csv.reader(path.read_text().splitlines()))[1:] if run.resumed_step and path.exists() else []
+        return CsvRun(path, [row for row in rows if int(row[0]) <= run.resumed_step])
+
+
+class CsvRun:
+    """An open file."""
+
+    def __init__(self, path: Path, rows: list[list[str]]) -> None:
+        self._file = path.open("w", newline="")
+        self._writer = csv.writer(self._file)
+        self._writer.writerows([["step", "series", "value"], *rows])
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """One row per value."""
+        self._writer.writerows([step, series, value] for series, value in values.items())
+
+    def flush(self) -> None:
+        """Called before each checkpoint: what was written must survive a crash."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def state(self) -> State:
+        """Nothing to remember."""
+        return {}
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002 - a row has no status
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,92 @@
+"""A plugin that is no workspace member, installed from wheels beside ours in a fresh environment, trains by name."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+HELLO = ROOT / "examples" / "d9d-hello"
+#: What the example's job needs, and the kit that its tests use.
+OURS = ("d9d-core", "d9d-data", "d9d-nn", "d9d-optim", "d9d-qwen3", "d9d-testing")
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """An environment that holds wheels and nothing of this checkout."""
+
+    directory: Path
+
+    def run(self, *command: str, cwd: Path) -> str:
+        """Run a command of the environment and return what it prints."""
+        program = self.directory / "venv" / "bin" / command[0]
+        return call(str(program), *command[1:], cwd=cwd)
+
+
+def call(*command: str, cwd: Path) -> str:
+    leaks = {"VIRTUAL_ENV", "UV_PYTHON", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "D9D_PLUGINS"}
+    environ = {name: value for name, value in os.environ.items() if name not in leaks}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    directory = tmp_path_factory.mktemp("wheels")
+    wheels, venv, pins = directory / "dist", directory / "venv", directory / "pins.txt"
+    for name in OURS:
+        call("uv", "build", "--wheel", "--quiet", "--package", name, "--out-dir", str(wheels), cwd=ROOT)
+    call("uv", "build", "--wheel", "--quiet", "--out-dir", str(wheels), str(HELLO), cwd=ROOT)
+    # The locked versions: they are in uv's cache, and a release of today changes nothing here.
+    export = ("--no-hashes", "--no-emit-workspace", "--all-groups", "--format", "requirements.txt")
+    pins.write_text(call("uv", "export", "--quiet", *export, cwd=ROOT))
+    call("uv", "venv", "--quiet", "--python", sys.executable, str(venv), cwd=directory)
+    built = sorted(str(wheel) for wheel in wheels.glob("*.whl"))
+    assert len(built) == len(OURS) + 1
+    python = str(venv / "bin" / "python")
+    call("uv", "pip", "install", "--quiet", "--python", python, "--constraint", str(pins), *built, cwd=directory)
+    return Fresh(directory)
+
+
+def test_our_packages_come_from_the_wheels(fresh: Fresh, tmp_path: Path) -> None:
+    packages = [name.replace("-", "_") for name in (*OURS, "d9d-hello")]
+    script = (
+        "import importlib, sys; print(*(importlib.import_module(name).__file__ for name in sys.argv[1:]), sep='\\n')"
+    )
+    files = fresh.run("python", "-c", script, *packages, cwd=tmp_path).splitlines()
+    assert len(files) == len(packages)
+    for file in files:
+        assert Path(file).is_relative_to(fresh.directory / "venv")
+
+
+def test_the_third_party_plugin_trains_by_name(fresh: Fresh, tmp_path: Path) -> None:
+    fresh.run("d9d", "train", str(HELLO / "job.yaml"), cwd=tmp_path)
+    run = tmp_path / "runs" / "hello"
+    rows = list(csv.DictReader((run / "metrics.csv").read_text().splitlines()))
+    losses = [float(row["value"]) for row in rows if row["series"] == "loss"]
+    assert [int(row["step"]) for row in rows if row["series"] == "loss"] == [1, 5, 10, 15, 20, 25, 30]
+    assert losses[-1] < 0.85 * losses[0]
+    assert not (run / "metrics.jsonl").exists(), "the job names its trackers, and jsonl is not among them"
+
+
+def test_the_command_line_knows_where_the_names_come_from(fresh: Fresh, tmp_path: Path) -> None:
+    listed = json.dumps(json.loads(fresh.run("d9d", "plugins", "list", "--json", cwd=tmp_path)))
+    for name in ("d9d-hello", "smooth_lm", "csv"):
+        assert f'"{name}"' in listed
+
+
+def test_the_plugins_own_tests_pass_there(fresh: Fresh, tmp_path: Path) -> None:
+    fresh.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HELLO / "tests"), cwd=tmp_path)
+
+
+def test_it_is_no_workspace_member() -> None:
+    assert "d9d-hello" not in (ROOT / "pyproject.toml").read_text()
+    assert "d9d-hello" not in (ROOT / "uv.lock").read_text()
