@@ -35,7 +35,7 @@ def test_the_exported_model_gives_the_same_logits_in_transformers(
     text = "the quick brown fox jumps over the lazy dog"
     tokens = torch.tensor([reader(text)["input_ids"]])
     assert reader.decode(tokens[0]) == text
-    stage = trainer.step.executor._stage.eval()
+    stage = trainer.stage.eval()
     with torch.no_grad():
         ours = stage(tokens=tokens, positions=torch.arange(tokens.shape[1])[None])["logits"]
         theirs = model(tokens).logits
@@ -102,9 +102,11 @@ def test_explain_names_every_supplier(small_job: Write, d9d: D9d) -> None:
     assert any("torch refuses" in line and "cuda" in line for line in lines)
 
 
-def test_check_runs_a_job_for_many_ranks_on_a_laptop(small_job: Write, d9d: D9d) -> None:
+def test_check_judges_a_job_for_many_ranks_on_a_laptop(small_job: Write, d9d: D9d) -> None:
     job = str(small_job(mesh={"dp_replicate": 64, "dp_shard": 64}, batch={"size": 4096}))
-    assert d9d("check", job, "--world-size", "4096")[0] == 0
+    status, _, err = d9d("check", job, "--world-size", "4096")
+    assert status == 2
+    assert "mesh.dp_replicate is 64, but nothing in the job uses that axis" in err
     status, _, err = d9d("check", job, "--world-size", "4095")
     assert status == 2
     assert "4096 ranks, but the job was started with 4095" in err

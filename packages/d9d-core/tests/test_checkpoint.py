@@ -10,6 +10,7 @@ from d9d_core.state import checkpoint as module
 from d9d_core.state.checkpoint import Checkpoint, CheckpointStore
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 FACTS = {"job": {"model": {}}, "plugins": {}}
 
@@ -52,7 +53,7 @@ def test_files_hold_json_and_safetensors_only(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["manifest.json", "state.json", "tensors-00000.safetensors"]
     for file in files[:2]:
         json.loads(file.read_text())
-    assert b"pickle" not in files[2].read_bytes()
+    assert set(safe_open(files[2], framework="pt").keys()) == set(tensors())
 
 
 def test_only_the_newest_stay(tmp_path: Path) -> None:
@@ -67,8 +68,48 @@ def test_leftovers_of_a_killed_process_are_no_checkpoints_and_are_removed(tmp_pa
     for name in (".step-00000099.tmp", "step-99.tmp", "step-abc"):
         (tmp_path / name).mkdir()
     assert newest(store).step == 5
-    store.prepare()
-    assert not (tmp_path / ".step-00000099.tmp").exists()
+    with store.opened():
+        assert not (tmp_path / ".step-00000099.tmp").exists()
+
+
+@pytest.mark.parametrize("moment", [1, 2])
+def test_a_save_that_fails_while_replacing_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    store = saved(tmp_path)
+    rename, calls = Path.rename, iter(range(1, 9))
+
+    def fail(self: Path, target: Path) -> Path:
+        if next(calls) == moment:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(CheckpointError, match="earlier ones are untouched"):
+        store.save(5, tensors(), {"data": {"consumed": 4}}, FACTS)
+    monkeypatch.undo()
+    assert newest(store).values() == {"data": {"consumed": 3}}
+
+
+def test_a_process_killed_while_replacing_leaves_the_old_one(tmp_path: Path) -> None:
+    store = saved(tmp_path)
+    (tmp_path / "step-00000005").rename(tmp_path / ".step-00000005.old.tmp")
+    (tmp_path / ".step-00000005.tmp").mkdir()
+    with store.opened():
+        assert newest(store).step == 5
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_tensors_that_share_memory_are_refused(tmp_path: Path) -> None:
+    store = saved(tmp_path)
+    shared = torch.zeros(4)
+    with pytest.raises(CheckpointError, match="could not be written: .*a/b.*; earlier ones are untouched"):
+        store.save(6, {"a/b": shared, "a/c": shared.view(2, 2)}, {}, FACTS)
+
+
+def test_a_value_that_json_cannot_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="earlier ones are untouched"):
+        saved(tmp_path).save(6, tensors(), {"data": float("nan")}, FACTS)
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -10,12 +11,17 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 import torch
+from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, NonFiniteError
 from d9d_core.job import Job
 from d9d_core.loop import events as ev
+from d9d_core.loop.gradients import Clipper
 from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
 from d9d_core.state.checkpoint import CheckpointStore
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.smoke
@@ -80,7 +86,7 @@ def test_a_run_leaves_everything_that_is_promised(job: Callable[..., Job]) -> No
     assert {path.name for path in directory.iterdir()} == {
         "job.yaml", "plugins.json", "metrics.jsonl", "loss.svg", "checkpoints", "model",
     }  # fmt: skip
-    assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+    assert sorted(path.name for path in (directory / "checkpoints").glob("step-*")) == ["step-00000008", "step-00000012"]
     assert {path.name for path in (directory / "model").iterdir()} == {
         "config.json", "features.txt", "model-00001-of-00001.safetensors", "model.safetensors.index.json",
     }  # fmt: skip
@@ -114,7 +120,7 @@ def test_gradient_accumulation_changes_nothing(job: Callable[..., Job], microbat
 
 def test_a_step_equals_plain_pytorch(job: Callable[..., Job]) -> None:
     trainer = job("gradient_clipping.max_norm=0.5").build(lambda _: None)
-    stage = trainer.step.executor._stage
+    stage = trainer.stage
     plain = {name: p.detach().clone().requires_grad_() for name, p in stage.named_parameters()}
     pack = trainer.feed.next()
     x, y = torch.cat([m["x"] for m in pack]), torch.cat([m["y"] for m in pack])
@@ -145,9 +151,9 @@ def test_a_pack_in_which_nothing_counts_gives_zero_and_no_nan(job: Callable[...,
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 def test_clipping_scales_and_null_only_measures(job: Callable[..., Job], max_norm: float | None) -> None:
     trainer = job(gradient_clipping={"max_norm": max_norm}).build(lambda _: None)
-    before = [p.detach().clone() for p in trainer.step.executor._stage.parameters()]
+    before = [p.detach().clone() for p in trainer.stage.parameters()]
     result = trainer.step(0, trainer.feed.next())
-    after = list(trainer.step.executor._stage.parameters())
+    after = list(trainer.stage.parameters())
     moved = torch.stack([(a - b).norm() for a, b in zip(after, before, strict=True)]).norm() / 0.05
     expected = result.grad_norm.item() if max_norm is None else max_norm
     assert moved.item() == pytest.approx(expected, rel=1e-3)
@@ -200,10 +206,10 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(job: Callable[..
     trainer = skipping.build(lambda _: None)
     for step in range(6):
         trainer.step(step, trainer.feed.next())
-    before = {name: tensor.clone() for name, tensor in trainer.keeper._tensors().items() if "metrics" not in name}
+    before = {name: tensor.clone() for name, tensor in trainer.keeper.tensors().items() if "metrics" not in name}
     result = trainer.step(6, trainer.feed.next())
     assert not result.finite
-    after = trainer.keeper._tensors()
+    after = trainer.keeper.tensors()
     assert_identical(before, {name: after[name] for name in before})
 
 
@@ -267,6 +273,11 @@ def test_a_run_can_be_prolonged(job: Callable[..., Job]) -> None:
     prolonged.build(lambda _: None).train()
     job("run.name=prolonged", "steps=20").build(lambda _: None).train()
     assert_identical(final_tensors(straight), final_tensors(prolonged))
+    logs = [
+        [(line["step"], line["loss"], line["absolute_error"]) for line in metrics_of(run) if line["step"] % 5 == 0]
+        for run in (straight, prolonged)
+    ]
+    assert logs[0] == logs[1]
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(job: Callable[..., Job]) -> None:
@@ -298,7 +309,7 @@ def test_never_and_must_are_taken_at_their_word(job: Callable[..., Job]) -> None
 def test_a_checkpoint_of_another_model_is_refused(job: Callable[..., Job]) -> None:
     job().build(lambda _: None).train()
     before = (job().run.directory / "job.yaml").read_text()
-    with pytest.raises(CheckpointError, match=r"is of another model: model.blocks: 2 there, 3 here; restore the model"):
+    with pytest.raises(CheckpointError, match=r"is of another model: model.blocks: 2 there, 3 here; restore the job"):
         job(model={"name": "toy_model", "blocks": 3}).build(lambda _: None).train()
     assert (job().run.directory / "job.yaml").read_text() == before
 
@@ -327,8 +338,11 @@ def test_a_signal_finishes_the_step_saves_and_stops(job: Callable[..., Job]) -> 
 
 
 @pytest.mark.parametrize("mode", ["open", "write", "flush", "close"])
-def test_a_failing_tracker_is_reported_once_and_never_ends_training(job: Callable[..., Job], mode: str) -> None:
-    trainer, notes = notes_of(job(trackers=["jsonl", {"name": "toy_tracker", "fails_in": mode}]))
+def test_a_failing_tracker_is_reported_once_and_never_ends_training(
+    job: Callable[..., Job], tmp_path: Path, mode: str
+) -> None:
+    failing = {"name": "toy_tracker", "path": str(tmp_path / "calls"), "fails_in": mode}
+    trainer, notes = notes_of(job(trackers=["jsonl", failing]))
     assert trainer.train().status == "finished"
     assert len([note for note in notes if note.startswith("tracker 'toy_tracker' failed and is switched off")]) == 1
 
@@ -371,9 +385,9 @@ def test_a_mesh_that_does_not_fit_the_processes_is_an_error(job: Callable[..., J
 def test_a_fine_tuning_method_trains_only_what_it_names_and_is_merged_for_export(job: Callable[..., Job]) -> None:
     tuned = job(peft="toy_peft", metrics=[])
     trainer = tuned.build(lambda _: None)
-    before = {name: p.detach().clone() for name, p in trainer.step.executor._stage.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     trainer.train()
-    after = dict(trainer.step.executor._stage.named_parameters())
+    after = dict(trainer.stage.named_parameters())
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert changed == ["layers.0.weight"]
     exported = load_file(tuned.run.directory / "model" / "model-00001-of-00001.safetensors")
@@ -397,7 +411,7 @@ def test_strategies_act_on_the_model_and_keep_its_names(job: Callable[..., Job])
         job("run.name=a").build(lambda _: None),
         job("run.name=b", parallel=["toy_strategy"]).build(lambda _: None),
     )
-    assert list(plain.keeper._tensors()) == list(changed.keeper._tensors())
+    assert list(plain.keeper.tensors()) == list(changed.keeper.tensors())
     assert plain.step(0, plain.feed.next()).loss != changed.step(0, changed.feed.next()).loss
 
 
@@ -415,13 +429,250 @@ def test_a_schedule_that_forgets_an_action_is_refused(job: Callable[..., Job], f
 
 
 def test_several_stages_without_a_schedule_are_an_error(job: Callable[..., Job]) -> None:
-    with pytest.raises(BuildError, match="mesh.pp is 2, but the job names no schedule; add 'pipeline: <name>'"):
+    text = "mesh.pp is 2, but nothing in the job uses that axis; add a schedule to 'pipeline', or set it to 1"
+    with pytest.raises(JobError, match=text):
         job(mesh={"pp": 2}).plan()
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "cp", "tp"])
+def test_a_mesh_axis_that_nothing_uses_is_an_error(job: Callable[..., Job], axis: str) -> None:
+    with pytest.raises(JobError, match=f"mesh.{axis} is 2, but nothing in the job uses that axis; add a strategy"):
+        job(mesh={axis: 2}).plan()
 
 
 def test_data_that_does_not_fit_the_model_is_an_error(job: Callable[..., Job]) -> None:
     with pytest.raises(DataError, match="data has 3 features, model.features is 4"):
         job(data={"name": "toy_data", "features": 3}).build(lambda _: None)
+
+
+# --- numbers in corners
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0, math.inf])
+def test_the_gradient_norm_is_the_one_asked_for(job: Callable[..., Job], p: float) -> None:
+    trainer = job(gradient_clipping={"max_norm": None, "p": str(p)}).build(lambda _: None)
+    gradients: list[torch.Tensor] = []
+    clip = trainer.step.clipper.clip
+
+    def spy(loss: torch.Tensor) -> Any:
+        gradients.extend(parameter.grad.clone() for parameter in trainer.stage.parameters())  # type: ignore[union-attr]
+        return clip(loss)
+
+    trainer.step.clipper.clip = spy  # type: ignore[method-assign]
+    norm = trainer.step(0, trainer.feed.next()).grad_norm
+    expected = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]), p)
+    torch.testing.assert_close(norm, expected)
+
+
+def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in range(5)]
+    for parameter in parameters:
+        parameter.grad = torch.randn(1000, generator=generator).bfloat16()
+    exact = torch.cat([p.grad.double() for p in parameters]).norm()  # type: ignore[union-attr]
+    norm, finite = Clipper(parameters, 1.0, 2.0).clip(torch.zeros(()))
+    assert norm.dtype == torch.float32
+    assert finite
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
+    clipped = torch.cat([p.grad.double() for p in parameters]).norm()  # type: ignore[union-attr]
+    assert clipped.item() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_an_infinite_p_survives_checkpoint_and_resume(job: Callable[..., Job]) -> None:
+    job("gradient_clipping.p=.inf").build(lambda _: None).train()
+    trainer, notes = notes_of(job("gradient_clipping.p=.inf", "steps=14"))
+    assert trainer.train().step == 14
+    assert [note for note in notes if note.startswith("changed")] == ["changed since step-00000012: steps: 12 -> 14"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "parameters", "outputs"),
+    [
+        ({}, torch.float32, torch.float32),
+        ({"parameters": "bfloat16"}, torch.bfloat16, torch.bfloat16),
+        ({"autocast": "bfloat16"}, torch.float32, torch.bfloat16),
+    ],
+)
+def test_precision_sets_the_formats_of_parameters_and_products(
+    job: Callable[..., Job], precision: dict[str, str], parameters: torch.dtype, outputs: torch.dtype
+) -> None:
+    trainer = job(precision=precision).build(lambda _: None)
+    seen: list[torch.dtype] = []
+    block = next(iter(trainer.stage.blocks().values()))  # type: ignore[operator]
+    block.dropout.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+    pack = [{n: t.to(parameters) if n != "mask" else t for n, t in mb.items()} for mb in trainer.feed.next()]
+    trainer.step(0, pack)
+    assert {parameter.dtype for parameter in trainer.stage.parameters()} == {parameters}
+    assert set(seen) == {outputs}
+
+
+def test_initial_weights_depend_on_seed_and_name_only(job: Callable[..., Job]) -> None:
+    def weights(*overrides: str) -> dict[str, torch.Tensor]:
+        return dict(job(*overrides).build(lambda _: None).stage.named_parameters())
+
+    small, large, other = weights(), weights("model.blocks=5"), weights("seed=1")
+    assert torch.equal(small["layers.1.weight"], large["layers.1.weight"])
+    assert not torch.equal(small["layers.0.weight"], small["layers.1.weight"])
+    assert not torch.equal(small["layers.0.weight"], other["layers.0.weight"])
+
+
+def test_training_leaves_the_callers_random_numbers_alone(job: Callable[..., Job]) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    job("model.dropout=0.5").build(lambda _: None).train()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_dropout_is_drawn_anew_each_step_and_the_same_after_a_resume(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, broken = job("run.name=a", "model.dropout=0.5"), job("run.name=b", "model.dropout=0.5")
+    straight.build(lambda _: None).train()
+    torch.manual_seed(99)
+    run_until(broken, 6, monkeypatch)
+    torch.manual_seed(7)
+    broken.build(lambda _: None).train()
+    assert_identical(final_tensors(straight), final_tensors(broken))
+    trainer = job("run.name=c", "model.dropout=0.5", "optimizer.lr=0.0").build(lambda _: None)
+    pack = trainer.feed.next()
+    assert trainer.step(0, pack).loss != trainer.step(1, pack).loss
+
+
+def test_evaluation_drops_nothing(job: Callable[..., Job]) -> None:
+    trainer = job("model.dropout=0.5", evaluation={"every": 4, "data": "toy_data"}).build(lambda _: None)
+    assert trainer.evaluator is not None
+    assert trainer.evaluator.run() == trainer.evaluator.run()
+    assert trainer.stage.training
+
+
+def test_a_skipped_step_counts_in_no_statistic(job: Callable[..., Job]) -> None:
+    skipping = job("nonfinite=skip", data={"name": "toy_data", "nan_at": 6})
+    skipping.build(lambda _: None).train()
+    assert all(line["absolute_error"] is not None for line in metrics_of(skipping))
+
+
+def test_the_count_of_skipped_steps_survives_a_resume(job: Callable[..., Job]) -> None:
+    data = {"name": "toy_data", "nan_at": 2}
+    job("nonfinite=skip", data=data).build(lambda _: None).train()
+    job("nonfinite=skip", "steps=20", data=data).build(lambda _: None).train()
+    assert metrics_of(job())[-1]["skipped_steps"] == 1
+
+
+def test_trackers_continue_the_run_they_had_even_if_one_failed_in_between(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+
+    def train(steps: int, fails_in: str) -> None:
+        tracker = {"name": "toy_tracker", "path": str(calls), "fails_in": fails_in}
+        job(f"steps={steps}", trackers=[tracker]).build(lambda _: None).train()
+
+    train(4, "nothing")
+    train(8, "open")
+    train(12, "nothing")
+    opened = [line for line in calls.read_text().splitlines() if line.startswith("open")]
+    assert opened == [
+        f"open toy at {n} with {state}" for n, state in ((0, None), (4, {"id": "toy-1"}), (8, {"id": "toy-1"}))
+    ]
+
+
+# --- resume with a changed job
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [("seed=5", "is of another run: seed: 0 there, 5 here"), ("precision.parameters=bfloat16", "precision.parameters")],
+)
+def test_what_a_resumed_run_may_not_change_is_refused(job: Callable[..., Job], override: str, text: str) -> None:
+    job().build(lambda _: None).train()
+    with pytest.raises(CheckpointError, match=text):
+        job(override).build(lambda _: None).train()
+
+
+def test_what_a_resumed_run_does_change_is_said(job: Callable[..., Job]) -> None:
+    job().build(lambda _: None).train()
+    trainer, notes = notes_of(job("steps=14", "optimizer.lr=0.01", "batch.size=4"))
+    trainer.train()
+    assert [note.partition(": ")[2] for note in notes if note.startswith("changed since step-00000012")] == [
+        "batch.size: 8 -> 4", "optimizer.lr: 0.05 -> 0.01", "steps: 12 -> 14",
+    ]  # fmt: skip
+
+
+def test_metrics_can_come_and_go_between_resumes(job: Callable[..., Job]) -> None:
+    job("steps=3").build(lambda _: None).train()
+    job("steps=6", metrics=[]).build(lambda _: None).train()
+    trainer, notes = notes_of(job("steps=9"))
+    trainer.train()
+    assert "warning: metric 'toy_metric' is not in step-00000006 and starts anew" in notes
+
+
+def test_after_a_damaged_checkpoint_new_ones_are_kept(job: Callable[..., Job]) -> None:
+    broken = job("checkpoint.keep=1", "checkpoint.every=1", "steps=8")
+    broken.build(lambda _: None).train()
+    checkpoints = broken.run.directory / "checkpoints"
+    (checkpoints / "step-00000012").mkdir()
+    (checkpoints / "step-00000012" / "manifest.json").write_text("{")
+    trainer, notes = notes_of(job("checkpoint.keep=1", "checkpoint.every=1", "steps=10"))
+    trainer.train()
+    assert any("a damaged checkpoint was set aside as" in note for note in notes)
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000010", "step-00000012.damaged"]
+
+
+def test_two_runs_in_one_directory_are_refused(job: Callable[..., Job]) -> None:
+    first, second = job().build(lambda _: None), job().build(lambda _: None)
+    with (
+        first.keeper.store.opened(),
+        pytest.raises(CheckpointError, match=r"in use by another training run.*process \d+"),
+    ):
+        second.train()
+    assert second.train().status == "finished"
+
+
+def test_a_failing_subscriber_to_a_failure_does_not_hide_it(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = {"name": "toy_recorder", "path": str(tmp_path / "events")}
+    trainer = job(data={"name": "toy_data", "nan_at": 1}, subscribers=[recorder]).build(lambda _: None)
+    emit = trainer.events.emit
+
+    def fail(event: object) -> None:
+        if isinstance(event, ev.TrainingFailed):
+            raise ZeroDivisionError
+        emit(event)
+
+    monkeypatch.setattr(trainer.events, "emit", fail)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train()
+    assert caught.value.__notes__ == ["besides, a subscriber to TrainingFailed raised ZeroDivisionError()"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "text"),
+    [
+        ({"trackers": ["jsonl", "console", "jsonl"]}, r"trackers\[2\] is the same as trackers\[0\]; remove one"),
+        ({"metrics": ["toy_metric", "toy_metric"]}, r"metrics\[1\] is the same as metrics\[0\]"),
+        ({"precision": {"parameters": "float16"}}, "precision.parameters"),
+        ({"run": {"name": ".."}}, "run.name"),
+        ({"mesh": {"ep": 7}}, "7 expert groups must cover whole inner axes and divide the next one; here tp=1, cp=1"),
+        ({"gradient_clipping": {"max_norm": "inf"}}, "gradient_clipping.max_norm"),
+    ],
+)
+def test_a_job_that_cannot_mean_anything_is_refused(job: Callable[..., Job], sections: Any, text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        job(**sections)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 64))
+def test_expert_groups_never_straddle_an_axis(tp: int, cp: int, dp_shard: int, ep: int) -> None:
+    inner = [tp, cp, dp_shard]
+    legal = {math.prod(inner[:i]) * d for i in range(3) for d in range(1, inner[i] + 1) if inner[i] % d == 0}
+    try:
+        Mesh(tp=tp, cp=cp, dp_shard=dp_shard, ep=ep)
+    except ValidationError:
+        assert ep not in legal
+    else:
+        assert ep in legal
 
 
 def test_a_directory_that_cannot_be_written_is_an_error_before_training(

@@ -170,7 +170,7 @@ class Task(Protocol):
         ...
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Term -> its sum over this microbatch, a 0-d float32 tensor with a graph."""
+        """Term -> its sum over this microbatch, a 0-d float32 tensor with a graph; finite also where nothing counts."""
         ...
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:

@@ -39,7 +39,7 @@ def print_plan(job: Job, plan: Plan) -> None:
         if verdict.satisfied is None:
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
     console.print(table)
-    console.print("[green]ok[/]: this job can run", highlight=False)
+    console.print("[green]ok[/]: this job can run; its data was not read", highlight=False)
 
 
 def print_explanation(job: Job, plan: Plan) -> None:

@@ -6,21 +6,22 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from d9d_core.config.base import PluginConfig, Section
 from d9d_core.config.open_union import Named
 from d9d_core.config.trackers import ConsoleConfig, JsonlConfig
 from d9d_core.plugin.policy import PluginPolicy, normalise
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+# float16 would need a loss scaler, which the loop does not have.
+Dtype = Literal["float32", "bfloat16"]
 
 
 class Run(Section):
     """What the run is called and where it is kept."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "run"
-    """Name of the run, and of its directory."""
+    name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"
+    """Name of the run, and of its directory: letters, digits, ``_``, ``-``, and ``.`` but not first."""
     dir: Path = Path("runs")
     """Parent of the run's directory, relative to where the command is started."""
     description: str = ""
@@ -53,6 +54,20 @@ class Mesh(Section):
     ep: PositiveInt = 1
     """Expert groups, laid over the innermost axes; does not multiply the number of processes."""
 
+    @field_validator("ep")
+    @classmethod
+    def _lies_over_whole_axes(cls, value: int, info: ValidationInfo) -> int:
+        inner = {axis: info.data.get(axis, 1) for axis in ("tp", "cp", "dp_shard")}
+        rest = value
+        for size in inner.values():
+            if size % rest == 0:
+                return value
+            if rest % size:
+                break
+            rest //= size
+        axes = ", ".join(f"{axis}={size}" for axis, size in inner.items())
+        raise ValueError(f"{value} expert groups must cover whole inner axes and divide the next one; here {axes}")
+
     @property
     def world_size(self) -> int:
         """Number of processes."""
@@ -84,7 +99,7 @@ class Batch(Section):
 class GradientClipping(Section):
     """Scales gradients down when their global norm is large."""
 
-    max_norm: PositiveFloat | None = 1.0
+    max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
     """Largest norm; null switches clipping off, the norm is still measured."""
     p: float = 2.0
     """Which norm; ``inf`` is allowed."""
@@ -132,7 +147,7 @@ class Precision(Section):
 
     parameters: Dtype = "float32"
     """Format of parameters and gradients."""
-    autocast: Literal["bfloat16", "float16"] | None = None
+    autocast: Literal["bfloat16"] | None = None
     """Run matrix products of the forward pass in this format (torch.autocast)."""
 
     @model_validator(mode="after")
@@ -248,6 +263,21 @@ class JobConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _nothing_twice(self) -> JobConfig:
+        for section in ("parallel", "metrics", "trackers", "subscribers"):
+            parts = getattr(self, section)
+            for index, part in enumerate(parts):
+                first = parts.index(part)
+                if first != index:
+                    raise ValueError(f"{section}[{index}] is the same as {section}[{first}]; remove one")
+        return self
+
+    def resolved(self) -> dict[str, Any]:
+        """All values with their defaults, as JSON can hold them; reads back to an equal job."""
+        values: dict[str, Any] = _speakable(self.model_dump(mode="json"))
+        return values
+
     @property
     def microbatch_size(self) -> int:
         """Samples per forward pass on one process."""
@@ -257,3 +287,11 @@ class JobConfig(Section):
     def microbatches(self) -> int:
         """Forward passes per optimizer step on one process."""
         return self.batch.size // self.mesh.data_parallel_size // self.microbatch_size
+
+
+def _speakable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity; as a string it is read back
+    if isinstance(value, dict):
+        return {key: _speakable(item) for key, item in value.items()}
+    return [_speakable(item) for item in value] if isinstance(value, list) else value

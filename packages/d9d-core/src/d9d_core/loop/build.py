@@ -18,15 +18,16 @@ from d9d_core.loop.feed import Feed
 from d9d_core.loop.gradients import Clipper, Gradients
 from d9d_core.loop.keeper import Keeper
 from d9d_core.loop.loss import LossScale
-from d9d_core.loop.plan import build_schedule
-from d9d_core.loop.selection import Selection, check_capabilities, check_world, select
+from d9d_core.loop.plan import build_lr_schedule, build_schedule
+from d9d_core.loop.selection import Selection, check_axes, check_capabilities, check_world, select
+from d9d_core.loop.statistics import Statistics
 from d9d_core.loop.step import TrainStep
 from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin.capabilities import Chosen, Circumstances
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import DataContext, DataStream, LrSchedule, Metric, Optimizer, Task
+from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Task
 from d9d_core.state.checkpoint import CheckpointStore
 from d9d_core.state.random import initialise
 from d9d_core.topology.mesh import Topology
@@ -47,12 +48,13 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     """
     check_world(job, topology.world_size)
     selection = select(job, registry)
+    check_axes(job, selection)
     check_capabilities(selection, registry, circumstances(job, topology.device))
     events = ev.Events([build_part(chosen, config) for chosen, config in selection.subscribers])
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology)
-    lr_schedule = _lr_schedule(job, selection)
+    lr_schedule = build_lr_schedule(job, selection)
     task: Task = build_part(selection.task, job.task)
     store = CheckpointStore(job.run.directory / "checkpoints", job.checkpoint.keep)
     store.prepare()
@@ -75,12 +77,13 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     metrics: dict[str, Metric] = {
         _unique(c, selection.metrics): build_part(c, config) for c, config in selection.metrics
     }
+    statistics = Statistics(metrics, gated=job.nonfinite == "skip")
     gradients = Gradients(trained.values())
     executor = Executor(
         stage=stage,
         task=task,
         gradients=gradients,
-        metrics=list(metrics.values()),
+        statistics=statistics,
         schedule=build_schedule(job, selection),
         device=topology.device,
         autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
@@ -92,6 +95,7 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
         executor=executor,
         gradients=gradients,
         clipper=Clipper(trained.values(), job.gradient_clipping.max_norm, job.gradient_clipping.p),
+        statistics=statistics,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
         events=events,
@@ -103,7 +107,7 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
         store=store,
         stage=stage,
         optimizer=optimizer,
-        metrics=metrics,
+        statistics=statistics,
         stream=stream,
         trackers=trackers,
         job=job,
@@ -112,10 +116,10 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     )
     return Trainer(
         job=job,
+        device=topology.device,
         step=step,
         task=task,
         feed=Feed(stream, topology.device),
-        metrics=metrics,
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, stage, task, executor, note),
         keeper=keeper,
@@ -151,15 +155,8 @@ def _open_data(
 
 def _materialise(assembly: Assembly, seed: int, device: torch.device) -> nn.Module:
     stage = assembly.stage.to_empty(device=device)
-    initialise(stage, seed)
+    initialise(stage, seed, device)
     return stage.train()
-
-
-def _lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
-    if selection.lr_schedule is None or job.lr_schedule is None:
-        return lambda _step: 1.0
-    schedule: LrSchedule = build_part(selection.lr_schedule, job.lr_schedule, job.steps)
-    return schedule
 
 
 def _schedule_handlers(job: JobConfig, selection: Selection) -> Mapping[Any, Any]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from d9d_core.errors import BuildError
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, validate
-from d9d_core.protocols import Metric, Pack, Task
+from d9d_core.loop.statistics import Statistics
+from d9d_core.protocols import Pack, Task
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Executor:
         stage: the model.
         task: turns microbatches into inputs and outputs into losses.
         gradients: told when a stage's gradients are complete.
-        metrics: updated with the task's observations.
+        statistics: updated with the task's observations.
         schedule: generates the programs.
         autocast: number format of the forward's matrix products, if not the parameters'.
         device: where the model is.
@@ -63,20 +64,20 @@ class Executor:
         stage: nn.Module,
         task: Task,
         gradients: Gradients,
-        metrics: Sequence[Metric],
+        statistics: Statistics,
         schedule: Schedule,
         device: torch.device,
         autocast: torch.dtype | None = None,
         handlers: Mapping[type[Action], Handler] | None = None,
     ) -> None:
-        self._stage = stage
+        self.stage = stage
         self._task = task
         self._gradients = gradients
-        self._metrics = tuple(metrics)
+        self._statistics = statistics
         self._coefficients = dict(task.coefficients)
         self._autocast = autocast
         self._device = device
-        self._program = cache(lambda microbatches: checked_program(schedule, microbatches))
+        self._program = cache(lambda microbatches: checked_programs(schedule, 1, microbatches)[0])
         self._handlers: dict[type[Action], Handler] = {
             Forward: self._forward,
             Backward: self._backward,
@@ -97,7 +98,7 @@ class Executor:
         microbatch = state.pack[action.microbatch]
         inputs = self._task.inputs(microbatch)
         with self.precision():
-            outputs = self._stage(**inputs.first, **inputs.shared)
+            outputs = self.stage(**inputs.first, **inputs.shared)
         sums = self._task.losses(outputs, microbatch)
         means = {term: sums[term] * state.scale[term] for term in self._coefficients}
         state.pending[action.microbatch] = torch.stack(
@@ -105,10 +106,8 @@ class Executor:
         ).sum()
         for term, mean in means.items():
             state.terms[term] = state.terms[term] + mean.detach() if term in state.terms else mean.detach()
-        if self._metrics:
-            observations = self._task.observations(outputs, microbatch)
-            for metric in self._metrics:
-                metric.update(observations)
+        if self._statistics:
+            self._statistics.update(self._task.observations(outputs, microbatch))
 
     def _backward(self, action: Action, state: StepState) -> None:
         assert isinstance(action, Backward)
@@ -124,17 +123,17 @@ class Executor:
         return torch.autocast(self._device.type, self._autocast)
 
 
-def checked_program(schedule: Schedule, microbatches: int) -> Program:
-    """The program of the only rank, validated.
+def checked_programs(schedule: Schedule, stages: int, microbatches: int) -> Sequence[Program]:
+    """The programs of all pipeline ranks, validated.
 
     Raises:
         BuildError: the schedule generates an invalid program.
     """
     try:
-        programs = schedule(1, microbatches)
+        programs = schedule(stages, microbatches)
     except ValueError as error:
         raise BuildError(f"pipeline: {error}") from error
-    problems = validate(programs, 1, microbatches)
+    problems = validate(programs, stages, microbatches)
     if problems:
         raise BuildError(f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}")
-    return programs[0]
+    return programs

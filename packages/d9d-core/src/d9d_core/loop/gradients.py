@@ -65,8 +65,10 @@ class Clipper:
         Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``.
         """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients, self._p, error_if_nonfinite=False)
+        # torch's get_total_norm would round each tensor's norm to the gradients' dtype. Private, so a test pins it.
+        norms = torch._foreach_norm(gradients, self._p, dtype=torch.float32)  # noqa: SLF001
+        norm = torch.linalg.vector_norm(torch.stack(norms), self._p)
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self._max_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, norm)
-        return norm.float(), finite
+        return norm, finite

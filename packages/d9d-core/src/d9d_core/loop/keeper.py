@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import Tensor, nn
 
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError
+from d9d_core.loop.statistics import Statistics
 from d9d_core.plugin.manifest import Manifest
-from d9d_core.protocols import DataStream, Metric, Optimizer, State
+from d9d_core.protocols import DataStream, Optimizer, State
 from d9d_core.state.checkpoint import Checkpoint, CheckpointStore
 from d9d_core.state.files import write_json, write_text
 from d9d_core.state.model import model_tensors
 from d9d_core.trackers.hub import TrackerHub
+
+_MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
+#: Fields of the job that a resumed run may not change: the weights' meaning and the order of the data depend on them.
+_FIXED = ("model.", "seed", "precision.parameters")
 
 
 @dataclass
@@ -45,7 +51,7 @@ class Keeper:
         store: CheckpointStore,
         stage: nn.Module,
         optimizer: Optimizer,
-        metrics: Mapping[str, Metric],
+        statistics: Statistics,
         stream: DataStream,
         trackers: TrackerHub,
         job: JobConfig,
@@ -55,7 +61,7 @@ class Keeper:
         self.store = store
         self._stage = stage
         self._optimizer = optimizer
-        self._metrics = metrics
+        self._statistics = statistics
         self._stream = stream
         self._trackers = trackers
         self._job = job
@@ -66,7 +72,7 @@ class Keeper:
         """Write ``job.yaml``, all defaults filled in, and ``plugins.json`` to the run's directory."""
         directory = self._job.run.directory
         directory.mkdir(parents=True, exist_ok=True)
-        resolved = self._job.model_dump(mode="json")
+        resolved = self._job.resolved()
         write_text(directory / "job.yaml", yaml.safe_dump(resolved, sort_keys=False))
         write_json(directory / "plugins.json", {"digest": self._manifest.digest, "plugins": self._manifest.to_json()})
 
@@ -83,8 +89,8 @@ class Keeper:
             "tokens": progress.tokens,
             "skipped": progress.skipped,
         }
-        facts = {"job": self._job.model_dump(mode="json"), "plugins": self._manifest.to_json()}
-        return self.store.save(progress.step, self._tensors(), values, facts)
+        facts = {"job": self._job.resolved(), "plugins": self._manifest.to_json()}
+        return self.store.save(progress.step, self.tensors(), values, facts)
 
     def restore(self) -> tuple[Progress, Mapping[str, State]]:
         """Continue from the newest usable checkpoint, if there is one and the job wants it.
@@ -107,33 +113,58 @@ class Keeper:
                 raise CheckpointError(f"{self.store.directory} holds no checkpoint, but checkpoint.resume is 'must'")
             return Progress(), {}
         self._compare(checkpoint)
-        tensors = self._tensors()
-        checkpoint.load_into(tensors)
-        for name, metric in self._metrics.items():
-            metric.load_state({key: tensors[f"metrics/{name}/{key}"] for key in metric.state()})
+        self._load(checkpoint)
         values = checkpoint.values()
         self._stream.load_state(values["data"])
+        for path in self.store.set_aside(newer_than=checkpoint.step):
+            self._note(f"warning: a damaged checkpoint was set aside as {path}")
         return Progress(checkpoint.step, values["tokens"], values["skipped"]), values["trackers"]
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"model/{name}": tensor for name, tensor in model_tensors(self._stage).items()}
-        tensors |= {f"optimizer/{name}": tensor for name, tensor in self._optimizer.state().items()}
-        for name, metric in self._metrics.items():
-            tensors |= {f"metrics/{name}/{key}": tensor for key, tensor in metric.state().items()}
-        return tensors
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything on the device that a checkpoint holds, under the names it has there."""
+        parts = {
+            _MODEL: model_tensors(self._stage),
+            _OPTIMIZER: self._optimizer.state(),
+            _METRICS: self._statistics.tensors(),
+        }
+        return {scope + name: tensor for scope, tensors in parts.items() for name, tensor in tensors.items()}
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        tensors = self.tensors()
+        for scope in (_MODEL, _OPTIMIZER):
+            part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
+            checkpoint.load_into(part, scope)
+
+        def known(state: Mapping[str, Tensor]) -> bool:
+            name = next(iter(state), "").partition("/")[0]
+            try:
+                checkpoint.load_into({_METRICS + key: t for key, t in state.items()}, f"{_METRICS}{name}/")
+            except CheckpointError:
+                return False
+            return True
+
+        for name in self._statistics.load(known):
+            self._note(f"warning: metric '{name}' is not in {checkpoint.path.name} and starts anew")
 
     def _compare(self, checkpoint: Checkpoint) -> None:
-        here = self._job.model.model_dump(mode="json")
-        there = checkpoint.manifest["job"]["model"]
-        fields = sorted({*here, *there})
-        different = [
-            f"model.{f}: {there.get(f)!r} there, {here.get(f)!r} here" for f in fields if here.get(f) != there.get(f)
-        ]
-        if different:
+        here, there = (_flat(job) for job in (self._job.resolved(), checkpoint.manifest["job"]))
+        changed = {f: (there.get(f), here.get(f)) for f in sorted({*here, *there}) if there.get(f) != here.get(f)}
+        refused = [f"{f}: {a!r} there, {b!r} here" for f, (a, b) in changed.items() if f.startswith(_FIXED)]
+        if refused:
+            what = "another model" if any(line.startswith("model.") for line in refused) else "another run"
             raise CheckpointError(
-                f"{checkpoint.path} is of another model: {'; '.join(different)}; "
-                "restore the model section, or use another run.name"
+                f"{checkpoint.path} is of {what}: {'; '.join(refused)}; restore the job, or use another run.name"
             )
+        for field, (before, now) in changed.items():
+            self._note(f"changed since {checkpoint.path.name}: {field}: {before!r} -> {now!r}")
         saved = Manifest(checkpoint.manifest["plugins"])
         for line in saved.differences(self._manifest, "checkpoint", "now"):
             self._note(f"warning: plugins changed since {checkpoint.path.name}: {line}")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted fields; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

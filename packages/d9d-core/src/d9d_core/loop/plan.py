@@ -9,13 +9,13 @@ from typing import Any
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError
 from d9d_core.loop.assemble import Assembly, assemble, build_part
-from d9d_core.loop.executor import checked_program
+from d9d_core.loop.executor import checked_programs
 from d9d_core.loop.program import Program, Schedule, single_stage
-from d9d_core.loop.selection import Selection, check_capabilities, check_world, select
+from d9d_core.loop.selection import Selection, check_axes, check_capabilities, check_world, select
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import Optimizer
+from d9d_core.protocols import LrSchedule, Optimizer
 from d9d_core.topology.mesh import Topology
 
 
@@ -44,7 +44,7 @@ class Plan:
         parameters: number of parameters, and of those that train.
         memory: per device.
         flops_per_token: of forward and backward, if the model and data tell.
-        program: what one step does.
+        program: what the first pipeline rank does in one step.
         groups: the optimizer's parameter groups in words.
     """
 
@@ -66,7 +66,10 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     """
     check_world(job, world_size)
     selection = select(job, registry)
+    check_axes(job, selection)
     verdicts = check_capabilities(selection, registry, circumstances)
+    build_lr_schedule(job, selection)
+    build_part(selection.task, job.task)
     assembly = assemble(job, selection, registry, topology)
     parameters = dict(assembly.stage.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if name in assembly.trainable}
@@ -84,7 +87,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         parameters=(sum(p.numel() for p in parameters.values()), sum(p.numel() for p in trained.values())),
         memory=memory,
         flops_per_token=_flops(job, selection),
-        program=checked_program(build_schedule(job, selection), job.microbatches),
+        program=checked_programs(build_schedule(job, selection), job.mesh.pp, job.microbatches)[0],
         groups=dict(optimizer.describe()),
     )
 
@@ -93,13 +96,21 @@ def build_schedule(job: JobConfig, selection: Selection) -> Schedule:
     """The program generator of the job; the single-stage one by default.
 
     Raises:
-        BuildError: the pipeline has no axis to run on, or the axis has no schedule.
+        BuildError: the mesh has pipeline stages, but the job names no schedule.
     """
     if selection.schedule is None or job.pipeline is None:
         if job.mesh.pp > 1:
             raise BuildError(f"mesh.pp is {job.mesh.pp}, but the job names no schedule; add 'pipeline: <name>'")
         return single_stage
     schedule: Schedule = build_part(selection.schedule, job.pipeline)
+    return schedule
+
+
+def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
+    """The learning-rate schedule of the job; a constant one by default."""
+    if selection.lr_schedule is None or job.lr_schedule is None:
+        return lambda _step: 1.0
+    schedule: LrSchedule = build_part(selection.lr_schedule, job.lr_schedule, job.steps)
     return schedule
 
 

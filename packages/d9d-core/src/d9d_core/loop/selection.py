@@ -9,6 +9,7 @@ from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
+from d9d_core.plugin.records import StrategySpec
 from d9d_core.plugin.registry import Registry
 
 Part = tuple[Chosen, PluginConfig]
@@ -99,6 +100,23 @@ def check_capabilities(selection: Selection, registry: Registry, circumstances: 
     if failed:
         raise JobError("\n".join(failed))
     return verdicts
+
+
+def check_axes(job: JobConfig, selection: Selection) -> None:
+    """Every mesh axis with several ranks must be of use to something.
+
+    Raises:
+        JobError: one is not; its ranks would all do the same.
+    """
+    used = {
+        axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
+    }
+    used |= {token.removeprefix("mesh:") for chosen in selection.all() for token in chosen.spec.requires}
+    used |= {"pp"} if selection.schedule else set()
+    for axis, size in job.mesh.sizes().items():
+        if size > 1 and axis not in used:
+            what = "a schedule to 'pipeline'" if axis == "pp" else "a strategy for it to 'parallel'"
+            raise JobError(f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1")
 
 
 def check_world(job: JobConfig, world_size: int) -> None:

@@ -8,6 +8,7 @@ from d9d_core.loop import events as ev
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.gradients import Clipper, Gradients
 from d9d_core.loop.loss import LossScale
+from d9d_core.loop.statistics import Statistics
 from d9d_core.protocols import LrSchedule, Optimizer, Pack
 from d9d_core.state.random import derive_seed
 
@@ -21,6 +22,7 @@ class TrainStep:
         executor: forward and backward over all microbatches.
         gradients: makes gradients final.
         clipper: norm, clipping and the finiteness flag.
+        statistics: metrics over each logging period.
         optimizer: updates the parameters.
         lr_schedule: step -> factor on the base learning rate.
         events: observers.
@@ -33,6 +35,7 @@ class TrainStep:
         executor: Executor,
         gradients: Gradients,
         clipper: Clipper,
+        statistics: Statistics,
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
         events: ev.Events,
@@ -42,6 +45,7 @@ class TrainStep:
         self.executor = executor
         self.gradients = gradients
         self.clipper = clipper
+        self.statistics = statistics
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.events = events
@@ -52,6 +56,7 @@ class TrainStep:
         self.events.emit(ev.StepStarts(step, pack))
 
         self.events.emit(ev.ForwardBackwardStarts(step))
+        self.statistics.begin()
         scale = self.loss_scale.begin(pack)  # known before the first backward, so gradients need no scaling pass
         loss = self.executor.run(pack, scale)
         self.events.emit(ev.ForwardBackwardEnds(step))
@@ -64,6 +69,7 @@ class TrainStep:
         self.optimizer.step(gate=finite)  # a non-finite step changes nothing, decided on the device
         self.events.emit(ev.OptimizerStepEnds(step))
 
+        self.statistics.settle(finite)
         self.gradients.reset()
         result = ev.StepResult(loss.total, loss.terms, grad_norm, finite)
         self.events.emit(ev.StepEnds(step, result))

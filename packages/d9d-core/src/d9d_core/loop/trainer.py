@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import nn
+
 from d9d_core.config.job import JobConfig
 from d9d_core.loop import events as ev
 from d9d_core.loop.evaluation import Evaluator
@@ -17,7 +20,8 @@ from d9d_core.loop.keeper import Keeper, Progress
 from d9d_core.loop.logbook import Logbook
 from d9d_core.loop.progress import ProgressBar
 from d9d_core.loop.step import TrainStep
-from d9d_core.protocols import Metric, RunInfo, Task
+from d9d_core.protocols import RunInfo, Task
+from d9d_core.state.random import generators_kept
 from d9d_core.trackers.hub import TrackerHub
 
 
@@ -41,10 +45,10 @@ class Trainer:
 
     Args:
         job: the resolved job.
+        device: where the model is.
         step: one training step.
         task: counts tokens.
         feed: packs on the device.
-        metrics: statistics over each logging period.
         trackers: where logged values go.
         evaluator: measures the loss on other data.
         keeper: checkpoints.
@@ -56,10 +60,10 @@ class Trainer:
     def __init__(
         self,
         job: JobConfig,
+        device: torch.device,
         step: TrainStep,
         task: Task,
         feed: Feed,
-        metrics: Mapping[str, Metric],
         trackers: TrackerHub,
         evaluator: Evaluator | None,
         keeper: Keeper,
@@ -68,16 +72,21 @@ class Trainer:
         note: Callable[[str], None],
     ) -> None:
         self.job = job
+        self.device = device
         self.step = step
         self.task = task
         self.feed = feed
-        self.metrics = metrics
         self.trackers = trackers
         self.evaluator = evaluator
         self.keeper = keeper
         self.export = export
         self.events = events
         self.note = note
+
+    @property
+    def stage(self) -> nn.Module:
+        """The model."""
+        return self.step.executor.stage
 
     def train(self) -> Outcome:
         """Train until all steps are done or an interrupt arrives, from the newest checkpoint if there is one.
@@ -88,6 +97,10 @@ class Trainer:
             NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
             CheckpointError: a checkpoint could not be read or written.
         """
+        with self.keeper.store.opened(), generators_kept(self.device):
+            return self._train()
+
+    def _train(self) -> Outcome:
         progress, tracker_states = self.keeper.restore()
         total = self.job.steps
         if progress.step >= total:
@@ -100,8 +113,11 @@ class Trainer:
             with Interrupts() as interrupts, ProgressBar(total, progress.step) as bar:
                 status = self._run(progress, interrupts, bar)
         except BaseException as error:
-            self.events.emit(ev.TrainingFailed(progress.step, error))
             self.trackers.close("failed")
+            try:
+                self.events.emit(ev.TrainingFailed(progress.step, error))
+            except Exception as second:
+                error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
             raise
         self.trackers.close(status)
         done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
@@ -122,17 +138,17 @@ class Trainer:
             progress.tokens += tokens
             speed.add(tokens)
             last = progress.step == total
-            if progress.step % job.logging.every == 0 or progress.step == 1 or last:
+            due = progress.step % job.logging.every == 0 or progress.step == 1
+            if due or last:
                 host = {
                     "lr": self.step.optimizer.lr,
                     "tokens": float(progress.tokens),
                     "tokens_per_second": speed.take(),
                 }
-                measured = {k: v for metric in self.metrics.values() for k, v in metric.compute().items()}
                 bar.logged(host["lr"], host["tokens_per_second"])
-                logbook.record(progress.step, result, host, measured)
-                for metric in self.metrics.values():
-                    metric.reset()
+                logbook.record(progress.step, result, host, self.step.statistics.compute())
+                if due:  # else the period goes on, should the run be prolonged
+                    self.step.statistics.reset()
             else:
                 logbook.record(progress.step, result, None)
             if self.evaluator and job.evaluation and (progress.step % job.evaluation.every == 0 or last):
@@ -175,8 +191,7 @@ class Trainer:
 
     def _run_info(self, step: int) -> RunInfo:
         run = self.job.run
-        config = self.job.model_dump(mode="json")
-        return RunInfo(run.name, run.directory, run.description, config, self.job.steps, step)
+        return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.job.steps, step)
 
 
 class _Speed:

@@ -100,10 +100,12 @@ class StrategySpec(ConfiguredSpec):
     Attributes:
         anchor: the point in :data:`ANCHORS` it belongs to.
         position: before, at or after that anchor.
+        axes: mesh axes it makes use of, if they have more than one rank.
     """
 
     anchor: str
     position: Literal["before", "at", "after"] = "at"
+    axes: Set[str] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()

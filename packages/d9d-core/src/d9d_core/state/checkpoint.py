@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d9d_core.errors import CheckpointError
-from d9d_core.state.files import published, remove_leftovers, sha256, sync, write_json
+from d9d_core.state.files import exclusive, published, remove_leftovers, sha256, sync, write_json
 
 FORMAT = "d9d-checkpoint"
 VERSION = 1
@@ -54,13 +55,13 @@ class Checkpoint:
         values: dict[str, Any] = json.loads((self.path / "state.json").read_text("utf-8"))
         return values
 
-    def load_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy every tensor into the one of the same name.
+    def load_into(self, tensors: Mapping[str, Tensor], scope: str = "") -> None:
+        """Copy every tensor whose name begins with ``scope`` into the one of the same name.
 
         Raises:
             CheckpointError: names, shapes or dtypes differ; nothing is copied then.
         """
-        self._compare(tensors)
+        self._compare(tensors, scope)
         by_file: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
         for name in tensors:
             for piece in self.manifest["tensors"][name]["pieces"]:
@@ -72,8 +73,8 @@ class Checkpoint:
                         window = tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"], strict=True))
                         tensors[name][window].copy_(source.get_tensor(piece["key"]))
 
-    def _compare(self, tensors: Mapping[str, Tensor]) -> None:
-        table = self.manifest["tensors"]
+    def _compare(self, tensors: Mapping[str, Tensor], scope: str) -> None:
+        table = {name: entry for name, entry in self.manifest["tensors"].items() if name.startswith(scope)}
         problems = [f"'{name}' is not in the checkpoint" for name in tensors if name not in table]
         problems += [f"'{name}' is in the checkpoint only" for name in table if name not in tensors]
         for name, tensor in tensors.items():
@@ -85,7 +86,7 @@ class Checkpoint:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise CheckpointError(
                 f"{self.path} was taken from something else: {'; '.join(problems[:3])}{more}; "
-                "restore the job's model and optimizer, or use another run.name"
+                "restore that part of the job, or use another run.name"
             )
 
 
@@ -102,7 +103,7 @@ class CheckpointStore:
         self._keep = keep
 
     def prepare(self) -> None:
-        """Make sure that saving will work, before hours of training, and remove what a killed process left.
+        """Make sure that saving will work, before hours of training.
 
         Raises:
             CheckpointError: the directory cannot be created or written.
@@ -117,7 +118,18 @@ class CheckpointStore:
                 f"checkpoints cannot be written to {self.directory}: {error.strerror}; "
                 "choose another run.dir, or make this one writable"
             ) from error
-        remove_leftovers(self.directory)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Work with the directory alone, and clear up what a killed process left.
+
+        Raises:
+            CheckpointError: another process trains this run.
+        """
+        busy = f"{self.directory} is in use by another training run; stop it, or choose another run.name"
+        with exclusive(self.directory / ".lock", busy):
+            remove_leftovers(self.directory)
+            yield
 
     def paths(self) -> list[Path]:
         """The checkpoints that exist, newest first, unverified."""
@@ -144,6 +156,16 @@ class CheckpointStore:
             )
         return None
 
+    def set_aside(self, newer_than: int) -> list[Path]:
+        """Rename checkpoints that could not be used, so that they count no more; returns their new paths."""
+        moved = []
+        for path in self.paths():
+            if int(path.name[len(_PREFIX) :]) > newer_than:
+                target = path.with_name(f"{path.name}.damaged")
+                shutil.rmtree(target, ignore_errors=True)
+                moved.append(path.rename(target))
+        return moved
+
     def save(
         self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], facts: Mapping[str, Any]
     ) -> Path:
@@ -162,11 +184,14 @@ class CheckpointStore:
         try:
             with published(target) as directory:
                 _write(directory, step, tensors, values, facts)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
+            # RuntimeError: safetensors found tensors that share memory; ValueError: JSON has no word for a value.
+            reason = " ".join(str(error).split())
             raise CheckpointError(
-                f"checkpoint {target} could not be written: {error}; earlier ones are untouched"
+                f"checkpoint {target} could not be written: {reason}; earlier ones are untouched"
             ) from error
-        for old in self.paths()[self._keep :] if self._keep else []:
+        others = [path for path in self.paths() if path != target]
+        for old in others[self._keep - 1 :] if self._keep else []:
             shutil.rmtree(old, ignore_errors=True)
         return target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from d9d_core.errors import CheckpointError
+
 _CHUNK = 1 << 22
+_OLD = ".old.tmp"
 
 
 def sha256(path: Path) -> str:
@@ -50,8 +54,8 @@ def write_text(path: Path, text: str) -> None:
 def published(target: Path) -> Iterator[Path]:
     """A temporary directory that becomes ``target`` by one rename when the block succeeds.
 
-    An existing ``target`` is replaced. If the block fails, nothing remains; if the process dies, a ``.tmp`` directory
-    remains, which :func:`remove_leftovers` removes.
+    An existing ``target`` is replaced, and stays if anything fails. If the process dies, a ``.tmp`` directory remains,
+    which :func:`remove_leftovers` clears up.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp")
@@ -60,20 +64,53 @@ def published(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         sync(temporary)
-        old = target.with_name(f".{target.name}.old.tmp")
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        temporary.rename(target)
-        sync(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        _replace(target, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
+def _replace(target: Path, new: Path) -> None:
+    # A directory cannot be renamed over another one, so for a moment the old one has a name of its own.
+    old = target.with_name(f".{target.name}{_OLD}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    try:
+        new.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def remove_leftovers(directory: Path) -> None:
-    """Remove what a killed process left half-written in ``directory``."""
+    """Clear up after a killed process: put back what it was replacing, remove what it left half-written."""
+    for old in directory.glob(f".*{_OLD}"):
+        target = directory / old.name[1 : -len(_OLD)]
+        if not target.exists():
+            old.rename(target)
     for path in directory.glob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def exclusive(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock file while the block runs; the lock goes with the process, however it ends.
+
+    Raises:
+        CheckpointError: another process holds it; the text is ``busy`` and that process's number.
+    """
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise CheckpointError(f"{busy} (process {file.read().strip()})") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

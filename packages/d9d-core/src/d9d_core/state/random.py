@@ -24,27 +24,32 @@ def derive_seed(seed: int, *keys: str | int) -> int:
 
 
 @contextmanager
-def seeded(seed: int, *keys: str | int) -> Iterator[None]:
-    """Run a block with torch's default generators at a derived seed, and put them back afterwards."""
-    with torch.random.fork_rng():
-        torch.manual_seed(derive_seed(seed, *keys))
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put torch's default generators, the CPU's and the device's, back after the block."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         yield
 
 
-def initialise(stage: nn.Module, seed: int) -> None:
-    """Fill all parameters and buffers of a materialised stage, each module from a seed of its own name.
+def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
+    """Fill all parameters and buffers of a stage on ``device``, each module from a seed of its own name.
 
     Raises:
         BuildError: a module owns parameters but does not say how to fill them.
     """
-    for name, module in stage.named_modules():
-        owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - there is no public "own tensors only, None included"
-        if isinstance(module, LateInit):
-            with seeded(seed, "init", name), torch.no_grad():
-                module.reset_parameters()
-        elif any(getattr(module, tensor) is not None for tensor in owns):
-            kind = type(module).__name__
-            raise BuildError(
-                f"module '{name}' ({kind}) owns {', '.join(owns)} but has no reset_parameters(); "
-                "its memory would stay uninitialised: implement the trait LateInit"
-            )
+    with generators_kept(device), torch.no_grad():
+        for name, module in stage.named_modules():
+            _initialise_module(name, module, derive_seed(seed, "init", name))
+
+
+def _initialise_module(name: str, module: nn.Module, seed: int) -> None:
+    owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - there is no public "own tensors only, None included"
+    if isinstance(module, LateInit):
+        torch.manual_seed(seed)
+        module.reset_parameters()
+    elif any(getattr(module, tensor) is not None for tensor in owns):
+        kind = type(module).__name__
+        raise BuildError(
+            f"module '{name}' ({kind}) owns {', '.join(owns)} but has no reset_parameters(); "
+            "its memory would stay uninitialised: implement the trait LateInit"
+        )

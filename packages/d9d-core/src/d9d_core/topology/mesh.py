@@ -26,11 +26,6 @@ class Topology:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def is_main(self) -> bool:
-        """Whether this process writes what is written once."""
-        return self.rank == 0
-
-    @property
     def data_parallel_size(self) -> int:
         """Processes that see different samples."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]

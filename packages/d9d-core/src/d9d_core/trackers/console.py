@@ -17,6 +17,8 @@ class ConsoleTracker:
 
     def open(self, run: RunInfo, state: State | None) -> ConsoleRun:  # noqa: ARG002 - there is nothing to continue
         """Start printing."""
+        if run.description:
+            print(f"{run.name}: {run.description}", flush=True)  # noqa: T201 - its purpose
         return ConsoleRun(run.total_steps)
 
 

@@ -20,9 +20,11 @@ class TrackerHub:
         self._trackers = dict(trackers)
         self._warn = warn
         self._runs: dict[str, TrackerRun] = {}
+        self._states: dict[str, State] = {}
 
     def open(self, run: RunInfo, states: Mapping[str, Any]) -> None:
         """Open every tracker, continuing those whose state a checkpoint kept."""
+        self._states = dict(states)
         for name, tracker in self._trackers.items():
             opened = self._guard(name, lambda t=tracker, n=name: t.open(run, states.get(n)))  # type: ignore[misc]
             if opened is not None:
@@ -39,9 +41,12 @@ class TrackerHub:
             self._guard(name, run.flush)
 
     def state(self) -> dict[str, State]:
-        """Tracker name -> what it needs to continue."""
-        states = {name: self._guard(name, run.state) for name, run in list(self._runs.items())}
-        return {name: state for name, state in states.items() if state is not None}
+        """Tracker name -> what it needs to continue; of a tracker that failed, the last that is known."""
+        for name, run in list(self._runs.items()):
+            state = self._guard(name, run.state)
+            if state is not None:
+                self._states[name] = state
+        return dict(self._states)
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End every run."""

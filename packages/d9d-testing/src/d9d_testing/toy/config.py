@@ -17,6 +17,8 @@ class ToyModelConfig(PluginConfig):
     """Width."""
     blocks: int = 2
     """Depth."""
+    dropout: float = 0.0
+    """Fraction of each block's outputs that is dropped in training."""
 
 
 class ToyDataConfig(PluginConfig):
@@ -67,11 +69,13 @@ class ToyRecorderConfig(PluginConfig):
 
 
 class ToyTrackerConfig(PluginConfig):
-    """A backend that fails."""
+    """A backend with a run id, which may fail."""
 
     name: Literal["toy_tracker"] = "toy_tracker"
     """Selects this tracker."""
-    fails_in: Literal["open", "write", "flush", "close"]
+    path: Path
+    """Every call is written to this file, one per line."""
+    fails_in: Literal["nothing", "open", "write", "flush", "close"] = "nothing"
     """The call that raises."""
 
 

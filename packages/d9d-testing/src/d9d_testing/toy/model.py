@@ -13,10 +13,11 @@ from d9d_testing.toy.config import ToyModelConfig
 
 
 class ToyBlock(nn.Module):
-    """``x + tanh(x W)``."""
+    """``x + dropout(tanh(x W))``."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, dropout: float) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.weight = nn.Parameter(torch.empty(features, features))
 
     def reset_parameters(self) -> None:
@@ -25,7 +26,8 @@ class ToyBlock(nn.Module):
 
     def forward(self, x_BF: Tensor) -> Tensor:
         """[B, F] -> [B, F]."""
-        return x_BF + torch.tanh(x_BF @ self.weight)
+        dropped: Tensor = self.dropout(torch.tanh(x_BF @ self.weight))
+        return x_BF + dropped
 
 
 class ToyModel(nn.Module):
@@ -33,7 +35,7 @@ class ToyModel(nn.Module):
 
     def __init__(self, config: ToyModelConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(ToyBlock(config.features) for _ in range(config.blocks))
+        self.layers = nn.ModuleList(ToyBlock(config.features, config.dropout) for _ in range(config.blocks))
         self.unused = nn.Parameter(torch.empty(1))
         self.register_buffer("scale", torch.empty(1))
 

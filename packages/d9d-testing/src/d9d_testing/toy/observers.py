@@ -1,4 +1,4 @@
-"""A subscriber that records, and a tracker that fails."""
+"""A subscriber that records, and a tracker that may fail."""
 
 from __future__ import annotations
 
@@ -27,32 +27,34 @@ class ToyRecorder:
 
 
 class ToyTracker:
-    """Raises in one of its calls."""
+    """Writes its calls to a file; raises in one of them."""
 
     def __init__(self, config: ToyTrackerConfig) -> None:
-        self._fails_in = config.fails_in
+        self._config = config
 
-    def _call(self, name: str) -> None:
-        if name == self._fails_in:
+    def _call(self, name: str, text: str) -> None:
+        with self._config.path.open("a") as file:
+            file.write(f"{name} {text}\n")
+        if name == self._config.fails_in:
             raise OSError("connection lost")
 
-    def open(self, run: RunInfo, state: State | None) -> ToyTracker:  # noqa: ARG002
-        """Start."""
-        self._call("open")
+    def open(self, run: RunInfo, state: State | None) -> ToyTracker:
+        """Start, or continue the run with the id that was saved."""
+        self._call("open", f"{run.name} at {run.resumed_step} with {state}")
         return self
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:  # noqa: ARG002
-        """Nowhere."""
-        self._call("write")
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Only the step."""
+        self._call("write", f"{step}: {len(values)} values")
 
     def flush(self) -> None:
         """Nothing."""
-        self._call("flush")
+        self._call("flush", "")
 
     def state(self) -> State:
-        """Nothing."""
-        return {}
+        """The run id."""
+        return {"id": "toy-1"}
 
-    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End."""
-        self._call("close")
+        self._call("close", status)

@@ -93,10 +93,10 @@ def d9d_subscribers() -> Iterator[SubscriberSpec]:
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """A backend that fails."""
+    """A backend that may fail."""
     yield TrackerSpec(
         name="toy_tracker",
-        summary="Raises in one of its calls.",
+        summary="Writes its calls to a file and may fail in one.",
         config=Ref("d9d_testing.toy.config:ToyTrackerConfig"),
         build=Ref("d9d_testing.toy.observers:ToyTracker"),
     )

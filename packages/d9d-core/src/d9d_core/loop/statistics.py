@@ -1,0 +1,83 @@
+"""The metrics of a job as one object: updated in the forward, logged, saved and merged together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from d9d_core.protocols import Metric
+
+
+class Statistics:
+    """All metrics of a job.
+
+    Args:
+        metrics: by a name that is unique within the job.
+        gated: undo the updates of a step that was not finite; costs a few kernels per metric and step.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], gated: bool) -> None:
+        self._metrics = dict(metrics)
+        self._gated = gated
+        self._before: dict[str, dict[str, Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._gated:
+            copies = {n: {k: t.clone() for k, t in metric.state().items()} for n, metric in self._metrics.items()}
+            self._before = copies
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Take in one microbatch."""
+        for metric in self._metrics.values():
+            metric.update(observations)
+
+    def settle(self, finite: Tensor) -> None:
+        """The step is done; if it was not finite, it counts in no statistic. Decided on the device."""
+        for name, before in self._before.items():
+            after = self._metrics[name].state()
+            kept = {k: torch.where(finite, t, before[k].to(t.device)) for k, t in after.items()}
+            self._metrics[name].load_state(kept)
+        self._before = {}
+
+    def compute(self) -> dict[str, Tensor]:
+        """Series name -> value since the last reset; where two metrics share a name, theirs comes in front."""
+        computed = {name: metric.compute() for name, metric in self._metrics.items()}
+        series = [key for values in computed.values() for key in values]
+        return {
+            key if series.count(key) == 1 else f"{name}/{key}": value
+            for name, values in computed.items()
+            for key, value in values.items()
+        }
+
+    def reset(self) -> None:
+        """Begin a new period."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state of all metrics, ``"<metric>/<name>"`` -> tensor."""
+        return {f"{n}/{key}": tensor for n, metric in self._metrics.items() for key, tensor in metric.state().items()}
+
+    def load(self, known: Callable[[Mapping[str, Tensor]], bool]) -> list[str]:
+        """Continue each metric from a saved state.
+
+        Args:
+            known: fills the given tensors from what was saved; false if it cannot.
+
+        Returns:
+            The names of the metrics that start anew, because nothing fitting was saved.
+        """
+        anew = []
+        for name, metric in self._metrics.items():
+            state = metric.state()
+            if known({f"{name}/{key}": tensor for key, tensor in state.items()}):
+                metric.load_state(state)
+            else:
+                anew.append(name)
+        return anew
