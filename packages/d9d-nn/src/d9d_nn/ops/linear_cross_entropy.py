@@ -17,8 +17,7 @@ from torch.nn import functional
 IGNORE = -100
 #: Logits that may live from forward to backward: 512 MiB in float32. With more, they are computed twice.
 KEPT_ELEMENTS = 1 << 27
-#: Probabilities that exist at once. On a CPU they should stay in the cache (measured: 20 instead of 30 ms for 2048
-#: tokens and words); a GPU needs large matrices.
+#: Probabilities that exist at once. A CPU loses nothing with few; a GPU needs large matrices.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
 _CHUNK_ELEMENTS_ELSEWHERE = 1 << 27
 _LEAST_ROWS = 256
