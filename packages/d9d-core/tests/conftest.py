@@ -3,17 +3,25 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory on the path, for distributions."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    monkeypatch.syspath_prepend(str(directory))
+    return directory
+
+
+@pytest.fixture
+def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Put a distribution on the path: its metadata, and a plugin module with the given code."""
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.syspath_prepend(str(site))
     monkeypatch.delenv("D9D_PLUGINS", raising=False)
     before = set(sys.modules)
 
@@ -38,3 +46,11 @@ def strategy(name, **kw):
     return StrategySpec(name=name, summary="for a test", config=Ref("nowhere:Config"), build=Ref("nowhere:Build"),
                         anchor="data", **kw)
 """
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Any]:
+    """Make a job over the toy plugin: overrides as arguments, whole sections as keyword arguments."""
+    from d9d_testing.toy.runs import toy_job
+
+    return partial(toy_job, tmp_path)

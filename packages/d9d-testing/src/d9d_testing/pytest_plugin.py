@@ -37,18 +37,18 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
 
     While the test runs, looking for installed plugins is an error: what happens to be installed decides no test.
     """
-    from d9d_core.plugin import Registry, loader
+    from d9d_core.plugin import Registry, installed
 
-    installed = loader.entry_points  # type: ignore[attr-defined]
+    scan = installed.scan
 
-    def refuse(**_group: str) -> NoReturn:
+    def refuse() -> NoReturn:
         raise AssertionError("this test uses the `registry` fixture, so it must not look for installed plugins")
 
     def of(*plugins: str | ModuleType | object) -> Registry:
         modules = [importlib.import_module(plugin) if isinstance(plugin, str) else plugin for plugin in plugins]
         with monkeypatch.context() as patch:
-            patch.setattr(loader, "entry_points", installed)  # says which distribution a given module belongs to
+            patch.setattr(installed, "scan", scan)  # says which distribution a given module belongs to
             return Registry.of(*modules)
 
-    monkeypatch.setattr(loader, "entry_points", refuse)
+    monkeypatch.setattr(installed, "scan", refuse)
     return of

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_core.job import Job
+from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
+
+MakeJob = Callable[..., Job]
+pytestmark = pytest.mark.smoke
+
+
+def run_until(trained: Job, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train and die without any farewell in the middle of step ``step``."""
+
+    class Killed(BaseException):
+        pass
+
+    trainer = quiet(trained)
+    run = trainer.step.executor.run
+
+    def die(pack: Any, scale: Any) -> Any:
+        if trainer.step.optimizer._steps == step:  # type: ignore[attr-defined]
+            raise Killed
+        trainer.step.optimizer._steps += 1  # type: ignore[attr-defined]
+        return run(pack, scale)
+
+    trainer.step.optimizer._steps = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(trainer.step.executor, "run", die)
+    with pytest.raises(Killed):
+        trainer.train()
+
+
+@pytest.mark.parametrize("died_at", [3, 4, 9, 11])
+def test_a_resumed_run_ends_with_identical_weights_moments_metrics_and_log(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, died_at: int
+) -> None:
+    straight, broken = job("run.name=straight"), job("run.name=broken")
+    quiet(straight).train()
+    run_until(broken, died_at, monkeypatch)
+    trainer, notes = noted(broken)
+    trainer.train()
+    assert any("resumed at step" in note for note in notes) == (died_at >= 4)
+    assert_identical(final_tensors(straight), final_tensors(broken))
+    timeless = [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in metrics_of(straight)]
+    assert timeless == [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in metrics_of(broken)]
+
+
+def test_a_finished_run_has_nothing_left_to_do(job: MakeJob) -> None:
+    quiet(job()).train()
+    trainer, notes = noted(job())
+    assert trainer.train().step == 12
+    assert "nothing left to train: the checkpoint is at step 12, the job has 12 steps" in notes
+
+
+def test_a_run_can_be_prolonged(job: MakeJob) -> None:
+    straight, prolonged = job("run.name=straight", "steps=20"), job("run.name=prolonged")
+    quiet(straight).train()
+    quiet(prolonged).train()
+    quiet(job("run.name=prolonged", "steps=20")).train()
+    assert_identical(final_tensors(straight), final_tensors(prolonged))
+    logs = [
+        [(line["step"], line["loss"], line["absolute_error"]) for line in metrics_of(run) if line["step"] % 5 == 0]
+        for run in (straight, prolonged)
+    ]
+    assert logs[0] == logs[1]
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(job: MakeJob) -> None:
+    straight, broken = job("run.name=straight"), job("run.name=broken")
+    quiet(straight).train()
+    quiet(broken).train()
+    newest = broken.run.directory / "checkpoints" / "step-00000012" / "tensors-00000.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[-3] ^= 1
+    newest.write_bytes(content)
+    trainer, notes = noted(broken)
+    trainer.train()
+    assert any(
+        "the checksum of tensors-00000.safetensors is wrong, the file is damaged; trying the one before" in n
+        for n in notes
+    )
+    assert "resumed at step 8 of 12" in notes
+    assert_identical(final_tensors(straight), final_tensors(broken))
+
+
+def test_never_and_must_are_taken_at_their_word(job: MakeJob) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint, but checkpoint.resume is 'must'"):
+        quiet(job("checkpoint.resume=must")).train()
+    quiet(job()).train()
+    with pytest.raises(CheckpointError, match="holds checkpoints, but checkpoint.resume is 'never'"):
+        quiet(job("checkpoint.resume=never")).train()
+
+
+def test_a_checkpoint_of_another_model_is_refused(job: MakeJob) -> None:
+    quiet(job()).train()
+    before = (job().run.directory / "job.yaml").read_text()
+    with pytest.raises(CheckpointError, match=r"is of another model: model.blocks: 2 there, 3 here; restore the job"):
+        quiet(job(model={"name": "toy_model", "blocks": 3})).train()
+    assert (job().run.directory / "job.yaml").read_text() == before
+
+
+def test_a_signal_finishes_the_step_saves_and_stops(job: MakeJob) -> None:
+    straight, stopped = job("run.name=straight"), job("run.name=stopped")
+    quiet(straight).train()
+    trainer, notes = noted(stopped)
+    forward = trainer.step.executor.run
+
+    def interrupt(pack: Any, scale: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return forward(pack, scale)
+
+    trainer.step.executor.run = interrupt  # type: ignore[method-assign]
+    outcome = trainer.train()
+    assert (outcome.status, outcome.step) == ("stopped", 1)
+    assert "SIGTERM: stopped after step 1 of 12 and saved; start again to continue" in notes
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not (stopped.run.directory / "model").exists()
+    quiet(stopped).train()
+    assert_identical(final_tensors(straight), final_tensors(stopped))
+
+
+def test_an_infinite_p_survives_checkpoint_and_resume(job: MakeJob) -> None:
+    quiet(job("gradient_clipping.p=.inf")).train()
+    trainer, notes = noted(job("gradient_clipping.p=.inf", "steps=14"))
+    assert trainer.train().step == 14
+    assert [note for note in notes if note.startswith("changed")] == ["changed since step-00000012: steps: 12 -> 14"]
+
+
+def test_dropout_is_drawn_anew_each_step_and_the_same_after_a_resume(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight, broken = job("run.name=a", "model.dropout=0.5"), job("run.name=b", "model.dropout=0.5")
+    quiet(straight).train()
+    torch.manual_seed(99)
+    run_until(broken, 6, monkeypatch)
+    torch.manual_seed(7)
+    quiet(broken).train()
+    assert_identical(final_tensors(straight), final_tensors(broken))
+    trainer = quiet(job("run.name=c", "model.dropout=0.5", "optimizer.lr=0.0"))
+    pack = trainer.feed.next()
+    assert trainer.step(0, pack).loss != trainer.step(1, pack).loss
+
+
+def test_the_count_of_skipped_steps_survives_a_resume(job: MakeJob) -> None:
+    data = {"name": "toy_data", "nan_at": 2}
+    quiet(job("nonfinite=skip", data=data)).train()
+    quiet(job("nonfinite=skip", "steps=20", data=data)).train()
+    assert metrics_of(job())[-1]["skipped_steps"] == 1
+
+
+def test_trackers_continue_the_run_they_had_even_if_one_failed_in_between(job: MakeJob, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+
+    def train(steps: int, fails_in: str) -> None:
+        tracker = {"name": "toy_tracker", "path": str(calls), "fails_in": fails_in}
+        quiet(job(f"steps={steps}", trackers=[tracker])).train()
+
+    train(4, "nothing")
+    train(8, "open")
+    train(12, "nothing")
+    opened = [line for line in calls.read_text().splitlines() if line.startswith("open")]
+    assert opened == [
+        f"open toy at {n} with {state}" for n, state in ((0, None), (4, {"id": "toy-1"}), (8, {"id": "toy-1"}))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [("seed=5", "is of another run: seed: 0 there, 5 here"), ("precision.parameters=bfloat16", "precision.parameters")],
+)
+def test_what_a_resumed_run_may_not_change_is_refused(job: MakeJob, override: str, text: str) -> None:
+    quiet(job()).train()
+    with pytest.raises(CheckpointError, match=text):
+        quiet(job(override)).train()
+
+
+def test_what_a_resumed_run_does_change_is_said(job: MakeJob) -> None:
+    quiet(job()).train()
+    trainer, notes = noted(job("steps=14", "optimizer.lr=0.01", "batch.size=4"))
+    trainer.train()
+    assert [note.partition(": ")[2] for note in notes if note.startswith("changed since step-00000012")] == [
+        "batch.size: 8 -> 4", "optimizer.lr: 0.05 -> 0.01", "steps: 12 -> 14",
+    ]  # fmt: skip
+
+
+def test_metrics_can_come_and_go_between_resumes(job: MakeJob) -> None:
+    quiet(job("steps=3")).train()
+    quiet(job("steps=6", metrics=[])).train()
+    trainer, notes = noted(job("steps=9"))
+    trainer.train()
+    assert "warning: metric 'toy_metric' is not in step-00000006 and starts anew" in notes
+
+
+def test_after_a_damaged_checkpoint_new_ones_are_kept(job: MakeJob) -> None:
+    broken = job("checkpoint.keep=1", "checkpoint.every=1", "steps=8")
+    quiet(broken).train()
+    checkpoints = broken.run.directory / "checkpoints"
+    (checkpoints / "step-00000012").mkdir()
+    (checkpoints / "step-00000012" / "manifest.json").write_text("{")
+    trainer, notes = noted(job("checkpoint.keep=1", "checkpoint.every=1", "steps=10"))
+    trainer.train()
+    assert any("a damaged checkpoint was set aside as" in note for note in notes)
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000010", "step-00000012.damaged"]
+
+
+def test_two_runs_in_one_directory_are_refused(job: MakeJob) -> None:
+    first, second = quiet(job()), quiet(job())
+    with (
+        first.keeper.store.opened(),
+        pytest.raises(CheckpointError, match=r"in use by another training run.*process \d+"),
+    ):
+        second.train()
+    assert second.train().status == "finished"
