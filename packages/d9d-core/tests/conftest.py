@@ -23,7 +23,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Put a distribution on the path: its metadata, and a plugin module with the given code."""
     monkeypatch.delenv("D9D_PLUGINS", raising=False)
-    before = set(sys.modules)
 
     def put(distribution: str, version: str, code: str, module: str | None = None) -> None:
         module = module or distribution.replace("-", "_") + "_plugin"
@@ -34,8 +33,9 @@ def install(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         (info / "entry_points.txt").write_text(f"[d9d]\nplugin = {module}\n")
 
     yield put
-    for name in set(sys.modules) - before:
-        del sys.modules[name]
+    for name, found in list(sys.modules.items()):
+        if str(getattr(found, "__file__", None)).startswith(str(site)):
+            del sys.modules[name]
 
 
 HEADER = """

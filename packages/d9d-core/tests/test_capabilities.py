@@ -110,6 +110,33 @@ def test_conflicts_are_refused() -> None:
     assert "strategy 'expert_parallel' (acme) does not go together with 'model:blocks'" in reason
 
 
+@pytest.mark.parametrize("token", ["modle:blocks", "model:block", "mesh:xp", "device:", "acme:thing"])
+@pytest.mark.parametrize("field", ["requires", "conflicts", "provides"])
+def test_a_token_nobody_declares_is_an_error_wherever_it_stands(field: str, token: str) -> None:
+    found = registry(strategy(**{field: {token}}))  # type: ignore[arg-type]
+    (verdict,) = judge([Chosen("parallel[0]", found.find("strategy", "expert_parallel"))], found, Circumstances())
+    assert verdict.satisfied is False
+    if field != "requires" or not token.startswith("model:"):
+        assert f"nobody declares the token '{token}'" in verdict.reason
+
+
+def test_declared_tokens_may_be_provided_and_refused() -> None:
+    declared = CapabilitySpec(token="acme:fast_links", summary="provided by the strategy acme_links")
+    assert verdicts(strategy(provides={"acme:fast_links", "strategy:fsdp"}), Circumstances(), declared) == []
+    ((satisfied, _),) = verdicts(strategy(conflicts={"acme:fast_links"}), Circumstances(), declared)  # type: ignore[misc]
+    assert satisfied is True
+
+
+@pytest.mark.parametrize("namespace", ["mesh", "strategy", "device", "import"])
+def test_the_namespaces_of_core_are_reserved(namespace: str) -> None:
+    with pytest.raises(ValueError, match=r"the namespace is d9d-core's; use one of your own"):
+        CapabilitySpec(token=f"{namespace}:thing", summary="x")
+
+
+def test_plugins_may_declare_what_models_offer() -> None:
+    assert CapabilitySpec(token="model:causal_lm", summary="x").key == "model:causal_lm"
+
+
 def test_strategies_are_ordered_by_anchor_then_position_then_listing() -> None:
     specs = [
         strategy("compile", "compile"),
@@ -131,6 +158,11 @@ def test_core_knows_the_tokens_of_its_own_traits() -> None:
 def test_an_unknown_anchor_is_refused(anchor: str) -> None:
     with pytest.raises(ValueError, match="unknown anchor"):
         strategy(anchor=anchor)
+
+
+def test_an_unknown_position_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown position 'beside'; one of before, at, after"):
+        strategy(position="beside")
 
 
 def test_a_string_is_no_set_of_tokens() -> None:

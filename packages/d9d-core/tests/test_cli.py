@@ -128,8 +128,52 @@ def test_plugins_check_finds_references_that_do_not_load(d9d: Run, tmp_path: Pat
     result = d9d("plugins", "check", "--plugin", "dangling.py")
     assert result.returncode == 1
     assert "dangling.py: task 't': config nowhere:C failed to load: ModuleNotFoundError" in result.stdout
-    assert "3 problems" not in result.stdout
     assert "2 problems" in result.stdout
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A plugin whose configs are none."""
+    (tmp_path / "unsound.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    for name, config in (('absent', 'nowhere:C'), ('uu', 'json:loads')):\n"
+        "        yield TaskSpec(name=name, summary='s', config=Ref(config), build=Ref('json:loads'))\n"
+    )
+    return tmp_path / "unsound.py"
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_record_without_a_config_spoils_no_command(d9d: Run) -> None:
+    result = d9d("schema", "--plugin", "unsound.py")
+    assert result.returncode == 0, result.stderr
+    schema = json.loads(result.stdout.rpartition("}")[0] + "}")
+    assert schema["properties"]["task"]["anyOf"][0] == {"enum": ["toy_task"]}
+    assert "task 'uu' (unsound.py): its config json:loads is no subclass of" in result.stderr
+    assert "task 'absent' (unsound.py): its config nowhere:C failed to load" in result.stderr
+
+    result = d9d("plugins", "check", "unsound.py", "--plugin", "unsound.py", "--json")
+    assert result.returncode == 1, result.stderr
+    problems = [finding["problem"] for finding in json.loads(result.stdout.rpartition("}")[0] + "}")["problems"]]
+    assert len(problems) == 2
+    assert problems[0].startswith("task 'absent': config nowhere:C failed to load: ModuleNotFoundError")
+    assert problems[1].startswith("task 'uu' (unsound.py): its config json:loads is no subclass of")
+
+    for arguments in (["plugins", "show", "uu"], ["plugins", "show", "uu", "--json"], ["train", "job.yaml"]):
+        override = ["--set", "task=uu"] if arguments[0] == "train" else []
+        result = d9d(*arguments, *override, "--plugin", "unsound.py")
+        assert result.returncode == 2, arguments
+        assert "its config json:loads is no subclass of" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_kernel_needs_no_torch_to_be_refused(d9d: Run) -> None:
+    for command in ("train", "check"):
+        result = d9d(command, "job.yaml", "--set", "kernels.attention=spda")
+        assert result.returncode == 2
+        assert "error: kernels.attention: unknown kernel 'attention.spda'" in result.stderr
+        assert result.stdout.splitlines()[-1] == "False"
 
 
 def test_schema_is_json_and_knows_the_plugins(d9d: Run) -> None:
@@ -150,31 +194,3 @@ def test_doctor_runs_checks_and_reports_broken_plugins(d9d: Run, tmp_path: Path)
     result = d9d("doctor", "--plugin", "sick.py")
     assert result.returncode == 1
     assert "no  sick: the check failed: ModuleNotFoundError" in result.stdout
-
-
-def test_plugins_add_commands_that_are_imported_when_used(
-    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from d9d_core.cli.main import main
-
-    install(
-        "acme-tools",
-        "1.0",
-        """
-        @hookimpl
-        def d9d_commands():
-            yield CommandSpec(name="greet", summary="Greets somebody.", app=Ref("acme_greet:app"))
-        """,
-    )
-    (tmp_path / "site" / "acme_greet.py").write_text(
-        "import typer\napp = typer.Typer()\n@app.command()\ndef greet(name: str, loud: bool = False):\n"
-        "    print(f'hello {name}' + '!' * loud)\n"
-    )
-    monkeypatch.setenv("D9D_PLUGINS", "acme-tools")
-    for arguments, expected in ((["--help"], "Greets somebody."), (["greet", "you", "--loud"], "hello you!")):
-        monkeypatch.setattr(sys, "argv", ["d9d", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        assert caught.value.code == 0
-        assert expected in capsys.readouterr().out
-        assert ("acme_greet" in sys.modules) == (arguments[0] == "greet")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import PluginError
-from d9d_core.plugin import Manifest, PluginPolicy, Registry, discover
+from d9d_core.plugin import PluginPolicy, Registry, discover, installed
 from d9d_core.plugin.known import KnownPlugins
 
 Install = Callable[..., None]
-ACME = frozenset({"acme-moe", "other-moe"})
+OURS = {"acme-moe", "d9d-moe", "d9d-pipeline", "other"}
 ONE = """
 @hookimpl
 def d9d_strategies():
@@ -22,9 +23,14 @@ KNOWN = KnownPlugins(
 )
 
 
+def ours(**kwargs: object) -> PluginPolicy:
+    """Only what a test installed: the environment of the tests has plugins of its own."""
+    present = {candidate.origin.distribution for candidate in installed.scan()}
+    return PluginPolicy(allow=frozenset(OURS & present), **kwargs)  # type: ignore[arg-type]
+
+
 def find(name: str, kind: str = "strategy", **kwargs: object) -> object:
-    policy = PluginPolicy(allow=frozenset({"acme-moe", "d9d-moe", "d9d-pipeline", "other"}), **kwargs)  # type: ignore[arg-type]
-    return discover(policy, known=KNOWN).find(kind, name)
+    return discover(ours(**kwargs), known=KNOWN).find(kind, name)
 
 
 def message(name: str, kind: str = "strategy", **kwargs: object) -> str:
@@ -88,7 +94,7 @@ def test_a_broken_plugin_that_is_named_is_an_error_with_its_cause(install: Insta
 def test_a_broken_plugin_that_nobody_named_leaves_the_others_alone(install: Install) -> None:
     install("other", "1.0", "1 / 0")
     install("acme-moe", "9.9", ONE)
-    registry = discover(PluginPolicy(allow=frozenset({"acme-moe", "other"})))
+    registry = discover(ours())
     assert registry.find("strategy", "expert_parallel")
     assert [str(p) for p in registry.problems] == ["other 1.0: failed to import: ZeroDivisionError('division by zero')"]
 
@@ -175,97 +181,85 @@ def test_blocked_plugins_are_not_imported_and_say_so(install: Install) -> None:
     )
 
 
-def test_no_plugins_loads_only_core(install: Install) -> None:
-    install("d9d-moe", "0.1.0", ONE)
-    registry = discover(PluginPolicy(autoload=False))
-    assert {origin.distribution for origin in registry.plugins} == {"d9d-core"}
-    assert registry.find("tracker", "jsonl")
-
-
-def test_a_required_plugin_must_be_there() -> None:
-    with pytest.raises(PluginError, match=r"plugins.require: acme is not installed; install it with: pip install acme"):
-        discover(PluginPolicy(require=frozenset({"acme"})))
-
-
 def test_a_required_plugin_must_load(install: Install) -> None:
     install("acme-moe", "9.9", "1 / 0")
     with pytest.raises(PluginError, match=r"plugins.require: acme-moe 9.9: failed to import"):
-        discover(PluginPolicy(require=frozenset({"acme-moe"}), allow=ACME))
-
-
-def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from d9d_core.plugin import *\n"
-        "class Config: pass\n"
-        "@hookimpl\n"
-        "def d9d_tasks():\n"
-        "    ref = Ref(f'{__name__}:Config')\n"
-        "    yield TaskSpec(name='mine', summary='x', config=ref, build=ref)\n"
-    )
-    policy = PluginPolicy(autoload=False, files=(file,))
-    registry = discover(policy)
-    entry = registry.find("task", "mine")
-    assert entry.spec.config.load().__name__ == "Config"  # type: ignore[union-attr]
-    first = Manifest.of(registry)
-    file.write_text(file.read_text() + "# changed\n")
-    second = Manifest.of(discover(policy))
-    assert first.digest != second.digest
-    (line,) = first.differences(second, "rank 0 (node-a)", "rank 12 (node-b)")
-    assert line.startswith("mine.py: rank 0 (node-a) sha256 ")
-
-
-def test_a_single_file_that_fails_is_an_error_with_its_cause(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("import a_module_that_is_not_there")
-    with pytest.raises(PluginError, match=r"mine.py: failed to import") as caught:
-        discover(PluginPolicy(autoload=False, files=(file,)))
-    assert isinstance(caught.value.origin, ModuleNotFoundError)
-
-
-def test_an_absent_plugin_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"plugin file .*nope.py: No such file or directory; give the path"):
-        discover(PluginPolicy(files=(tmp_path / "nope.py",)))
-
-
-def test_manifests_name_both_versions(install: Install) -> None:
-    a = Manifest({"moe": {"version": "0.1.0", "editable": False, "sha256": ""}})
-    b = Manifest({"moe": {"version": "0.1.1", "editable": False, "sha256": ""}})
-    assert a.differences(b, "rank 0", "rank 1") == ["moe: rank 0 0.1.0, rank 1 0.1.1"]
-    assert a.differences(Manifest({}), "checkpoint", "now") == ["moe: checkpoint 0.1.0, now not loaded"]
-    assert a.differences(a, "x", "y") == []
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", PluginPolicy()),
-        ("none", PluginPolicy(autoload=False)),
-        ("-Acme_Moe", PluginPolicy(block=frozenset({"acme-moe"}))),
-        ("d9d-moe, ./x.py", PluginPolicy(allow=frozenset({"d9d-moe"}), files=(Path("x.py"),))),
-    ],
-)
-def test_the_environment_restricts_plugins(text: str, expected: PluginPolicy) -> None:
-    assert PluginPolicy.from_environment({"D9D_PLUGINS": text}) == expected
-
-
-def test_policies_combine_to_the_stricter() -> None:
-    both = PluginPolicy(allow=frozenset("ab")) | PluginPolicy(allow=frozenset("bc"), block=frozenset("x"), strict=True)
-    assert both == PluginPolicy(allow=frozenset("b"), block=frozenset("x"), strict=True)
+        discover(ours(require=frozenset({"acme-moe"})))
 
 
 def test_the_order_on_disk_decides_nothing(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    import d9d_core.plugin.loader as loader
-
     for name in ("other", "acme-moe", "d9d-moe"):
         install(name, "1.0", f"@hookimpl\ndef d9d_strategies(): yield strategy('{name.replace('-', '_')}')")
-    policy = PluginPolicy(allow=frozenset({"other", "acme-moe", "d9d-moe"}))
-    forward = discover(policy)
-    points = list(loader.entry_points(group="d9d"))
-    monkeypatch.setattr(loader, "entry_points", lambda group: list(reversed(points)) * 2)
-    backward = discover(policy)
+    forward = discover(ours())
+    listed = list(importlib.metadata.distributions())
+    monkeypatch.setattr(installed, "distributions", lambda: list(reversed(listed)) * 2)
+    backward = discover(ours())
+    assert len(forward.entries("strategy")) == 3
     assert [str(e) for e in forward.entries()] == [str(e) for e in backward.entries()]
     assert [str(o) for o in forward.plugins] == [str(o) for o in backward.plugins]
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "@hookimpl\ndef d9d_strategies(): raise SystemExit(0)"])
+def test_a_plugin_cannot_end_the_program(install: Install, code: str) -> None:
+    install("other", "1.0", code)
+    install("acme-moe", "9.9", ONE)
+    registry = discover(ours())
+    assert registry.find("strategy", "expert_parallel")
+    (problem,) = registry.problems
+    assert "SystemExit(0)" in str(problem)
+    assert isinstance(problem.error, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("METADATA", None),
+        ("METADATA", "Metadata-Version: 2.1\nName: other\n"),
+        ("entry_points.txt", "[d9d]\nno equals sign\n"),
+        ("entry_points.txt", "[d9d]\nplugin = !!!\n"),
+        ("direct_url.json", "{"),
+        ("direct_url.json", "null"),
+    ],
+)
+def test_a_damaged_distribution_leaves_the_others_alone(
+    install: Install, site: Path, file: str, content: str | None
+) -> None:
+    install("acme-moe", "9.9", ONE)
+    install("other", "1.0", ONE)
+    damaged = site / "other-1.0.dist-info" / file
+    damaged.unlink(missing_ok=True)
+    if content is not None:
+        damaged.write_text(content)
+    registry = discover(ours())
+    assert str(registry.find("strategy", "expert_parallel")) == "'expert_parallel' (acme-moe 9.9)"
+    (problem,) = registry.problems
+    assert str(problem).startswith("other 1.0: has damaged metadata: ")
+    assert discover(PluginPolicy(block=frozenset({"other"}), autoload=False)).problems == ()
+
+
+def test_a_damaged_distribution_that_declares_no_plugin_is_nobodys_business(install: Install, site: Path) -> None:
+    install("other", "1.0", "")
+    (site / "other-1.0.dist-info" / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
+    assert discover(PluginPolicy(autoload=False)).problems == ()
+
+
+def test_a_selectors_distribution_is_read_like_packaging_tools_read_it(install: Install) -> None:
+    install("acme-moe", "9.9", ONE)
+    assert str(find("Acme_MoE/expert_parallel")) == "'expert_parallel' (acme-moe 9.9)"
+
+
+def test_a_distribution_that_nobody_knows_is_not_advertised(install: Install) -> None:
+    install("acme-moe", "9.9", ONE)
+    assert message("evil-pkg/expert_parallel") == (
+        "no plugin 'evil-pkg' is installed; 'expert_parallel' is offered by acme-moe 9.9"
+    )
+    assert message("evil-pkg/zbv", "schedule") == (
+        "no plugin 'evil-pkg' is installed; 'zbv' comes from d9d-pipeline; install it with: pip install d9d-pipeline"
+    )
+    assert message("evil-pkg/nothing") == "no plugin 'evil-pkg' is installed; installed: acme-moe, d9d-core"
+    assert message("D9D_moe/expert_parallel") == (
+        "strategy 'expert_parallel' comes from d9d-moe; install it with: pip install d9d-moe"
+    )
 
 
 def test_a_registry_of_explicit_plugins_discovers_nothing(install: Install) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from functools import cached_property
 from typing import Any
 
 import typer.core
@@ -10,37 +12,69 @@ import typer.core
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import CommandSpec
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import Entry, Registry, plugin_error
 
 
 class PluginGroup(typer.core.TyperGroup):
-    """Core's commands, and those that plugins declare."""
+    """Core's commands, and those that plugins declare. Core's always win."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names in the order in which help shows them."""
-        return [*super().list_commands(ctx), *sorted(_declared())]
+        """Names in the order in which help shows them; a name of several plugins with its distributions."""
+        return [*super().list_commands(ctx), *self._selectors]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, from core or from a plugin."""
+        """The command, from core or from a plugin.
+
+        Raises:
+            PluginError: several plugins declare it.
+        """
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        spec = _declared().get(cmd_name)
-        return None if spec is None else _Lazy(spec)
+        names = {entry.spec.key for entry in self._registry.entries("command")}
+        if cmd_name.rpartition("/")[2] not in names:
+            return None  # the usual message, which suggests near names
+        return _Lazy(cmd_name, self._registry.find("command", cmd_name))
+
+    @cached_property
+    def _registry(self) -> Registry:
+        return discover(PluginPolicy.from_environment(os.environ))
+
+    @cached_property
+    def _selectors(self) -> list[str]:
+        entries = [entry for entry in self._registry.entries("command") if entry.spec.key not in self.commands]
+        names = [entry.spec.key for entry in entries]
+        return sorted(
+            entry.spec.key if names.count(entry.spec.key) == 1 else f"{entry.origin.distribution}/{entry.spec.key}"
+            for entry in entries
+        )
 
 
-def _declared() -> dict[str, CommandSpec]:
-    registry = discover(PluginPolicy.from_environment(os.environ))
-    return {entry.spec.name: entry.spec for entry in registry.entries("command") if isinstance(entry.spec, CommandSpec)}
+def shadowed_commands(registry: Registry, own: Collection[str]) -> list[str]:
+    """One message per plugin's command that cannot run because core has one of that name."""
+    return [
+        f"command {entry} is hidden by d9d's own; only a new release of the plugin can rename it"
+        for entry in registry.entries("command")
+        if entry.spec.key in own
+    ]
 
 
 class _Lazy(typer.core.TyperCommand):
     """A command that imports the plugin's application when it runs and hands all arguments on, ``--help`` included."""
 
-    def __init__(self, spec: CommandSpec) -> None:
+    def __init__(self, name: str, entry: Entry) -> None:
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-        super().__init__(spec.name, context_settings=settings, help=spec.summary, add_help_option=False)
-        self._spec = spec
+        super().__init__(name, context_settings=settings, help=entry.spec.summary, add_help_option=False)
+        self._entry = entry
 
     def invoke(self, ctx: Any) -> Any:
         """Run the plugin's application."""
-        return self._spec.app.load()(args=list(ctx.args), prog_name=f"d9d {self._spec.name}")
+        assert isinstance(self._entry.spec, CommandSpec)
+        reference = self._entry.spec.app
+        try:
+            run = reference.load()
+        except FOREIGN_FAILURES as error:
+            text = f"command {self._entry}: its app {reference} failed to load: {error!r}"
+            raise plugin_error(text, error) from error
+        return run(args=list(ctx.args), prog_name=f"d9d {self.name}")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rich.text import Text
 
+from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.output import console_for
 from d9d_core.plugin.records import HealthCheckSpec
+from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import Health
 
@@ -31,22 +35,28 @@ def check_device() -> Health:
     return Health(True, f"{torch.accelerator.device_count()} x {device.type}")
 
 
-def examine(registry: Registry) -> bool:
-    """Run every health check and report every plugin problem; false if anything is wrong."""
+def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
+    """Run every health check and report every plugin problem; false if anything is wrong.
+
+    Args:
+        registry: what is installed.
+        own_commands: core's sub-commands, which hide those of plugins.
+    """
     console = console_for()
     sound = True
     for entry in registry.entries("health check"):
         assert isinstance(entry.spec, HealthCheckSpec)
         try:
             health: Health = entry.spec.run.load()()
-        except Exception as error:
+        except FOREIGN_FAILURES as error:
             health = Health(False, f"the check failed: {error!r}")
         sound &= health.ok
         console.print(_line(health.ok, f"{entry.spec.name}: {health.message}"))
     for origin in registry.plugins:
         editable = ", editable" if origin.editable else ""
         console.print(_line(True, f"plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)"))
-    for text in [f"plugin {problem}" for problem in registry.problems] + registry.conflicts():
+    problems = [f"plugin {problem}" for problem in registry.problems]
+    for text in problems + registry.conflicts() + shadowed_commands(registry, own_commands):
         sound = False
         console.print(_line(False, text))
     for distribution, reason in registry.blocked.items():

@@ -40,10 +40,10 @@ def main() -> None:
         if error.origin is not None:
             traceback.print_exception(error.origin)
         for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)  # noqa: T201
+            _say(f"error: {line}")
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)  # noqa: T201
+        _say("interrupted")
         sys.exit(130)
 
 
@@ -69,7 +69,11 @@ def _discover(files: list[Path], no_plugins: bool, strict: bool) -> Any:
 
 def _warn(registry: Any) -> None:
     for problem in registry.problems:
-        print(f"warning: {problem} (see d9d doctor)", file=sys.stderr)  # noqa: T201
+        _say(f"warning: {problem} (see d9d doctor)")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201
 
 
 def _version(wanted: bool) -> None:
@@ -141,7 +145,10 @@ def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
 
     from d9d_core.config.schema import job_schema
 
-    typer.echo(json.dumps(job_schema(_discover(plugin, no_plugins, strict=False)), indent=1))
+    registry = _discover(plugin, no_plugins, strict=False)
+    _warn(registry)
+    schema = job_schema(registry, skipped=lambda error: _say(f"warning: {error}; left out of the schema"))
+    typer.echo(json.dumps(schema, indent=1))
 
 
 @app.command()
@@ -149,7 +156,8 @@ def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
     """Is this machine ready, and are all plugins sound? Exit status 1 if not."""
     from d9d_core.cli.health import examine
 
-    if not examine(_discover(plugin, no_plugins, strict=False)):
+    own = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    if not examine(_discover(plugin, no_plugins, strict=False), own):
         raise typer.Exit(1)
 
 

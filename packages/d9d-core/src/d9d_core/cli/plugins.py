@@ -11,8 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from d9d_core.cli.output import console_for
+from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
+from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
+from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Entry, Registry
 
 
@@ -40,7 +43,7 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
     entries = [
         entry
         for entry in registry.entries()
-        if entry.spec.key == name and distribution in ("", entry.origin.distribution)
+        if entry.spec.key == name and (not distribution or entry.origin.is_called(distribution))
     ]
     if not entries:
         names = ", ".join(sorted({entry.spec.key for entry in registry.entries()}))
@@ -53,17 +56,26 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
         _print_detail(console, entry)
 
 
-def check_plugins(registry: Registry, distribution: str | None, as_json: bool) -> bool:
-    """Load everything that records refer to; false if anything is broken."""
-    known = {origin.distribution for origin in registry.plugins} | {p.origin.distribution for p in registry.problems}
-    if distribution is not None and distribution not in known:
-        raise PluginError(f"no plugin '{distribution}'; loaded: {', '.join(sorted(known))}")
+def check_plugins(registry: Registry, name: str | None, as_json: bool) -> bool:
+    """Load everything that the records of one plugin, or of all, refer to; false if anything is broken.
+
+    Raises:
+        PluginError: no plugin has that name.
+    """
+    origins = [*registry.plugins, *(problem.origin for problem in registry.problems)]
+    chosen = {origin.distribution for origin in origins if name is None or origin.is_called(name)}
+    if not chosen:
+        known = ", ".join(sorted({origin.distribution for origin in origins}))
+        reason = registry.blocked.get(normalise(name or ""))
+        raise PluginError(
+            f"plugin '{name}' is not loaded: {reason}" if reason else f"no plugin '{name}'; loaded: {known}"
+        )
     findings = [
         {"plugin": str(problem.origin), "problem": problem.text}
         for problem in registry.problems
-        if distribution in (None, problem.origin.distribution)
+        if problem.origin.distribution in chosen
     ]
-    entries = [entry for entry in registry.entries() if distribution in (None, entry.origin.distribution)]
+    entries = [entry for entry in registry.entries() if entry.origin.distribution in chosen]
     for entry in entries:
         findings += [{"plugin": str(entry.origin), "problem": text} for text in _broken_references(entry)]
     if as_json:
@@ -79,14 +91,18 @@ def check_plugins(registry: Registry, distribution: str | None, as_json: bool) -
 def _broken_references(entry: Entry) -> Iterator[str]:
     if isinstance(entry.spec, CapabilitySpec):
         return
-    for field, ref in entry.spec.refs().items():
+    broken = []
+    for field, reference in entry.spec.refs().items():
         try:
-            value = ref.load()
-        except Exception as error:
-            yield f"{entry.kind.name} '{entry.spec.key}': {field} {ref} failed to load: {error!r}"
-            continue
-        if field == "config" and value.model_fields["name"].default != entry.spec.name:
-            yield f"{entry.kind.name} '{entry.spec.key}': the name of {ref} is {value.model_fields['name'].default!r}"
+            reference.load()
+        except FOREIGN_FAILURES as error:
+            broken.append(field)
+            yield f"{entry.kind.name} '{entry.spec.key}': {field} {reference} failed to load: {error!r}"
+    if isinstance(entry.spec, ConfiguredSpec) and "config" not in broken:
+        try:
+            config_schema(entry)
+        except PluginError as error:
+            yield str(error)
 
 
 def _summary(entry: Entry) -> dict[str, Any]:
@@ -105,7 +121,7 @@ def _detail(entry: Entry) -> dict[str, Any]:
         detail |= {word: sorted(getattr(entry.spec, word)) for word in ("requires", "provides", "conflicts")}
         detail["references"] = {field: str(ref) for field, ref in entry.spec.refs().items()}
     if isinstance(entry.spec, ConfiguredSpec):
-        detail["config"] = entry.spec.config.load().model_json_schema()
+        detail["config"] = config_schema(entry)
     return detail
 
 
@@ -120,7 +136,7 @@ def _print_detail(console: Console, entry: Entry) -> None:
     if not isinstance(entry.spec, ConfiguredSpec):
         return
     table = Table("field", "type", "default", "meaning", box=None, header_style="bold", padding=(0, 2))
-    for name, field in entry.spec.config.load().model_fields.items():
+    for name, field in load_config(entry).model_fields.items():
         default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
         kind = getattr(field.annotation, "__name__", None) or str(field.annotation).replace("typing.", "")
         table.add_row(name, kind, default, field.description or "")

@@ -15,7 +15,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError
 from d9d_core.loop.kernels import KernelChoice, bind_kernels
 from d9d_core.loop.selection import Selection
-from d9d_core.plugin.capabilities import Chosen
+from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import ConfiguredSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import Applied, PeftMethod, Stage, Strategy
@@ -41,7 +41,9 @@ class Assembly:
     trainable: frozenset[str]
 
 
-def assemble(job: JobConfig, selection: Selection, registry: Registry, topology: Topology) -> Assembly:
+def assemble(
+    job: JobConfig, selection: Selection, registry: Registry, topology: Topology, circumstances: Circumstances
+) -> Assembly:
     """Build the stage, bind kernels, inject the fine-tuning method, apply strategies in the order of their anchors.
 
     Raises:
@@ -51,7 +53,8 @@ def assemble(job: JobConfig, selection: Selection, registry: Registry, topology:
         stage = build_part(selection.model, job.model, Stage())
     assert isinstance(stage, nn.Module)
     compute = job.precision.autocast or job.precision.parameters
-    kernels = bind_kernels(stage, registry, job.kernels, topology.device.type, compute)
+    judge = Judge(selection.all(), registry, circumstances)
+    kernels = bind_kernels(stage, registry, job.kernels, topology.device.type, compute, judge.verdicts)
     peft: PeftMethod | None = None
     trainable = frozenset(name for name, _ in stage.named_parameters())
     if selection.peft and job.peft:

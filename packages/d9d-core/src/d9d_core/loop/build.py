@@ -53,7 +53,7 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     events = ev.Events([build_part(chosen, config) for chosen, config in selection.subscribers])
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
-    assembly = assemble(job, selection, registry, topology)
+    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = build_lr_schedule(job, selection)
     task: Task = build_part(selection.task, job.task)
     store = CheckpointStore(job.run.directory / "checkpoints", job.checkpoint.keep)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from d9d_core.errors import BuildError
 from d9d_core.ops import Decision, OpSignature, OpSlot
+from d9d_core.plugin.capabilities import Chosen, Verdict
+from d9d_core.plugin.kernels import REFERENCE, find_kernel
 from d9d_core.plugin.records import KernelSpec
 from d9d_core.plugin.registry import Entry, Registry
 from d9d_core.traits import HasOps, modules_with
 
-REFERENCE = "reference"
+Judgement = Callable[[Chosen], Iterable[Verdict]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class KernelChoice:
         sites: names of the modules that call it with this signature.
         backend: the chosen backend.
         supplied_by: its distribution, empty for the reference.
-        considered: every backend's answer.
+        considered: every backend's answer, by name; by distribution/name where several distributions use one name.
     """
 
     op: str
@@ -36,9 +39,16 @@ class KernelChoice:
 
 
 def bind_kernels(
-    stage: nn.Module, registry: Registry, requested: Mapping[str, str], device: str, dtype: str
+    stage: nn.Module,
+    registry: Registry,
+    requested: Mapping[str, str],
+    device: str,
+    dtype: str,
+    judge: Judgement,
 ) -> list[KernelChoice]:
     """Bind a backend to every op slot of the stage.
+
+    Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0.
 
     Args:
         stage: the model.
@@ -46,6 +56,7 @@ def bind_kernels(
         requested: op -> backend; one asked for by name must run.
         device: device type.
         dtype: dtype of the tensors the ops meet.
+        judge: whether the capabilities that a backend requires and refuses let it run here.
 
     Raises:
         BuildError: a requested backend refuses, or the model calls no such op.
@@ -64,48 +75,56 @@ def bind_kernels(
     for site, slot in slots:
         groups.setdefault((slot.op, repr(sorted(slot.static.items()))), []).append((site, slot))
     return [
-        _bind(registry, requested.get(op), same, OpSignature(op, device, dtype, same[0][1].static))
+        _bind(registry, requested.get(op), same, OpSignature(op, device, dtype, same[0][1].static), judge)
         for (op, _), same in groups.items()
     ]
 
 
 def _bind(
-    registry: Registry, requested: str | None, same: list[tuple[str, OpSlot]], signature: OpSignature
+    registry: Registry, requested: str | None, same: list[tuple[str, OpSlot]], signature: OpSignature, judge: Judgement
 ) -> KernelChoice:
     sites = tuple(site for site, _ in same)
+    offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
+    answers = {entry: _ask(entry, signature, judge) for entry in offers}
+    names = Counter(entry.spec.key for entry in offers)
     considered = {REFERENCE: Decision(True, "runs everywhere")}
-    offers = {entry.spec.name: entry for entry in registry.entries("kernel") if entry.spec.op == signature.op}  # type: ignore[union-attr]
-    for name, entry in offers.items():
-        considered[name] = _ask(entry, signature)
-    if requested is not None:
-        chosen = _requested(registry, requested, signature, considered)
+    considered |= {_label(entry, unique=names[entry.spec.key] == 1): answers[entry] for entry in offers}
+    if requested is None:
+        chosen = _best(answers)
     else:
-        accepted = {name: d.priority for name, d in considered.items() if d.accept}
-        chosen = max(accepted, key=lambda name: (accepted[name], name))
-    if chosen == REFERENCE:
+        chosen = find_kernel(registry, signature.op, requested)
+        if chosen is not None and not answers[chosen].accept:
+            text = f"'{requested}' ({chosen.origin}) cannot run here: {answers[chosen].reason}"
+            raise BuildError(f"kernels.{signature.op}: {text}")
+    if chosen is None:
         return KernelChoice(signature.op, sites, REFERENCE, "", considered)
-    spec = offers[chosen].spec
-    assert isinstance(spec, KernelSpec)
-    function = spec.build.load()(signature)
+    assert isinstance(chosen.spec, KernelSpec)
+    function = chosen.spec.build.load()(signature)
     for _, slot in same:
-        slot.bind(chosen, function)
-    return KernelChoice(signature.op, sites, chosen, str(offers[chosen].origin), considered)
+        slot.bind(chosen.spec.name, function)
+    return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), considered)
 
 
-def _requested(registry: Registry, name: str, signature: OpSignature, considered: Mapping[str, Decision]) -> str:
-    if name == REFERENCE:
-        return name
-    distribution, _, backend = name.rpartition("/")
-    entry = registry.find("kernel", f"{distribution}/{signature.op}.{backend}".lstrip("/"))
-    decision = considered[entry.spec.name] if isinstance(entry.spec, KernelSpec) else None
-    if decision is None or not decision.accept:
-        reason = decision.reason if decision else "it is no kernel"
-        raise BuildError(f"kernels.{signature.op}: '{name}' ({entry.origin}) cannot run here: {reason}")
-    return backend
-
-
-def _ask(entry: Entry, signature: OpSignature) -> Decision:
+def _label(entry: Entry, *, unique: bool) -> str:
     assert isinstance(entry.spec, KernelSpec)
+    return entry.spec.name if unique else f"{entry.origin.distribution}/{entry.spec.name}"
+
+
+def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
+    """The accepting backend with the highest priority; of equals, the first by distribution and name."""
+    accepted = [entry for entry, decision in answers.items() if decision.accept and decision.priority > 0]
+    return min(
+        accepted, key=lambda e: (-answers[e].priority, e.origin.distribution, e.spec.key, e.origin.module), default=None
+    )
+
+
+def _ask(entry: Entry, signature: OpSignature, judge: Judgement) -> Decision:
+    assert isinstance(entry.spec, KernelSpec)
+    unmet = [
+        verdict.reason for verdict in judge(Chosen(f"kernels.{signature.op}", entry)) if verdict.satisfied is False
+    ]
+    if unmet:
+        return Decision(False, "; ".join(unmet))
     try:
         decision: Decision = entry.spec.supports.load()(signature)
     except ImportError as error:

@@ -70,7 +70,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     verdicts = check_capabilities(selection, registry, circumstances)
     build_lr_schedule(job, selection)
     build_part(selection.task, job.task)
-    assembly = assemble(job, selection, registry, topology)
+    assembly = assemble(job, selection, registry, topology, circumstances)
     parameters = dict(assembly.stage.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if name in assembly.trainable}
     optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)

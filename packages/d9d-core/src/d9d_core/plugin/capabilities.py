@@ -6,6 +6,8 @@ strategy:NAME        the strategy is in the job
 device:TYPE[>=X.Y]   training runs on this device type, with at least this compute capability
 import:MODULE        the Python module can be imported
 anything else        declared by a plugin through ``d9d_capabilities`` and provided by a chosen record
+
+A token that nobody declares is an error wherever it stands: it is misspelt, or a plugin is missing.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from d9d_core.plugin.records import ANCHORS, Spec, StrategySpec
+from d9d_core.plugin.records import ANCHORS, POSITIONS, Spec, StrategySpec
 from d9d_core.plugin.registry import Entry, Registry
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 #: Traits that core itself knows; see :mod:`d9d_core.traits`.
 MODEL_TRAITS = ("late_init", "blocks", "tensor_parallel", "context_parallel", "pipeline", "ops")
+_UNDECLARED = "nobody declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
 
@@ -64,13 +67,9 @@ class Verdict:
 
 
 def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
-    """Check what every chosen record requires and refuses."""
-    judge_ = _Judge(chosen, registry, circumstances)
-    verdicts = []
-    for item in chosen:
-        verdicts += [judge_.required(item, token) for token in sorted(item.spec.requires)]
-        verdicts += [judge_.refused(item, token) for token in sorted(item.spec.conflicts)]
-    return verdicts
+    """Check what every chosen record requires, refuses and provides."""
+    judge_ = Judge(chosen, registry, circumstances)
+    return [verdict for item in chosen for verdict in judge_.verdicts(item)]
 
 
 def order(strategies: Iterable[Chosen]) -> list[Chosen]:
@@ -78,12 +77,20 @@ def order(strategies: Iterable[Chosen]) -> list[Chosen]:
 
     def key(item: Chosen) -> tuple[int, int]:
         assert isinstance(item.spec, StrategySpec)
-        return ANCHORS.index(item.spec.anchor), ("before", "at", "after").index(item.spec.position)
+        return ANCHORS.index(item.spec.anchor), POSITIONS.index(item.spec.position)
 
     return sorted(strategies, key=key)
 
 
-class _Judge:
+class Judge:
+    """Judges records in the company of the chosen ones.
+
+    Args:
+        chosen: the records of the job.
+        registry: knows which tokens are declared.
+        circumstances: what the job runs on.
+    """
+
     def __init__(self, chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> None:
         self._chosen = chosen
         self._circumstances = circumstances
@@ -95,13 +102,26 @@ class _Judge:
             if item.entry.kind.name == "strategy":
                 self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
 
-    def required(self, item: Chosen, token: str) -> Verdict:
+    def verdicts(self, item: Chosen) -> list[Verdict]:
+        """One for each token that the record requires or refuses, and for each it provides that nobody declares."""
+        return [
+            *(self._required(item, token) for token in sorted(item.spec.requires)),
+            *(self._refused(item, token) for token in sorted(item.spec.conflicts)),
+            *(self._undeclared(item, token) for token in sorted(item.spec.provides) if not self._known(token)),
+        ]
+
+    def _required(self, item: Chosen, token: str) -> Verdict:
         satisfied, reason = self._holds(token)
         if satisfied is False:
             reason = self._complaint(item, token, reason)
         return Verdict(item, token, satisfied, reason)
 
-    def refused(self, item: Chosen, token: str) -> Verdict:
+    def _undeclared(self, item: Chosen, token: str) -> Verdict:
+        return Verdict(item, token, False, f"{item.entry.kind.name} {item.entry}: {_UNDECLARED.format(token)}")
+
+    def _refused(self, item: Chosen, token: str) -> Verdict:
+        if not self._known(token):
+            return self._undeclared(item, token)
         holds, reason = self._holds(token)
         name = f"{item.entry.kind.name} {item.entry}"
         text = (
@@ -141,7 +161,18 @@ class _Judge:
             return False, "the model does not declare it"
         if token in self._declared:
             return False, self._declared[token]
-        return False, f"nobody declares the token '{token}'; it may be misspelt, or a plugin is missing"
+        return False, _UNDECLARED.format(token)
+
+    def _known(self, token: str) -> bool:
+        namespace, _, word = token.partition(":")
+        core = {
+            "mesh": word in MESH_AXES,
+            "model": word in MODEL_TRAITS,
+            "strategy": bool(word),
+            "device": bool(_DEVICE.fullmatch(token)),
+            "import": bool(word),
+        }
+        return core.get(namespace, False) or token in self._declared
 
     def _device(self, match: re.Match[str]) -> tuple[bool | None, str]:
         kind, major, minor = match.groups()

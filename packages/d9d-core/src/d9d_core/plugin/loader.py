@@ -6,25 +6,23 @@ Order never decides anything: candidates are sorted, and two plugins that declar
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import json
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib.metadata import Distribution, entry_points, version
-from pathlib import Path
+from importlib.metadata import version
 
 import pluggy
 
 from d9d_core.errors import PluginError
-from d9d_core.plugin import hooks
+from d9d_core.plugin import hooks, installed
 from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.policy import PluginPolicy, normalise
-from d9d_core.plugin.registry import Entry, Origin, Problem, Record, Registry
+from d9d_core.plugin.policy import CORE, PluginPolicy
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import Entry, Origin, Problem, Record, Registry, plugin_error
+from d9d_core.plugin.single_file import file_plugin
 
 BUILTINS = "d9d_core.builtins"
 _HEAVY = ("torch", "pydantic")
@@ -34,20 +32,24 @@ def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None =
     """Load core's own records, the installed plugins that ``policy`` admits, and its single-file plugins.
 
     Raises:
-        PluginError: a required plugin is missing or broken; a single-file plugin cannot be loaded; with ``strict``, any
-            problem.
+        PluginError: the policy names a plugin that is not installed; a required plugin is missing or broken; a
+            single-file plugin cannot be loaded; with ``strict``, any problem.
     """
     policy = policy or PluginPolicy()
     collector = _Collector(known or KnownPlugins.shipped())
     collector.add(_core_origin(), lambda: importlib.import_module(BUILTINS))
-    for origin in _scan():
-        reason = policy.refusal(origin.distribution)
-        if reason:
+    candidates = installed.scan()
+    policy.check(candidate.origin.distribution for candidate in candidates)
+    for candidate in candidates:
+        origin, damage = candidate.origin, candidate.damage
+        if reason := policy.refusal(origin.distribution):
             collector.blocked[origin.distribution] = reason
+        elif damage is not None:
+            collector.refuse(Problem(origin, f"has damaged metadata: {damage!r}; install it again", damage))
         else:
             collector.add(origin, lambda module=origin.module: importlib.import_module(module), light=True)  # type: ignore[misc]
     for path in policy.files:
-        collector.add(*_file_plugin(path), must=True)
+        collector.add(*file_plugin(path), must=True)
     registry = collector.registry()
     _enforce(policy, registry)
     return registry
@@ -68,57 +70,12 @@ def load_explicit(plugins: Iterable[object], *, known: KnownPlugins | None = Non
 
 
 def _core_origin() -> Origin:
-    return Origin("d9d-core", version("d9d-core"), BUILTINS)
+    return Origin(CORE, version(CORE), BUILTINS)
 
 
 def _origin_of_module(module: str) -> Origin:
-    for origin in _scan():
-        if origin.module == module:
-            return origin
-    return Origin(module, "", module)
-
-
-def _scan() -> list[Origin]:
-    # importlib.metadata lists entry points in directory order, which differs between file systems, hence the sorting.
-    found = {}
-    for point in entry_points(group=hooks.PROJECT):
-        if point.dist is None:
-            continue
-        origin = Origin(normalise(point.dist.name), point.dist.version, point.module, _is_editable(point.dist))
-        found[origin.distribution, origin.module] = origin
-    return [found[key] for key in sorted(found)]
-
-
-def _is_editable(distribution: Distribution) -> bool:
-    text = distribution.read_text("direct_url.json")
-    return bool(text and json.loads(text).get("dir_info", {}).get("editable"))
-
-
-def _file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise PluginError(f"plugin file {path}: {error.strerror or error}; give the path of a Python file") from error
-    digest = hashlib.sha256(content).hexdigest()
-    # The content is part of the name: references written as f"{__name__}:Thing" resolve, and two versions can coexist.
-    name = f"d9d_file_{path.stem}_{digest[:12]}"
-
-    def load() -> object:
-        if name in sys.modules:
-            return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{path} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-        return module
-
-    return Origin(str(path), "", name, digest=digest), load
+    origins = (candidate.origin for candidate in installed.scan())
+    return next((origin for origin in origins if origin.module == module), Origin(module, "", module))
 
 
 def _enforce(policy: PluginPolicy, registry: Registry) -> None:
@@ -126,7 +83,7 @@ def _enforce(policy: PluginPolicy, registry: Registry) -> None:
     for distribution in sorted(policy.require - loaded):
         broken = next((p for p in registry.problems if p.origin.distribution == distribution), None)
         if broken:
-            raise _as_error(f"plugins.require: {broken}", broken.error) from broken.error
+            raise plugin_error(f"plugins.require: {broken}", broken.error) from broken.error
         reason = registry.blocked.get(distribution)
         hint = (
             f"is not loaded: {reason}" if reason else f"is not installed; install it with: pip install {distribution}"
@@ -135,12 +92,6 @@ def _enforce(policy: PluginPolicy, registry: Registry) -> None:
     texts = [str(problem) for problem in registry.problems] + registry.conflicts()
     if policy.strict and texts:
         raise PluginError("--strict-plugins: " + "; ".join(texts))
-
-
-def _as_error(text: str, origin: Exception | None) -> PluginError:
-    error = PluginError(text)
-    error.origin = origin
-    return error
 
 
 class _Collector:
@@ -156,6 +107,10 @@ class _Collector:
     def registry(self) -> Registry:
         return Registry(self._entries, self._plugins, self._problems, self.blocked, self.known)
 
+    def refuse(self, problem: Problem) -> None:
+        """Go on without a plugin."""
+        self._problems.append(problem)
+
     def add(self, origin: Origin, load: Callable[[], object], *, must: bool = False, light: bool = False) -> None:
         """Load a plugin. ``must``: a failure is raised. ``light``: importing torch or pydantic is reported."""
         before = {name for name in _HEAVY if name in sys.modules}
@@ -164,11 +119,10 @@ class _Collector:
             plugin = self._import(load)
             entries = self._collect(plugin, origin)
         except _RefusedError as refusal:
-            cause = refusal.__cause__ if isinstance(refusal.__cause__, Exception) else None
-            problem = Problem(origin, str(refusal), cause)
+            problem = Problem(origin, str(refusal), refusal.__cause__)
             if must:
-                raise _as_error(str(problem), cause) from cause
-            self._problems.append(problem)
+                raise plugin_error(str(problem), problem.error) from problem.error
+            self.refuse(problem)
             return
         origin = replace(origin, seconds=time.perf_counter() - start)
         self._plugins.append(origin)
@@ -182,7 +136,7 @@ class _Collector:
     def _import(load: Callable[[], object]) -> object:
         try:
             return load()
-        except Exception as error:
+        except FOREIGN_FAILURES as error:
             raise _RefusedError(f"failed to import: {error!r}") from error
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
@@ -222,7 +176,7 @@ class _Collector:
     def _call(manager: pluggy.PluginManager, kind: hooks.Kind) -> list[Record]:
         try:
             records = [record for result in getattr(manager.hook, kind.hook)() for record in result or ()]
-        except Exception as error:
+        except FOREIGN_FAILURES as error:
             raise _RefusedError(f"failed in {kind.hook}: {error!r}") from error
         for record in records:
             if not isinstance(record, kind.record):

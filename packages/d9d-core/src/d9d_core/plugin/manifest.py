@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
-from d9d_core.plugin.registry import Registry
+from d9d_core.plugin.registry import Origin, Registry
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Loaded plugins: name -> ``{version, editable, sha256}``. Holds no path, so that nodes can be compared."""
+    """Loaded plugins: name -> ``{version, editable, sha256}``. Holds no path, so that nodes can be compared.
+
+    Files that share a name, but not their content, are told apart: ``mine.py@<start of the sha256>``.
+    """
 
     plugins: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(cls, registry: Registry) -> Manifest:
         """The manifest of a registry."""
+        # Sorted by what is in them: the paths of files differ between nodes.
+        origins = sorted(registry.plugins, key=lambda origin: (_name(origin), origin.digest, origin.module))
+        several = Counter(_name(origin) for origin in {o.digest: o for o in origins if o.digest}.values())
         plugins = {}
-        for origin in sorted(registry.plugins, key=lambda o: (o.distribution, o.module)):
-            name = origin.distribution.rpartition("/")[2] if origin.digest else origin.distribution
+        for origin in origins:
+            name = _name(origin)
+            if several[name] > 1:
+                name += f"@{origin.digest[:8]}"
             plugins[name] = {"version": origin.version, "editable": origin.editable, "sha256": origin.digest}
         return cls(plugins)
 
@@ -49,3 +59,7 @@ class Manifest:
             for name in names
             if self.plugins.get(name) != other.plugins.get(name)
         ]
+
+
+def _name(origin: Origin) -> str:
+    return PurePath(origin.distribution).name if origin.digest else origin.distribution

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from d9d_core.errors import PluginError
+
+#: Its records are always loaded.
+CORE = "d9d-core"
 
 
 def normalise(distribution: str) -> str:
@@ -24,6 +30,7 @@ class PluginPolicy:
         autoload: whether installed plugins are loaded at all.
         files: single-file plugins, loaded besides.
         strict: any problem with any plugin is an error.
+        named: (where, distribution) for each distribution that was allowed or blocked, so that typing errors are found.
     """
 
     allow: frozenset[str] | None = None
@@ -32,6 +39,12 @@ class PluginPolicy:
     autoload: bool = True
     files: tuple[Path, ...] = ()
     strict: bool = False
+    named: frozenset[tuple[str, str]] = field(default=frozenset(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.named:
+            allowed = {("plugins.allow", name) for name in self.allow or ()}
+            object.__setattr__(self, "named", frozenset(allowed | {("plugins.block", name) for name in self.block}))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> PluginPolicy:
@@ -46,7 +59,8 @@ class PluginPolicy:
         files = tuple(Path(word) for word in words if word.endswith(".py"))
         block = frozenset(normalise(word[1:]) for word in words if word.startswith("-"))
         allow = frozenset(normalise(w) for w in words if not w.startswith("-") and not w.endswith(".py"))
-        return cls(allow=allow or None, block=block, files=files)
+        named = frozenset(("D9D_PLUGINS", name) for name in allow | block)
+        return cls(allow=allow or None, block=block, files=files, named=named)
 
     def __or__(self, other: PluginPolicy) -> PluginPolicy:
         """Both policies at once: the stricter of each."""
@@ -58,7 +72,24 @@ class PluginPolicy:
             autoload=self.autoload and other.autoload,
             files=tuple(dict.fromkeys(self.files + other.files)),
             strict=self.strict or other.strict,
+            named=self.named | other.named,
         )
+
+    def check(self, installed: Iterable[str]) -> None:
+        """Refuse names without effect.
+
+        Raises:
+            PluginError: a distribution that is allowed or blocked is not installed, or core is blocked.
+        """
+        if CORE in self.block:
+            where = next(where for where, name in sorted(self.named) if name == CORE)
+            raise PluginError(f"{where}: {CORE} cannot be blocked; what it declares is always loaded")
+        present = sorted({*installed, CORE})
+        for where, name in sorted(self.named):
+            if name not in present:
+                near = difflib.get_close_matches(name, present, n=1)
+                hint = f"did you mean '{near[0]}'?" if near else f"installed: {', '.join(present)}"
+                raise PluginError(f"{where}: no plugin '{name}' is installed; {hint}")
 
     def refusal(self, distribution: str) -> str | None:
         """Why a distribution is not loaded, or ``None`` if it is."""

@@ -20,6 +20,10 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
+#: Where a strategy stands relative to its anchor.
+POSITIONS = ("before", "at", "after")
+#: Namespaces of capability tokens whose words core defines, so that no plugin declares any.
+RESERVED = ("mesh", "strategy", "device", "import")
 
 
 def _tokens(value: Iterable[str]) -> frozenset[str]:
@@ -111,6 +115,9 @@ class StrategySpec(ConfiguredSpec):
         super().__post_init__()
         if self.anchor not in ANCHORS:
             raise ValueError(f"strategy {self.name!r}: unknown anchor {self.anchor!r}; one of {', '.join(ANCHORS)}")
+        if self.position not in POSITIONS:
+            text = f"unknown position {self.position!r}; one of {', '.join(POSITIONS)}"
+            raise ValueError(f"strategy {self.name!r}: {text}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +210,8 @@ class CapabilitySpec:
     """Declares a capability token of one's own, so that it is not taken for a typing error.
 
     Attributes:
-        token: ``namespace:word``; the namespaces of core are reserved.
+        token: ``namespace:word``. The namespace is the plugin's own, or ``model`` for something that models of several
+            plugins may offer. Core's other namespaces (``mesh``, ``strategy``, ``device``, ``import``) are reserved.
         summary: what it means, and how to obtain it when it is missing.
     """
 
@@ -213,6 +221,8 @@ class CapabilitySpec:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_-]*:[A-Za-z0-9_.>=<-]+", self.token):
             raise ValueError(f"capability token {self.token!r} is not of the form 'namespace:word'")
+        if self.token.partition(":")[0] in RESERVED:
+            raise ValueError(f"capability token {self.token!r}: the namespace is d9d-core's; use one of your own")
         if not self.summary.strip():
             raise ValueError(f"capability {self.token!r} needs a summary")
 

@@ -7,6 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+#: What code of a plugin may raise. SystemExit is among it: a plugin must not end d9d as if all had gone well.
+FOREIGN_FAILURES = (Exception, SystemExit)
+
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 

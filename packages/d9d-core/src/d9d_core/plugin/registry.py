@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from d9d_core.errors import PluginError
 from d9d_core.plugin.hooks import KINDS, Kind
 from d9d_core.plugin.known import KnownPlugins
+from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, Spec
 
 Record = Spec | CapabilitySpec
@@ -39,6 +40,10 @@ class Origin:
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}".rstrip()
 
+    def is_called(self, name: str) -> bool:
+        """Whether a user who writes this name means this plugin; ``D9D_Moe`` is ``d9d-moe``."""
+        return self.distribution in (name, normalise(name))
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -65,7 +70,7 @@ class Problem:
 
     origin: Origin
     text: str
-    error: Exception | None = None
+    error: BaseException | None = None
     loaded: bool = False
 
     def __str__(self) -> str:
@@ -137,7 +142,7 @@ class Registry:
         distribution, _, name = selector.rpartition("/")
         same = self._table[kind].get(name, ())
         if distribution:
-            same = tuple(entry for entry in same if entry.origin.distribution == distribution)
+            same = tuple(entry for entry in same if entry.origin.is_called(distribution))
         if len(same) == 1:
             return same[0]
         if same:
@@ -146,19 +151,28 @@ class Registry:
         raise AssertionError("unreachable")
 
     def _raise_missing(self, kind: str, name: str, distribution: str) -> None:
-        home = distribution or self._known.home(kind, name)
+        known = self._known.home(kind, name)
+        home = normalise(distribution) or known
         broken = [problem for problem in self.problems if not problem.loaded]
         for problem in broken:
-            if home and problem.origin.distribution == home:
-                error = PluginError(f"{kind} '{name}' comes from {problem.origin}, which {problem.text}")
-                error.origin = problem.error
-                raise error from problem.error
+            if home and problem.origin.is_called(home):
+                text = f"{kind} '{name}' comes from {problem.origin}, which {problem.text}"
+                raise plugin_error(text, problem.error) from problem.error
         if home and home in self.blocked:
             raise PluginError(f"{kind} '{name}' comes from {home}, which is not loaded: {self.blocked[home]}")
-        installed = {entry.origin.distribution for entry in self.entries()}
-        if home and home not in installed:
+        absent = home and not any(origin.is_called(distribution or home) for origin in self.plugins)
+        if absent and home == known:
             raise PluginError(f"{kind} '{name}' comes from {home}; install it with: pip install {home}")
+        if absent:
+            raise PluginError(f"no plugin '{distribution}' is installed; {self._offers(kind, name)}")
         raise PluginError(self._unknown(kind, name, home, broken))
+
+    def _offers(self, kind: str, name: str) -> str:
+        if same := self._table[kind].get(name):
+            return f"'{name}' is offered by {_listed(entry.origin for entry in same)}"
+        if (known := self._known.home(kind, name)) and known not in self.blocked:
+            return f"'{name}' comes from {known}; install it with: pip install {known}"
+        return f"installed: {', '.join(sorted(origin.distribution for origin in self.plugins))}"
 
     def _unknown(self, kind: str, name: str, home: str | None, broken: list[Problem]) -> str:
         names = self._table[kind]
@@ -175,7 +189,20 @@ class Registry:
         return text
 
 
-def _ambiguous(kind: str, name: str, same: Iterable[Entry]) -> str:
-    origins = sorted((entry.origin for entry in same), key=lambda origin: origin.distribution)
-    listed = ", ".join(str(origin) for origin in origins[:-1]) + f" and {origins[-1]}"
-    return f"{kind} '{name}' is declared by {listed}; write '{origins[-1].distribution}/{name}' or block one"
+def plugin_error(text: str, origin: BaseException | None) -> PluginError:
+    """A PluginError about a failure in the plugin's own code, whose traceback is shown."""
+    error = PluginError(text)
+    error.origin = origin
+    return error
+
+
+def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:
+    last = max(same, key=lambda entry: entry.origin.distribution)
+    selector = last.spec.name if isinstance(last.spec, Spec) else name  # a kernel's op is no part of its selector
+    listed = _listed(entry.origin for entry in same)
+    return f"{kind} '{name}' is declared by {listed}; write '{last.origin.distribution}/{selector}' or block one"
+
+
+def _listed(origins: Iterable[Origin]) -> str:
+    *others, last = sorted(origins, key=lambda origin: origin.distribution)
+    return f"{', '.join(map(str, others))} and {last}" if others else str(last)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import PluginError
+from d9d_core.plugin import Manifest, PluginPolicy, Ref, discover
+
+
+def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from d9d_core.plugin import *\n"
+        "class Config: pass\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    ref = Ref(f'{__name__}:Config')\n"
+        "    yield TaskSpec(name='mine', summary='x', config=ref, build=ref)\n"
+    )
+    policy = PluginPolicy(autoload=False, files=(file,))
+    registry = discover(policy)
+    entry = registry.find("task", "mine")
+    assert entry.spec.config.load().__name__ == "Config"  # type: ignore[union-attr]
+    first = Manifest.of(registry)
+    file.write_text(file.read_text() + "# changed\n")
+    second = Manifest.of(discover(policy))
+    assert first.digest != second.digest
+    (line,) = first.differences(second, "rank 0 (node-a)", "rank 12 (node-b)")
+    assert line.startswith("mine.py: rank 0 (node-a) sha256 ")
+
+
+def test_a_single_file_that_fails_is_an_error_with_its_cause(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import a_module_that_is_not_there")
+    with pytest.raises(PluginError, match=r"mine.py: failed to import") as caught:
+        discover(PluginPolicy(autoload=False, files=(file,)))
+    assert isinstance(caught.value.origin, ModuleNotFoundError)
+
+
+def test_an_absent_plugin_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match=r"plugin file .*nope.py: No such file or directory; give the path"):
+        discover(PluginPolicy(files=(tmp_path / "nope.py",)))
+
+
+def test_manifests_name_both_versions() -> None:
+    a = Manifest({"moe": {"version": "0.1.0", "editable": False, "sha256": ""}})
+    b = Manifest({"moe": {"version": "0.1.1", "editable": False, "sha256": ""}})
+    assert a.differences(b, "rank 0", "rank 1") == ["moe: rank 0 0.1.0, rank 1 0.1.1"]
+    assert a.differences(Manifest({}), "checkpoint", "now") == ["moe: checkpoint 0.1.0, now not loaded"]
+    assert a.differences(a, "x", "y") == []
+
+
+FILE = """
+from d9d_core.plugin import *
+class Config: pass
+@hookimpl
+def d9d_tasks():
+    ref = Ref(f"{__name__}:Config")
+    yield TaskSpec(name="NAME", summary="x", config=ref, build=ref)
+"""
+
+
+def file_plugin(path: Path, name: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(FILE.replace("NAME", name))
+    return path
+
+
+def test_a_files_name_may_be_no_python_name(tmp_path: Path) -> None:
+    files = (file_plugin(tmp_path / "my-own plugin.py", "mine"), file_plugin(tmp_path / "1.py", "one"))
+    registry = discover(PluginPolicy(autoload=False, files=files))
+    for name in ("mine", "one"):
+        config = registry.find("task", name).spec.config  # type: ignore[union-attr]
+        assert isinstance(config, Ref)
+        assert config.load().__name__ == "Config"
+
+
+def test_files_of_one_name_are_told_apart_in_the_manifest(tmp_path: Path) -> None:
+    files = tuple(file_plugin(tmp_path / name / "mine.py", name) for name in ("a", "b"))
+    manifest = Manifest.of(discover(PluginPolicy(autoload=False, files=files)))
+    keys = [name for name in manifest.plugins if name.startswith("mine.py")]
+    assert keys == [f"mine.py@{manifest.plugins[name]['sha256'][:8]}" for name in keys]
+    assert len(keys) == 2
+    moved = tuple(file_plugin(tmp_path / f"moved_{name}" / "mine.py", name) for name in ("b", "a"))
+    assert Manifest.of(discover(PluginPolicy(autoload=False, files=moved))) == manifest
