@@ -2,19 +2,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import d9d_testing.toy.plugin as toy
 import pytest
 import yaml
+from d9d_core.config.base import PluginConfig
 from d9d_core.config.schema import job_schema
-from d9d_core.errors import JobError
+from d9d_core.errors import JobError, PluginError
 from d9d_core.job import Job
-from d9d_core.plugin import Registry
+from d9d_core.plugin import PluginPolicy, Ref, Registry, TaskSpec, hookimpl
 from d9d_core.plugin.known import KnownPlugins
 from d9d_testing.toy.config import ToyDataConfig, ToyModelConfig, ToyOptimizerConfig, ToyTaskConfig
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 REGISTRY = Registry.of(toy, known=KnownPlugins({"strategy": {"hsdp": "d9d-parallel"}}))
 MINIMAL = """\
@@ -143,38 +146,61 @@ def test_an_impossible_batch_is_an_error(tmp_path: Path) -> None:
     )
 
 
+def test_a_broken_config_reference_is_an_error_at_its_place(tmp_path: Path) -> None:
+    for config, cause in (
+        ("nowhere:C", "failed to load: ModuleNotFoundError("),
+        ("json:loads", "is no subclass of d9d_core.config.base.PluginConfig"),
+        ("d9d_testing.toy.config:ToyTaskConfig", "has the name 'toy_task'; write name: Literal['uu'] = 'uu'"),
+    ):
+        path = tmp_path / "job.yaml"
+        path.write_text(MINIMAL.replace("toy_task", "uu"))
+        with pytest.raises(JobError) as caught:
+            Job.load(path, registry=Registry.of(toy, task_plugin(config)))
+        assert str(caught.value).startswith(f"{path}:4: task: task 'uu' (acme): its config {config} {cause}")
+
+
+def task_plugin(config: str) -> SimpleNamespace:
+    @hookimpl
+    def d9d_tasks() -> list[TaskSpec]:
+        return [TaskSpec(name="uu", summary="x", config=Ref(config), build=Ref("json:loads"))]
+
+    return SimpleNamespace(d9d_tasks=d9d_tasks, __name__="acme")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("- a\n- b\n", "job.yaml: a job file is a mapping of sections (model: ..., data: ...), this one is a list"),
-        ("", "job.yaml: a job file is a mapping of sections (model: ..., data: ...), this one is empty"),
-        (
-            "just words",
-            "job.yaml: a job file is a mapping of sections (model: ..., data: ...), this one is a single value",
-        ),
-        ("a: [1, 2", "job.yaml:1: expected ',' or ']', but got '<stream end>'"),
-        ("steps: 1\nsteps: 2\n", "job.yaml:2: 'steps' appears twice"),
-        (
-            "run: !!python/object/apply:os.system ['true']\n",
-            "job.yaml:1: the tag tag:yaml.org,2002:python/object/apply:os.system would build an object; "
-            "job files hold plain values only",
-        ),
-        ("run: !thing {a: 1}\n", "job.yaml:1: the tag !thing would build an object; job files hold plain values only"),
+        ("evaluation: {every: 2}\n", "job.yaml:6: evaluation.data: missing; add 'data:' under 'evaluation'"),
+        ("steps: true\n", "job.yaml:6: steps: input should be a number, got True"),
+        ("batch: {size: true}\n", "job.yaml:6: batch.size: input should be a number, got True"),
+        ("batch: {microbatch: yes}\n", "job.yaml:6: batch.microbatch: input should be a number, got True"),
+        ("gradient_clipping: {p: true}\n", "job.yaml:6: gradient_clipping.p: input should be a number, got True"),
     ],
 )
-def test_a_malformed_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
-    assert complaint(tmp_path, text) == message
+def test_a_nested_mistake_is_described_where_it_is(tmp_path: Path, text: str, message: str) -> None:
+    before = MINIMAL.replace("steps: 3\n", "\n") if text.startswith("steps") else MINIMAL
+    assert complaint(tmp_path, before + text) == message
 
 
-def test_a_malformed_toml_or_json_is_an_error(tmp_path: Path) -> None:
-    assert complaint(tmp_path, "a = ", suffix=".toml").startswith("job.toml: ")
-    assert complaint(tmp_path, "{\n", suffix=".json").startswith("job.json:2: ")
-    assert complaint(tmp_path, "", suffix=".ini") == "job.ini: a job file ends in .yaml, .yml, .toml, .json"
+def test_true_is_no_number_in_lists_and_plugins_either(tmp_path: Path) -> None:
+    class Numbers(PluginConfig):
+        name: str = "numbers"
+        several: list[dict[str, float]] = []
+        either: bool | int = 0
+
+    with pytest.raises(ValidationError, match=r"several.1.x\n  input should be a number"):
+        Numbers(several=[{"x": 1}, {"x": True}])
+    assert Numbers(either=True).either is True
+    assert Numbers(several=[{"x": "3e-4"}]).several == [{"x": 3e-4}]
+    assert complaint(tmp_path, MINIMAL.replace("0.1", "true")) == (
+        "job.yaml:5: optimizer.lr: input should be a number, got True"
+    )
 
 
-def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"nope.yaml: no such job file"):
-        Job.load(tmp_path / "nope.yaml", registry=REGISTRY)
+def test_an_unknown_kernel_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    job = load(tmp_path, MINIMAL + "kernels: {attention: spda}\n")
+    with pytest.raises(PluginError, match=r"^kernels.attention: unknown kernel 'attention.spda'"):
+        job.use(Registry.of(toy)).build()
 
 
 def test_scientific_notation_is_a_number(tmp_path: Path) -> None:
@@ -201,8 +227,10 @@ def test_overrides_set_nested_fields(tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("optimizer.lr", "--set optimizer.lr: write section.field=value, for example --set optimizer.lr=3e-4"),
-        ("steps.x=1", "--set steps.x=1: there is no steps.x to set"),
-        ("metrics[3]=a", "--set metrics[3]=a: there is no metrics[3] to set"),
+        ("steps.x=1", "--set steps.x=1: there is no steps.x to set: steps has no fields"),
+        ("metrics[3]=a", "--set metrics[3]=a: there is no metrics[3] to set: metrics is a list; its next entry is [1]"),
+        ("metrics.x=a", "--set metrics.x=a: there is no metrics.x to set: metrics is a list; its next entry is [1]"),
+        ("optimizer[0]=a", "--set optimizer[0]=a: there is no optimizer[0] to set: optimizer is no list"),
         ("optimizer.lrr=1", "--set optimizer.lrr: optimizer.lrr: not a field of 'toy_optimizer'"),
         ("optimizer.lr=[1", "--set optimizer.lr:1: expected ',' or ']'"),
     ],
@@ -227,9 +255,34 @@ def test_no_content_of_a_job_file_causes_anything_but_a_job_error(tmp_path_facto
         Job.load(path, registry=REGISTRY)
 
 
-def test_plugins_may_be_a_list_of_files(tmp_path: Path) -> None:
-    job = load(tmp_path, MINIMAL + "plugins: [./mine.py]\n")
-    assert job.plugins.files == [Path("mine.py")]
+@pytest.mark.parametrize("section", ["[./mine.py]", "{files: [mine.py]}"])
+def test_plugin_files_lie_beside_the_job_file(tmp_path: Path, section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("D9D_PLUGINS", raising=False)
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "mine.py").write_text("from d9d_testing.toy.plugin import *\n")
+    (tmp_path / "jobs" / "job.yaml").write_text(MINIMAL + f"plugins: {section}\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    job = Job.load("jobs/job.yaml", policy=PluginPolicy(autoload=False))
+    assert job.model == ToyModelConfig()
+    # The copy that a run keeps lies in another directory and is loaded from anywhere.
+    copy = tmp_path / "elsewhere" / "job.yaml"
+    copy.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = Job.load(copy, policy=PluginPolicy(autoload=False))
+    assert again.model_dump() == job.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("section", "where"),
+    [("[./no.py]", "6: plugins[0]"), ("\n  files:\n  - no.py", "8: plugins.files[0]")],
+)
+def test_an_absent_plugin_file_is_named_at_its_place(tmp_path: Path, section: str, where: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(MINIMAL + f"plugins: {section}\n")
+    with pytest.raises(JobError) as caught:
+        Job.load(path)
+    assert str(caught.value) == f"{path}:{where}: there is no file {tmp_path}/no.py"
 
 
 def test_the_schema_is_a_discriminated_union_over_what_is_installed() -> None:

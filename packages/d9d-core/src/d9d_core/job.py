@@ -17,8 +17,9 @@ from pydantic import PrivateAttr
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import registry_for, validate
-from d9d_core.loop.selection import check_capabilities, check_world, select
+from d9d_core.loop.selection import check_axes, check_capabilities, check_world, select
 from d9d_core.plugin.capabilities import Circumstances
+from d9d_core.plugin.kernels import find_kernel
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
@@ -92,10 +93,10 @@ class Job(JobConfig):
         self._check_names(size)
         from d9d_core.loop.build import circumstances
         from d9d_core.loop.plan import plan
-        from d9d_core.topology.mesh import Topology, choose_device
+        from d9d_core.topology.mesh import Topology, intended_device, is_available
 
-        device = choose_device(self.device)
-        here = circumstances(self, device if world_size is None else None)
+        device = intended_device(self.device)
+        here = circumstances(self, device if world_size is None and is_available(self.device) else None)
         topology = Topology(sizes=self.mesh.sizes(), device=device)
         return plan(self, self.registry, topology, here, size)
 
@@ -118,4 +119,8 @@ class Job(JobConfig):
     def _check_names(self, world_size: int) -> None:
         """Everything that can be refused before torch is imported."""
         check_world(self, world_size)
-        check_capabilities(select(self, self.registry), self.registry, Circumstances(self.mesh.sizes()))
+        selection = select(self, self.registry)
+        check_axes(self, selection)
+        check_capabilities(selection, self.registry, Circumstances(self.mesh.sizes()))
+        for op, selector in self.kernels.items():
+            find_kernel(self.registry, op, selector)

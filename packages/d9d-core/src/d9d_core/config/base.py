@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 from pydantic import (
@@ -28,19 +28,36 @@ def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
 
 
+def _bools_read(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Any]]:
+    # pydantic reads true as 1; its strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
+    if isinstance(given, bool) and type(read) in (int, float):
+        yield loc, given
+    elif isinstance(given, Mapping) and isinstance(read, Mapping):
+        for key in given.keys() & read.keys():
+            yield from _bools_read(given[key], read[key], (*loc, key))
+    elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
+        for index, pair in enumerate(zip(given, read, strict=False)):
+            yield from _bools_read(*pair, (*loc, index))
+
+
 class Section(BaseModel):
-    """A frozen part of the job file that refuses unknown fields."""
+    """A frozen part of the job file that refuses unknown fields, and true and false where a number belongs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _say_what_is_unknown(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _say_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
         try:
-            return handler(value)
+            section = handler(value)
         except ValidationError as error:
             lines = [cls._reword(line, info) for line in error.errors(include_url=False)]
             raise ValidationError.from_exception_data(cls.__name__, lines) from None
+        given = value if isinstance(value, Mapping) else {}
+        read = {name: getattr(section, name) for name in cls.model_fields if name in given}
+        if lines := [line_error("not_a_number", "input should be a number", *at) for at in _bools_read(given, read)]:
+            raise ValidationError.from_exception_data(cls.__name__, lines)
+        return section
 
     @classmethod
     def _reword(cls, line: Any, info: ValidationInfo) -> InitErrorDetails:

@@ -169,7 +169,7 @@ class Plugins(Section):
     autoload: bool = True
     """Load installed plugins at all."""
     files: list[Path] = []
-    """Single Python files that are plugins; a bare list under ``plugins`` means this."""
+    """Single Python files that are plugins, relative to the job file; a bare list under ``plugins`` means this."""
 
     @model_validator(mode="before")
     @classmethod

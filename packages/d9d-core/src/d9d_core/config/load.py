@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from d9d_core.config.document import Document, Location, dotted
+from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig, Plugins
+from d9d_core.config.location import Location, dotted
 from d9d_core.errors import JobError
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
 
+_TO_JOB = "to the job file"
+_LONG = 200
 Config = TypeVar("Config", bound=JobConfig)
 
 
@@ -22,12 +26,18 @@ def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> Plug
     """The policy of the job file, the environment and the command line together.
 
     Raises:
-        JobError: the ``plugins`` section is malformed.
+        JobError: the ``plugins`` section is malformed, or a file that it names is absent.
     """
     try:
-        section = Plugins.model_validate(document.values.get("plugins") or {})
+        section = Plugins.model_validate(_values(document).get("plugins") or {})
     except ValidationError as error:
         raise _job_error(error, document, ("plugins",)) from None
+    for index, file in enumerate(section.files):
+        if not file.is_file():
+            location = (
+                ("plugins", index) if isinstance(document.values["plugins"], list) else ("plugins", "files", index)
+            )
+            raise JobError(f"{document.where(location)}: {dotted(location)}: there is no file {file}")
     return section.policy() | PluginPolicy.from_environment(os.environ) | (extra or PluginPolicy())
 
 
@@ -44,11 +54,25 @@ def validate(config_class: type[Config], document: Document, registry: Registry)
     """
     context: dict[str, Any] = {"registry": registry, "origins": []}
     try:
-        return config_class.model_validate(document.values, context=context)
+        return config_class.model_validate(_values(document), context=context)
     except ValidationError as error:
         job_error = _job_error(error, document)
         job_error.origin = next((origin for origin in context["origins"] if origin is not None), None)
         raise job_error from job_error.origin
+
+
+def _values(document: Document) -> dict[str, Any]:
+    """The document's values; plugin files, which are relative to the job file, become absolute.
+
+    The resolved job is saved with the run, in another directory, and must find them too.
+    """
+    section = document.values.get("plugins")
+    files = section.get("files") if isinstance(section, dict) else section
+    if not isinstance(files, list):
+        return document.values
+    directory = Path(document.source).absolute().parent
+    absolute = [os.path.normpath(directory / file) if isinstance(file, str) else file for file in files]
+    return {**document.values, "plugins": {**section, "files": absolute} if isinstance(section, dict) else absolute}
 
 
 def _job_error(error: ValidationError, document: Document, prefix: Location = ()) -> JobError:
@@ -59,8 +83,9 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     location = (*prefix, *line["loc"])
     text = str(line["msg"]).removeprefix("Value error, ")
     if line["type"] == "missing":
-        text = f"missing; add '{location[-1]}:' to the job file"
+        text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
     elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
-        text = f"{text[0].lower()}{text[1:]}, got {line['input']!r}"
+        given = repr(line["input"])
+        text = f"{text[0].lower()}{text[1:]}, got {given if len(given) <= _LONG else given[:_LONG] + '...'}"
     label = f"{dotted(location)}: " if location else ""
     return f"{document.where(location)}: {label}{text}"

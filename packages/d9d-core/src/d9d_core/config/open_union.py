@@ -14,8 +14,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.lookup import load_config
 from d9d_core.errors import PluginError
-from d9d_core.plugin.records import ConfiguredSpec
 from d9d_core.plugin.registry import Registry
 
 #: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.config.schema`.
@@ -58,18 +58,12 @@ class Named:
         selector = fields["name"]
         try:
             entry = registry.find(self.kind, selector)
+            config_class = load_config(entry)
         except PluginError as error:
             context.setdefault("origins", []).append(error.origin)
             raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
-        assert isinstance(entry.spec, ConfiguredSpec)
-        try:
-            config_class = entry.spec.config.load()
-        except (ImportError, AttributeError) as error:
-            text = f"{self.kind} {entry}: its config {entry.spec.config} failed to load: {error!r}"
-            context.setdefault("origins", []).append(error)
-            raise PydanticCustomError("plugin", "{text}", {"text": text}) from error
         inner = {**context, "label": str(entry)}
-        config: PluginConfig = config_class.model_validate({**fields, "name": entry.spec.name}, context=inner)
+        config = config_class.model_validate({**fields, "name": entry.spec.key}, context=inner)
         if "/" in selector:
             config.__pydantic_private__ = {
                 **(config.__pydantic_private__ or {}),

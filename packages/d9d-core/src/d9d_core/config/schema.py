@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from d9d_core.config.job import JobConfig
+from d9d_core.config.lookup import config_schema
 from d9d_core.config.open_union import PLACEHOLDER
-from d9d_core.plugin.records import ConfiguredSpec
+from d9d_core.errors import PluginError
 from d9d_core.plugin.registry import Registry
 
 
-def job_schema(registry: Registry) -> dict[str, Any]:
+def job_schema(registry: Registry, skipped: Callable[[PluginError], None] | None = None) -> dict[str, Any]:
     """JSON schema with a discriminated union per extension point.
 
     Loads the config class of every installed plugin.
+
+    Args:
+        registry: what is installed.
+        skipped: called for each record without a usable config, which is then left out.
+
+    Raises:
+        PluginError: there is such a record, and no ``skipped``.
     """
     schema = JobConfig.model_json_schema()
     definitions = schema.setdefault("$defs", {})
-    choices = {kind: _choices(kind, registry, definitions) for kind in _placeholders(schema)}
+    choices = {kind: _choices(kind, registry, definitions, skipped) for kind in _placeholders(schema)}
     filled = _fill(schema, choices)
     assert isinstance(filled, dict)
     filled["$schema"] = "https://json-schema.org/draft/2020-12/schema"
@@ -25,21 +34,26 @@ def job_schema(registry: Registry) -> dict[str, Any]:
     return filled
 
 
-def _choices(kind: str, registry: Registry, definitions: dict[str, Any]) -> dict[str, Any]:
+def _choices(
+    kind: str, registry: Registry, definitions: dict[str, Any], skipped: Callable[[PluginError], None] | None
+) -> dict[str, Any]:
     references = []
     names = []
     for entry in registry.entries(kind):
-        assert isinstance(entry.spec, ConfiguredSpec)
-        config = entry.spec.config.load()
-        template = "#/$defs/{model}"
-        own = config.model_json_schema(ref_template=template)
+        try:
+            own = config_schema(entry)
+        except PluginError as error:
+            if skipped is None:
+                raise
+            skipped(error)
+            continue
         definitions.update(own.pop("$defs", {}))
         own["description"] = f"{entry.spec.summary} ({entry.origin})"
         own["required"] = sorted({*own.get("required", []), "name"})
-        key = f"{kind}:{entry.origin.distribution}:{entry.spec.name}".replace("/", "|").replace(" ", "_")
+        key = f"{kind}:{entry.origin.distribution}:{entry.spec.key}".replace("/", "|").replace(" ", "_")
         definitions[key] = own
         references.append({"$ref": f"#/$defs/{key}"})
-        names.append(entry.spec.name)
+        names.append(entry.spec.key)
     return {"anyOf": [{"enum": sorted(set(names))}, {"oneOf": references}]} if names else {"enum": []}
 
 

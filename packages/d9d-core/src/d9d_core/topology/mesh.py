@@ -41,8 +41,31 @@ def choose_device(name: str) -> torch.device:
     available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     if name == "auto":
         return torch.device(available[-1])
-    kind, _, index = name.partition(":")
-    count = 1 if kind == "cpu" else torch.accelerator.device_count()
-    if kind not in available or (index and not (index.isdigit() and int(index) < count)):
+    if not is_available(name):
         raise JobError(f"device: '{name}' is not available here; available: auto, {', '.join(available)}")
     return torch.device(name)
+
+
+def is_available(name: str) -> bool:
+    """Whether this machine has the device."""
+    kind, _, index = name.partition(":")
+    if kind in ("auto", "cpu"):
+        return index in ("", "0")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or kind != accelerator.type:
+        return False
+    return not index or (index.isdigit() and int(index) < torch.accelerator.device_count())
+
+
+def intended_device(name: str) -> torch.device:
+    """The device a job is meant for, whether or not this machine has it.
+
+    Raises:
+        JobError: torch knows no such device.
+    """
+    if is_available(name):
+        return choose_device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise JobError(f"device: torch knows no '{name}'; write auto, cpu, cuda, ...") from error

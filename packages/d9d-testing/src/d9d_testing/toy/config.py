@@ -73,7 +73,7 @@ class ToyTrackerConfig(PluginConfig):
 
     name: Literal["toy_tracker"] = "toy_tracker"
     """Selects this tracker."""
-    path: Path
+    path: Path | None = None
     """Every call is written to this file, one per line."""
     fails_in: Literal["nothing", "open", "write", "flush", "close"] = "nothing"
     """The call that raises."""

@@ -33,8 +33,9 @@ class ToyTracker:
         self._config = config
 
     def _call(self, name: str, text: str) -> None:
-        with self._config.path.open("a") as file:
-            file.write(f"{name} {text}\n")
+        if self._config.path is not None:
+            with self._config.path.open("a") as file:
+                file.write(f"{name} {text}\n")
         if name == self._config.fails_in:
             raise OSError("connection lost")
 

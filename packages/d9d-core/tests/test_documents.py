@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from d9d_core.config.document import Document
+from d9d_core.errors import JobError
+
+
+def read(tmp_path: Path, text: str, *overrides: str, suffix: str = ".yaml") -> Document:
+    path = tmp_path / f"job{suffix}"
+    path.write_text(text)
+    return Document.read(path).override(overrides)
+
+
+def complaint(tmp_path: Path, text: str, suffix: str = ".yaml") -> str:
+    with pytest.raises(JobError) as caught:
+        read(tmp_path, text, suffix=suffix)
+    return str(caught.value).replace(f"{tmp_path}/", "")
+
+
+BOMB = "a: &a [1]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefgh"))
+
+
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{b}: &{b}\n  <<: [{', '.join([f'*{a}'] * 10)}]\n" for a, b in pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "job.yaml: a job file is a mapping of sections (model: ..., data: ...), this one is a list"),
+        ("", "job.yaml: a job file is a mapping of sections (model: ..., data: ...), this one is empty"),
+        (
+            "just words",
+            "job.yaml: a job file is a mapping of sections (model: ..., data: ...), this one is a single value",
+        ),
+        ("a: [1, 2", "job.yaml:1: expected ',' or ']', but got '<stream end>'"),
+        ("steps: 1\nsteps: 2\n", "job.yaml:2: 'steps' appears twice"),
+        (
+            "run: !!python/object/apply:os.system ['true']\n",
+            "job.yaml:1: the tag tag:yaml.org,2002:python/object/apply:os.system would build an object; "
+            "job files hold plain values only",
+        ),
+        ("run: !thing {a: 1}\n", "job.yaml:1: the tag !thing would build an object; job files hold plain values only"),
+    ],
+)
+def test_a_malformed_file_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    assert complaint(tmp_path, text) == message
+
+
+def test_a_malformed_toml_or_json_is_an_error(tmp_path: Path) -> None:
+    assert complaint(tmp_path, "a = ", suffix=".toml").startswith("job.toml: ")
+    assert complaint(tmp_path, "{\n", suffix=".json").startswith("job.json:2: ")
+    assert complaint(tmp_path, "", suffix=".ini") == "job.ini: a job file ends in .yaml, .yml, .toml, .json"
+
+
+def test_an_absent_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"nope.yaml: no such job file"):
+        Document.read(tmp_path / "nope.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\nsteps: !!int abc\n", "job.yaml:2: 'abc' cannot be read as !!int"),
+        ("\nsteps: !!int ''\n", "job.yaml:2: '' cannot be read as !!int"),
+        ("\nsteps: !!bool maybe\n", "job.yaml:2: 'maybe' cannot be read as !!bool"),
+        ("steps: " + "1" * 5000, "job.yaml:1: '1111"),
+        ("\nrun: !!timestamp abc\n", "job.yaml:2: the tag tag:yaml.org,2002:timestamp would build an object"),
+        ("run: !!binary aGVsbG8=\n", "job.yaml:1: the tag tag:yaml.org,2002:binary would build an object"),
+        ("\nkernels: &a {x: *a}\n", "job.yaml:2: an alias refers to what it is part of"),
+        ("kernels: &a {<<: *a}\n", "job.yaml:1: an alias refers to what it is part of"),
+        ("run: {<<: 3}\n", "job.yaml:1: '<<' takes a mapping, or a list of mappings"),
+        ("a:\n  " + "[" * 3000 + "]" * 3000, "job.yaml:2: nested more than 100 levels deep"),
+        ("a: " + "[" * 110 + "]" * 110, "job.yaml:1: nested more than 100 levels deep"),
+        (BOMB, "job.yaml:1: more than 100,000 values; aliases repeat what they refer to"),
+        (MERGES, "job.yaml:1: more than 100,000 values; aliases repeat what they refer to"),
+        ("a: 1\n---\nb: 2\n", "job.yaml:2: expected a single document in the stream, but found another document"),
+        ("a: *nothing\n", "job.yaml:1: found undefined alias 'nothing'"),
+        ("a: 1\nb: \0\n", "job.yaml:2: the character U+0000 is not allowed"),
+        ("\n1: x\n", "job.yaml:2: a key is a word, and 1 is a number; put it in quotes if it is meant as a word"),
+        ("on: x\n", "job.yaml:1: a key is a word, and on is a value of its own; put it in quotes if it is meant as"),
+        ("? [a]\n: x\n", "job.yaml:1: a key is a word, not a list or a mapping"),
+    ],
+)
+def test_a_malformed_value_is_an_error_at_its_line_and_soon(tmp_path: Path, text: str, message: str) -> None:
+    started = time.perf_counter()
+    assert complaint(tmp_path, text).startswith(message)
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        ('{"steps": 1, "steps": 2}', ".json", "job.json: 'steps' appears twice in one mapping"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", ".json", "job.json: nested more than 100 levels deep"),
+        ('{"a": ' + "[" * 110 + "]" * 110 + "}", ".json", "job.json: nested more than 100 levels deep"),
+        ('{"steps": ' + "1" * 5000 + "}", ".json", "job.json: "),
+        ("a = " + "[" * 3000 + "]" * 3000, ".toml", "job.toml: nested more than 100 levels deep"),
+        ("a = " + "[" * 110 + "]" * 110, ".toml", "job.toml: nested more than 100 levels deep"),
+        ("a = " + "1" * 5000, ".toml", "job.toml: "),
+    ],
+)
+def test_json_and_toml_have_the_same_limits(tmp_path: Path, text: str, suffix: str, message: str) -> None:
+    assert complaint(tmp_path, text, suffix=suffix).startswith(message)
+
+
+@pytest.mark.parametrize("word", ["1e5abc", "2024-01-01", "2024-13-45", "="])
+def test_what_is_no_number_is_a_word_with_overrides_and_without(tmp_path: Path, word: str) -> None:
+    assert read(tmp_path, f"run: {word}\n").values == {"run": word}
+    assert read(tmp_path, f"run: {word}\n", "steps=3").values == {"run": word, "steps": 3}
+    assert read(tmp_path, "steps: 3\n", f"run={word}").values == {"run": word, "steps": 3}
+
+
+def test_merged_mappings_give_way_to_what_is_written_out(tmp_path: Path) -> None:
+    text = "a: &a {x: 1, y: 1}\nb:\n  <<: [*a, {y: 2, z: 2}]\n  x: 3\n"
+    document = read(tmp_path, text)
+    assert document.values["b"] == {"x": 3, "y": 1, "z": 2}
+    assert document.where(("b", "x")) == f"{tmp_path}/job.yaml:4"
+
+
+def test_an_override_builds_and_appends_to_lists(tmp_path: Path) -> None:
+    document = read(tmp_path, "b: [one]\n", "a[0]=x", "a[1].c=2", "b[1]=two", "b[0].c=3", "d.e[0].f=4")
+    assert document.values == {"a": ["x", {"c": 2}], "b": [{"name": "one", "c": 3}, "two"], "d": {"e": [{"f": 4}]}}
+    assert read(tmp_path, "b: [one]\n").values == {"b": ["one"]}
