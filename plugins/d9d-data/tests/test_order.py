@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 LENGTH = 3
 
 
-def corpus(samples: int) -> Corpus:
+def numbers(samples: int) -> Corpus:
     """Token i is i, so that the first token of a sample tells which one it is."""
     tokens = np.arange(samples * LENGTH + 1, dtype=np.uint32)
     starts = np.asarray([0, len(tokens)], dtype=np.int64)
@@ -27,7 +27,7 @@ def corpus(samples: int) -> Corpus:
 def stream(samples: int, **values: int) -> TextStream:
     sizes = {"seed": 0, "batch_size": 4, "microbatch_size": 1} | values
     context = DataContext(cache_dir=Path("absent"), **sizes)  # type: ignore[arg-type]
-    return TextStream(TextConfig(sources=("unused",), sequence_length=LENGTH), context, corpus(samples))
+    return TextStream(TextConfig(sources=("unused",), sequence_length=LENGTH), context, numbers(samples))
 
 
 def samples_of(pack) -> list[int]:
@@ -81,6 +81,11 @@ def test_seeds_give_different_orders() -> None:
     assert len(orders) == 5
 
 
+def test_epochs_of_one_seed_are_not_those_of_the_next() -> None:
+    epoch_1_of_seed_0 = SampleOrder(50, 0, shuffle=True).take(50, 50).tolist()
+    assert epoch_1_of_seed_0 != SampleOrder(50, 1, shuffle=True).take(0, 50).tolist()
+
+
 def test_without_shuffling_samples_come_in_order() -> None:
     assert SampleOrder(4, seed=9, shuffle=False).take(2, 6).tolist() == [2, 3, 0, 1, 2, 3]
 
@@ -104,6 +109,14 @@ def test_state_of_other_data_is_refused() -> None:
         stream(10).load_state(stream(11).state())
 
 
+def test_state_of_another_order_is_refused(open_stream, corpus: Path) -> None:
+    state = open_stream(corpus).state()
+    for values in ({"shuffle": False}, {"sequence_length": 8}, {"held_out": 0.25}):
+        with pytest.raises(DataError, match="belongs to other data"):
+            open_stream(corpus, **values).load_state(state)
+    open_stream(corpus, batch_size=6, microbatch_size=3).load_state(state)
+
+
 def test_damaged_state_is_refused() -> None:
     reader = stream(10)
     with pytest.raises(DataError, match="damaged: consumed is 'many'"):
@@ -119,4 +132,4 @@ def test_sequence_longer_than_the_data_names_the_largest_usable_length() -> None
     config = TextConfig(sources=("unused",), sequence_length=100)
     context = DataContext(seed=0, batch_size=1, microbatch_size=1, cache_dir=Path("absent"))
     with pytest.raises(DataError, match=r"100 positions need 101 tokens, but the train split has 31; use at most 30"):
-        TextStream(config, context, corpus(10))
+        TextStream(config, context, numbers(10))

@@ -77,6 +77,24 @@ def test_tokenisation_happens_once_until_a_source_changes(open_stream, corpus: P
     assert len(notes) > told
 
 
+def test_two_documents_are_not_their_concatenation(open_stream, tmp_path: Path) -> None:
+    for name, text in (("one/a", "foxtext dog"), ("two/a", "fox"), ("two/b", "dog")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    counts = [open_stream(tmp_path / folder, sequence_length=2).facts["documents"] for folder in ("one", "two")]
+    assert counts == [1, 2]
+
+
+def test_file_that_changes_while_it_is_read_is_an_error(open_stream, corpus: Path, tmp_path: Path) -> None:
+    def append(text: str) -> None:
+        if "preparing" in text:
+            (corpus / "00.txt").write_text("changed")
+
+    with pytest.raises(DataError, match="a file changed while it was being read"):
+        open_stream(corpus, note=append)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
 def test_damaged_cache_is_rebuilt(open_stream, corpus: Path, tmp_path: Path) -> None:
     before = open_stream(corpus)
     expected = all_tokens(before)
@@ -109,6 +127,31 @@ def test_quoted_end_of_text_does_not_end_a_document(open_stream, tmp_path: Path)
         stream = open_stream(tmp_path / "a.txt", tokenizer=tokenizer)
         end = END if tokenizer == "bytes" else 0
         assert all_tokens(stream).count(end) == 1
+
+
+def test_held_out_documents_teach_neither_tokenizer_nor_entropy(open_stream, tmp_path: Path) -> None:
+    facts = []
+    for folder, aside in (("one", "aaaa " * 50), ("two", "zq " * 50)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.txt").write_text("the fox and the dog " * 5)
+        (tmp_path / folder / "unseen.txt").write_text(aside)
+        stream = open_stream(tmp_path / folder, tokenizer={"bpe": 400}, held_out=0.5)
+        stream.save_assets(tmp_path / folder / "out")
+        tokenizer = (tmp_path / folder / "out" / "tokenizer.json").read_text()
+        facts.append((stream.facts["unigram_entropy"], tokenizer))
+    assert facts[0] == facts[1]
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_ignored(open_stream, tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"fox": 0, "?": 1, "</s>": 2}, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["</s>"])
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9, pad_id=1, pad_token="?")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("fox fox fox")
+    stream = open_stream(tmp_path / "a.txt", tokenizer=str(tmp_path), sequence_length=2)
+    assert all_tokens(stream) == [0, 0, 0, 2]
 
 
 def test_large_vocabularies_use_wider_tokens(open_stream, tmp_path: Path) -> None:
@@ -189,6 +232,29 @@ def test_unreadable_file_is_named(open_stream, tmp_path: Path, monkeypatch) -> N
         open_stream(file)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/x", "a text\n" * 100])
+def test_name_that_cannot_be_a_path_is_an_error(open_stream, corpus: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"data\.sources\[0\]: cannot look for '.{,99}': .*give a path"):
+        find_documents([name])
+    with pytest.raises(DataError, match=r"data\.tokenizer: cannot look for '.{,99}': .*'bytes', or \{bpe: 2048\}"):
+        open_stream(corpus, tokenizer=name)
+
+
+@pytest.mark.parametrize(("tokenizer", "end"), [("bytes", "a"), ({"bpe": 300}, "a"), ({"bpe": 300}, "fox")])
+def test_end_of_text_that_ordinary_text_would_contain_is_an_error(
+    open_stream, tmp_path: Path, tokenizer: object, end: str
+) -> None:
+    (tmp_path / "a.txt").write_text("fox\nfox\n" * 50)
+    with pytest.raises(DataError, match=rf"data\.end_of_text: '{end}' is also a token of ordinary text"):
+        open_stream(tmp_path / "a.txt", tokenizer=tokenizer, end_of_text=end)
+
+
+def test_settings_of_a_trained_tokenizer_are_located_by_the_names_of_the_job_file() -> None:
+    with pytest.raises(ValidationError) as caught:
+        TextConfig.model_validate({"sources": ["a"], "sequence_length": 4, "tokenizer": {"bpe": 3}})
+    assert [error["loc"] for error in caught.value.errors()] == [("tokenizer", "bpe")]
+
+
 def test_missing_tokenizer_file_is_an_error(open_stream, corpus: Path) -> None:
     with pytest.raises(DataError, match=r"data\.tokenizer: '.*absent\.json' does not exist.*'bytes', or \{bpe: 2048\}"):
         open_stream(corpus, tokenizer=str(corpus / "absent.json"))
@@ -242,6 +308,8 @@ def test_batch_that_does_not_divide_is_an_error(open_stream, corpus: Path) -> No
         ({"split": "held_out"}, "needs a held_out fraction above 0"),
         ({"tokenizer": {"bpe": 256}}, "greater than or equal to 257"),
         ({"tokenizer": {"bppe": 300}}, "did you mean 'bpe'"),
+        ({"tokenizer": None}, "use 'bytes', the path of a tokenizer.json, or {bpe: 2048}"),
+        ({"sources": "corpus"}, r"needs a list; write \[corpus\]"),
     ],
 )
 def test_impossible_settings_are_refused(values: dict[str, object], text: str) -> None:

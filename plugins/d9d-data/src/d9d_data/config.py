@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from d9d_core.config.base import PluginConfig, Section, closest
-from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 #: Texts that every Python installation brings along.
 PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources")
@@ -18,10 +19,6 @@ class BpeTokenizer(Section):
     """Size of the vocabulary: 256 bytes, the end-of-text token, and merges."""
 
 
-def _kind(value: Any) -> str:
-    return "path" if isinstance(value, str) else "mapping"
-
-
 class TextConfig(PluginConfig):
     """Text files, tokenised once and packed into sequences of equal length."""
 
@@ -29,9 +26,7 @@ class TextConfig(PluginConfig):
     """Selects the plugin."""
     sources: tuple[str, ...]
     """Files, directories, globs, ``python:topics``, ``python:docstrings``, ``python:sources``. A file is a document."""
-    tokenizer: Annotated[
-        Annotated[str, Tag("path")] | Annotated[BpeTokenizer, Tag("mapping")], Discriminator(_kind)
-    ] = "bytes"
+    tokenizer: str | BpeTokenizer = "bytes"
     """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents."""
     end_of_text: str | None = Field(default=None, min_length=1)
     """Token between documents; if absent ``<|endoftext|>``, and for a tokenizer file what it names or is known for."""
@@ -43,6 +38,22 @@ class TextConfig(PluginConfig):
     """Fraction of the documents that the train split never sees."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from the seed; false keeps the order of the sources."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _a_list(cls, sources: Any) -> Any:
+        if isinstance(sources, str):
+            raise ValueError(f"needs a list; write [{sources[:80]}]")  # noqa: TRY004 - pydantic reports ValueErrors
+        return sources
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _path_or_mapping(cls, tokenizer: Any) -> Any:
+        if isinstance(tokenizer, Mapping):
+            return BpeTokenizer.model_validate(tokenizer)
+        if not isinstance(tokenizer, str | BpeTokenizer):
+            raise ValueError("use 'bytes', the path of a tokenizer.json, or {bpe: 2048} to train one")  # noqa: TRY004
+        return tokenizer
 
     @field_validator("sources")
     @classmethod

@@ -31,9 +31,18 @@ def _of_source(source: str, index: int) -> list[Document]:
     if source in _PYTHON:
         return _PYTHON[source]()
     where = f"data.sources[{index}]"
+    try:
+        return [FileDocument(file) for file in _files(source, where)]
+    except (OSError, RuntimeError) as error:  # a name the system refuses, no permission, an unknown home directory
+        reason = getattr(error, "strerror", None) or error
+        shown = source if len(source) <= 80 else f"{source[:80]}..."
+        raise DataError(f"{where}: cannot look for {shown!r}: {reason}; give a path that you may read") from error
+
+
+def _files(source: str, where: str) -> list[Path]:
     path = Path(source).expanduser()
     if path.is_file():
-        return [FileDocument(path)]
+        return [path]
     if path.is_dir():
         files = [file for file in path.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(path))]
         if not files:
@@ -45,7 +54,7 @@ def _of_source(source: str, index: int) -> list[Document]:
             raise DataError(f"{where}: no file matches {source!r} (from {Path.cwd()}); '**' matches any folders")
     else:
         raise DataError(f"{where}: {source!r} does not exist (from {Path.cwd()}); {_nearest(path)}")
-    return [FileDocument(file) for file in sorted(files)]
+    return sorted(files)
 
 
 def _is_hidden(relative: Path) -> bool:

@@ -6,19 +6,26 @@ Unsupervised Multitask Learners, section 2.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import tokenizers
+from d9d_core.errors import DataError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 
 class BytesTokenizer(TextTokenizer):
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text."""
+    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text.
+
+    Raises:
+        DataError: the end of text is written like a byte.
+    """
 
     def __init__(self, end_of_text: str) -> None:
+        _check_distinct(end_of_text, _byte_vocabulary())
         backend = tokenizers.Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
         _make_byte_level(backend, split_words=False)
         backend.add_special_tokens([end_of_text])
@@ -38,6 +45,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
         texts: what to learn merges from.
         vocab_size: 256 bytes, the end of text, and merges; fewer if the texts have no more pairs to merge.
         end_of_text: becomes id 0.
+
+    Raises:
+        DataError: the end of text is written like a byte, or like a token that was learned.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     _make_byte_level(backend, split_words=True)
@@ -48,7 +58,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    merges = json.loads(backend.to_str())["model"]["merges"]
+    _check_distinct(end_of_text, {*_byte_vocabulary(), *("".join(pair) for pair in merges)})
     return TextTokenizer(backend, end_of_text, f"byte-level BPE of {backend.get_vocab_size()} tokens, trained here")
+
+
+def _check_distinct(end_of_text: str, tokens: Collection[str]) -> None:
+    """One id for both would end documents in the middle of a text."""
+    if end_of_text in tokens:
+        raise DataError(
+            f"data.end_of_text: {end_of_text!r} is also a token of ordinary text; use one that no text holds, "
+            "such as '<|endoftext|>'"
+        )
 
 
 def _make_byte_level(backend: tokenizers.Tokenizer, *, split_words: bool) -> None:

@@ -19,16 +19,18 @@ def find_tokenizer_file(path: str) -> Path:
     """The ``tokenizer.json`` that a path names, itself or as its directory.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or it cannot be looked for.
     """
-    given = Path(path).expanduser()
-    file = given / TOKENIZER_FILE if given.is_dir() else given
-    if not file.is_file():
-        raise DataError(
-            f"data.tokenizer: {str(file)!r} does not exist (from {Path.cwd()}); give the path of a tokenizer.json, "
-            "'bytes', or {bpe: 2048} to train one"
-        )
-    return file
+    choices = "give the path of a tokenizer.json, 'bytes', or {bpe: 2048} to train one"
+    try:
+        given = Path(path).expanduser()
+        file = given / TOKENIZER_FILE if given.is_dir() else given
+        if file.is_file():
+            return file
+    except (OSError, RuntimeError) as error:  # a name the system refuses, no permission, an unknown home directory
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"data.tokenizer: cannot look for {path[:80]!r}: {reason}; {choices}") from error
+    raise DataError(f"data.tokenizer: {str(file)!r} does not exist (from {Path.cwd()}); {choices}")
 
 
 def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
