@@ -84,6 +84,7 @@ def test_description_names_groups_rates_and_parameters() -> None:
         ({"lr": float("nan")}, "finite|greater"),
         ({"betas": (0.9, 1.0)}, "not in"),
         ({"groups": [{"match": "*"}]}, "changes nothing"),
+        ({"groups": [{"match": "*", "weight_decay": None}]}, "changes nothing"),
         ({"weight_dekay": 1.0}, "did you mean 'weight_decay'"),
     ],
 )

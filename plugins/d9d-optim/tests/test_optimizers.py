@@ -14,7 +14,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]
 OPTIMIZERS = ["adamw", "sgd", "sgd_momentum", "sgd_nesterov"]
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
+pytestmark = [pytest.mark.smoke, pytest.mark.parametrize("device", DEVICES)]
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
@@ -34,11 +34,13 @@ def gate(device: str, value: bool = True) -> Tensor:
     return torch.tensor(value, device=device)
 
 
-def ours(kind: str, named: dict[str, nn.Parameter]) -> NamedOptimizer:
+def ours(kind: str, named: dict[str, nn.Parameter], state_dtype: str = "parameter") -> NamedOptimizer:
+    shared = {"state_dtype": state_dtype}
     if kind == "adamw":
-        return AdamW(AdamWConfig(lr=0.01, weight_decay=0.1), named)
+        return AdamW(AdamWConfig(lr=0.01, weight_decay=0.1, **shared), named)
     momentum = 0.0 if kind == "sgd" else 0.9
-    return SGD(SGDConfig(lr=0.1, weight_decay=0.01, momentum=momentum, nesterov=kind == "sgd_nesterov"), named)
+    nesterov = kind == "sgd_nesterov"
+    return SGD(SGDConfig(lr=0.1, weight_decay=0.01, momentum=momentum, nesterov=nesterov, **shared), named)
 
 
 def theirs(kind: str, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -153,6 +155,49 @@ def test_state_names_are_parameter_and_slot(device: str) -> None:
     plain = ours("sgd", parameters(device))
     plain.init_state()
     assert plain.state() == {}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_float32_state_of_bfloat16_parameters_rounds_each_update_once(kind: str, device: str) -> None:
+    mine = parameters(device, torch.bfloat16)
+    exact = {name: nn.Parameter(tensor.float()) for name, tensor in mine.items()}
+    optimizer, reference = ours(kind, mine, "float32"), ours(kind, exact)
+    optimizer.init_state()
+    reference.init_state()
+    for step in range(4):
+        set_gradients(mine, step)
+        for name, parameter in exact.items():
+            parameter.grad = mine[name].grad.float()
+        refused = step == 2
+        optimizer.step(gate(device, not refused))
+        reference.step(gate(device, not refused))
+        with torch.no_grad():
+            for parameter in exact.values():
+                parameter.copy_(parameter.bfloat16())
+        assert_same_bits({name: tensor.float() for name, tensor in bits(mine).items()}, bits(exact))
+    assert_same_bits(bits(optimizer.state()), bits(reference.state()))
+    assert all(tensor.dtype == torch.bfloat16 for tensor in mine.values())
+
+
+def test_float32_state_keeps_slow_averages_moving(device: str) -> None:
+    second_moment = {}
+    for state_dtype in ("parameter", "float32"):
+        parameter = nn.Parameter(torch.ones(1, device=device, dtype=torch.bfloat16))
+        optimizer = AdamW(AdamWConfig(lr=0, betas=(0.9, 0.999), state_dtype=state_dtype), {"p": parameter})
+        optimizer.init_state()
+        for _ in range(1000):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step(gate(device))
+        second_moment[state_dtype] = float(optimizer.state()["p/exp_avg_sq"])
+    assert second_moment["float32"] == pytest.approx(1 - 0.999**1000, rel=1e-3)
+    assert second_moment["parameter"] < 0.5  # what the setting is for
+
+
+def test_float32_state_never_narrows_a_parameter(device: str) -> None:
+    named = parameters(device, torch.float64)
+    optimizer = ours("adamw", named, "float32")
+    optimizer.init_state()
+    assert optimizer.state()["layer.bias/exp_avg"].dtype == torch.float64
 
 
 def test_adamw_decays_weights_apart_from_the_gradient(device: str) -> None:

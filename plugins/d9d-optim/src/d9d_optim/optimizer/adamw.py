@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -15,7 +16,7 @@ from d9d_optim.optimizer.groups import ParameterGroup
 class AdamW(NamedOptimizer):
     """The same bits as ``torch.optim.AdamW(fused=True)``, with gated steps and state by name.
 
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` like the parameter, ``step`` (0-d float32, taken steps).
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, ``step`` (0-d float32, taken steps).
     """
 
     def __init__(self, config: AdamWConfig, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -24,7 +25,7 @@ class AdamW(NamedOptimizer):
         self._eps = config.eps
 
     @property
-    def _slots(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+    def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
         return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter}
 
     def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:

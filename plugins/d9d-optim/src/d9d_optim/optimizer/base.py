@@ -45,6 +45,7 @@ class NamedOptimizer(ABC):
 
     def __init__(self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         self._base_lr = config.lr
+        self._least_dtype = torch.float32 if config.state_dtype == "float32" else None
         self._factor = 1.0
         self._groups = group_parameters(config, parameters)
         self._parameters = {name: parameters[name] for group in self._groups for name in group.names}
@@ -53,7 +54,7 @@ class NamedOptimizer(ABC):
     def init_state(self) -> None:
         """Set all state to zero. Call it once, when the parameters have their memory."""
         self._state = {
-            name: {slot: make(parameter) for slot, make in self._slots.items()}
+            name: {slot: make(parameter, self._dtype(parameter)) for slot, make in self._slots.items()}
             for name, parameter in self._parameters.items()
         }
 
@@ -73,8 +74,11 @@ class NamedOptimizer(ABC):
         found_inf = gate.logical_not().to(torch.float32)
         for group in self._groups:
             names = [name for name in group.names if self._parameters[name].grad is not None]
-            if names:
-                self._update(group, self._batch(names, state), self._lr_of(group), found_inf)
+            wide = [name for name in names if self._dtype(self._parameters[name]) != self._parameters[name].dtype]
+            if same := [name for name in names if name not in wide]:
+                self._update(group, self._batch(same, state), self._lr_of(group), found_inf)
+            for name in wide:  # one by one, so that there is a wide copy of one parameter only
+                self._update_wide(group, name, state, found_inf)
 
     def set_lr_factor(self, factor: float) -> None:
         """Multiply the base learning rate of every group for the coming steps."""
@@ -108,8 +112,8 @@ class NamedOptimizer(ABC):
 
     @property
     @abstractmethod
-    def _slots(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
-        """The state of each parameter: slot name -> what makes its initial value."""
+    def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The state of each parameter: slot name -> what makes its initial value, given the dtype of moments."""
 
     @abstractmethod
     def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
@@ -117,6 +121,18 @@ class NamedOptimizer(ABC):
 
     def _lr_of(self, group: ParameterGroup) -> float:
         return self._base_lr * group.lr_scale * self._factor
+
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        """What the moments of a parameter are kept in, and its update is computed in."""
+        return parameter.dtype if self._least_dtype is None else torch.promote_types(parameter.dtype, self._least_dtype)
+
+    def _update_wide(
+        self, group: ParameterGroup, name: str, state: Mapping[str, Mapping[str, Tensor]], found_inf: Tensor
+    ) -> None:
+        narrow, dtype = self._batch([name], state), self._dtype(self._parameters[name])
+        wide = Batch([p.to(dtype) for p in narrow.params], [g.to(dtype) for g in narrow.grads], narrow.slots)
+        self._update(group, wide, self._lr_of(group), found_inf)
+        self._parameters[name].copy_(wide.params[0])
 
     def _batch(self, names: list[str], state: Mapping[str, Mapping[str, Tensor]]) -> Batch:
         params = [self._parameters[name] for name in names]
@@ -132,11 +148,11 @@ class NamedOptimizer(ABC):
         return self._state
 
 
-def zeros(parameter: Tensor) -> Tensor:
-    """Zeros of the parameter's shape, layout and dtype; the fused kernels want moments in the parameter's dtype."""
-    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
+def zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros of the parameter's shape and layout."""
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
 
 
-def counter(parameter: Tensor) -> Tensor:
+def counter(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
     """A step count: 0-d, float32 on the parameter's device, because the fused kernels count there."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)

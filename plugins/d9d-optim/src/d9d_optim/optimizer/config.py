@@ -20,7 +20,7 @@ class GroupRule(Section):
 
     @model_validator(mode="after")
     def _changes_something(self) -> GroupRule:
-        if not self.model_fields_set & {"lr_scale", "weight_decay"}:
+        if self.weight_decay is None and "lr_scale" not in self.model_fields_set:
             raise ValueError(f"group {self.match!r} changes nothing; give it an lr_scale or a weight_decay")
         return self
 
@@ -34,6 +34,8 @@ class OptimizerConfig(PluginConfig):
     """Weight decay of parameters of two or more dimensions; biases and norm weights get none unless a group says so."""
     groups: tuple[GroupRule, ...] = ()
     """Exceptions by parameter name; the first matching pattern wins."""
+    state_dtype: Literal["parameter", "float32"] = "parameter"
+    """Number format of moments: each parameter's own, or float32 for narrower parameters, updated in float32 too."""
 
 
 class AdamWConfig(OptimizerConfig):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
@@ -15,7 +16,7 @@ from d9d_optim.optimizer.groups import ParameterGroup
 class SGD(NamedOptimizer):
     """The same bits as ``torch.optim.SGD(fused=True)``, with gated steps and state by name.
 
-    State per parameter: ``momentum_buffer`` like the parameter, or none at all without momentum. It starts as zeros
+    State per parameter: ``momentum_buffer`` of its shape, or none at all without momentum. It starts as zeros
     instead of as a copy of the first gradient: the first update is the same (0 * momentum + gradient), the state can be
     loaded into before any step, and a first step that the gate refuses needs no special case.
     """
@@ -26,7 +27,7 @@ class SGD(NamedOptimizer):
         self._nesterov = config.nesterov
 
     @property
-    def _slots(self) -> Mapping[str, Callable[[Tensor], Tensor]]:
+    def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
         return {"momentum_buffer": zeros} if self._momentum else {}
 
     def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
