@@ -13,6 +13,8 @@ from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointi
 from pydantic import ValidationError
 from torch import nn
 
+pytestmark = pytest.mark.smoke
+
 
 def apply(model: nn.Module, **settings: Any) -> tuple[str, ...]:
     return ActivationCheckpointing(ActivationCheckpointingConfig(**settings)).apply(model, Topology()).modules
@@ -38,6 +40,15 @@ def saved_elements(model: nn.Module) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(torch.ones(64, 4))
     return saved
+
+
+def test_random_numbers_do_not_repeat_when_switched_off(make_model, loss_and_gradients) -> None:
+    plain, changed = make_model(), make_model()
+    apply(changed, preserve_rng_state=False)
+    loss, gradients = loss_and_gradients(plain)
+    loss_again, gradients_again = loss_and_gradients(changed)
+    assert torch.equal(loss, loss_again)
+    assert not all(torch.equal(gradients[name], gradients_again[name]) for name in gradients)
 
 
 def test_outputs_gradients_and_dropout_are_the_same(make_model, loss_and_gradients) -> None:

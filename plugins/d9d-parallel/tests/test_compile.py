@@ -12,7 +12,10 @@ from pydantic import ValidationError
 from torch import nn
 
 # Dynamo itself looks at the gradients of inputs that are no leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +93,20 @@ def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
     assert saved_elements(changed) < saved_elements(plain)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"backend": "inductor", "mode": "max-autotune", "fullgraph": False, "dynamic": None},
+        {"backend": "aot_eager", "mode": None, "fullgraph": True, "dynamic": False},
+    ],
+)
+def test_every_setting_reaches_torch(make_model, monkeypatch, settings: dict[str, object]) -> None:
+    seen = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _module, **given: seen.append(given))
+    Compile(CompileConfig(**settings)).apply(make_model(depth=2), Topology())
+    assert seen == [settings, settings]
+
+
 def test_unknown_backend_is_an_error_with_a_suggestion(make_model) -> None:
     with pytest.raises(BuildError, match="unknown backend 'inducter'; did you mean 'inductor'"):
         Compile(CompileConfig(backend="inducter")).apply(make_model(), Topology())
@@ -98,6 +115,13 @@ def test_unknown_backend_is_an_error_with_a_suggestion(make_model) -> None:
 def test_model_without_the_trait_is_an_error() -> None:
     with pytest.raises(BuildError, match=r"strategy 'compile' needs model trait 'blocks'"):
         compiled(nn.Linear(2, 2))
+
+
+def test_compiling_blocks_twice_is_an_error(make_model) -> None:
+    model = make_model()
+    compiled(model)
+    with pytest.raises(BuildError, match=r"compile block 'backbone\.layers\.0' a second time"):
+        compiled(model)
 
 
 def test_mode_of_another_backend_is_refused() -> None:

@@ -47,7 +47,7 @@ def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> list[st
         BuildError: a pattern matches no name.
     """
     for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise BuildError(
                 f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'match' matches no block; "

@@ -23,11 +23,16 @@ class Compile:
         """Mark the blocks for compilation. Module tree and parameter names stay what they are.
 
         Raises:
-            BuildError: the stage has no blocks, or torch knows no such backend.
+            BuildError: the stage has no blocks, they are compiled already, or torch knows no such backend.
         """
         config = self._config
         blocks = find_blocks(stage, config.name)
         _check_backend(config.backend)
+        if done := [name for name, block in blocks.items() if block._compiled_call_impl is not None]:  # noqa: SLF001
+            raise BuildError(
+                f"strategy '{config.name}' would compile block '{done[0]}' a second time; "
+                "keep one 'compile' in 'parallel'"
+            )
         for block in blocks.values():
             block.compile(backend=config.backend, mode=config.mode, fullgraph=config.fullgraph, dynamic=config.dynamic)
         return Applied(modules=tuple(blocks))
