@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+pytestmark = pytest.mark.smoke
+
 CPU = OpSignature("attention", "cpu", "float32", {"causal": True})
 BACKENDS = {
     "reference": attention,

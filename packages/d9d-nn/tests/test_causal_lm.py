@@ -124,6 +124,14 @@ def test_perplexity_states_given_out_do_not_change_later() -> None:
     assert kept["targets"] == 1
 
 
+def test_perplexity_stays_on_its_device_when_it_starts_anew() -> None:
+    metric = Perplexity(PerplexityConfig())
+    metric.update({"token_loss": torch.zeros(2, 3, device="meta"), "targets": torch.zeros(2, 3, device="meta").long()})
+    metric.reset()
+    assert all(tensor.is_meta for tensor in metric.state().values())
+    assert metric.compute() == {}
+
+
 def test_perplexity_of_another_task_says_what_is_missing() -> None:
     with pytest.raises(JobError, match="perplexity reads token_loss, which the task does not observe; it has: targets"):
         Perplexity(PerplexityConfig()).update({"targets": TARGETS})

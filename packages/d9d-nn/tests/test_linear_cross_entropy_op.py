@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.smoke
+
 TOKENS, FEATURES, WORDS = 13, 4, 24
 
 
@@ -60,6 +62,14 @@ def test_ignored_targets_have_neither_loss_nor_gradient() -> None:
     assert (hidden.grad[targets != IGNORE] != 0).all()
 
 
+@pytest.mark.parametrize("target", [-1, WORDS])
+def test_a_target_outside_of_the_vocabulary_is_an_error(target: int) -> None:
+    hidden, weight, targets = example()
+    targets[1] = target
+    with pytest.raises((IndexError, RuntimeError), match="index"):
+        linear_cross_entropy(hidden, weight, targets)
+
+
 def test_only_ignored_targets_give_zero_gradients() -> None:
     hidden, weight, targets = example()
     linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORE)).sum().backward()
@@ -67,7 +77,16 @@ def test_only_ignored_targets_give_zero_gradients() -> None:
     assert not weight.grad.any()
 
 
-def test_bfloat16_has_a_float32_loss_and_sums_chunks_in_float32() -> None:
+def test_many_bfloat16_chunks_sum_up_in_float32() -> None:
+    tokens = 1024  # in bfloat16 a sum of equal terms stops growing after 256 of them
+    hidden, weight = torch.ones(tokens, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
+    weight.requires_grad_()
+    targets = torch.zeros(tokens, dtype=torch.int64)
+    linear_cross_entropy(hidden, weight, targets, rows=1, keep=False).sum().backward()
+    assert weight.grad.flatten().tolist() == [-tokens / 2, tokens / 2]
+
+
+def test_bfloat16_has_a_float32_loss_and_gradients_of_its_own_dtype() -> None:
     exact_hidden, exact_weight, targets = example(torch.bfloat16)
     hidden, weight = (t.detach().float().requires_grad_() for t in (exact_hidden, exact_weight))
     plain(hidden, weight, targets).sum().backward()

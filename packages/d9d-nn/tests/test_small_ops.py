@@ -12,6 +12,8 @@ from d9d_nn.rope import RotaryEmbedding
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor
 
+pytestmark = pytest.mark.smoke
+
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
@@ -34,6 +36,14 @@ def test_rms_norm_rounds_bfloat16_once() -> None:
     x, weight = normal(16, 64).bfloat16(), normal(64, seed=1).bfloat16()
     exact = rms_norm(x.double(), weight.double(), 1e-6)
     assert torch.equal(rms_norm(x, weight, 1e-6), exact.to(torch.bfloat16))
+
+
+def test_torch_rms_norm_fuses_although_the_weight_is_wider() -> None:
+    fused = torch_build(OpSignature("rms_norm", "cuda", "bfloat16"))
+    x, weight = normal(16, 64).bfloat16(), normal(64, seed=1)
+    out = fused(x, weight, 1e-6)  # torch would warn that it cannot, and return another dtype on some devices
+    assert out.dtype == torch.bfloat16
+    assert_close_values(out, rms_norm(x, weight, 1e-6))
 
 
 def test_torch_rms_norm_agrees_with_the_reference() -> None:

@@ -103,6 +103,19 @@ def test_incomplete_config_json_says_what_is_missing() -> None:
         FORMAT.config_from_json(data)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"vocab_size": "many"}, "no qwen3 model has these values: vocab_size: "),
+        ({"num_attention_heads": 3}, "num_key_value_heads: .*does not divide"),
+        ({"rope_parameters": "default"}, "rope_parameters is 'default', not a mapping"),
+    ],
+)
+def test_config_json_of_an_impossible_model_is_refused(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        FORMAT.config_from_json({**FORMAT.config_json(tiny(), "float32"), **changes})
+
+
 def test_unknown_names_are_refused() -> None:
     weight = torch.zeros(1)
     with pytest.raises(CheckpointError, match=r"'layers\.2\.ffn_norm\.weight' is not a parameter of qwen3"):

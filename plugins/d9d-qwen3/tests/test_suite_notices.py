@@ -10,6 +10,7 @@ import pytest
 import torch
 from d9d_core.plugin import ModelSpec, Ref
 from d9d_core.protocols import Stage
+from d9d_core.traits import TensorSpec, TensorStyle
 from d9d_nn.linear import Linear
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face import Qwen3HuggingFace
@@ -78,6 +79,17 @@ class WrongBoundary(Qwen3):
         return {}
 
 
+class BoundaryInFloat32(Qwen3):
+    def boundary(self, microbatch: Any) -> Any:
+        sent = super().boundary(microbatch)
+        return {name: TensorSpec(tensor.shape, torch.float32) for name, tensor in sent.items()}
+
+
+class SplitsANorm(Qwen3):
+    def tensor_parallel_plan(self) -> Any:
+        return {**super().tensor_parallel_plan(), "norm": TensorStyle.COLUMN}
+
+
 class CountsLayersFromZero(Qwen3):
     def __init__(self, config: Qwen3Config, stage: Stage) -> None:
         super().__init__(config, stage)
@@ -119,6 +131,7 @@ def test_notices_a_defect_of_computing(model: type[Qwen3], check: str) -> None:
     ("model", "check"),
     [
         (WrongBoundary, "test_boundary_predicts_what_crosses_it"),
+        (BoundaryInFloat32, "test_boundary_predicts_what_crosses_it"),
         (CountsLayersFromZero, "test_two_stages_compute_what_the_whole_does"),
     ],
 )
@@ -126,6 +139,12 @@ def test_notices_a_defect_of_stages(model: type[Qwen3], check: str) -> None:
     spec, config = broken(model)
     with pytest.raises(AssertionError):
         getattr(ModelSuite(), check)(spec, config, initialised(spec, config))
+
+
+def test_notices_a_vector_that_cannot_be_split() -> None:
+    spec, config = broken(SplitsANorm)
+    with pytest.raises(AssertionError, match="norm: a vector cannot be column"):
+        ModelSuite().test_traits_name_modules_that_exist(initialised(spec, config))
 
 
 @pytest.mark.parametrize("claims", [SPEC.provides - {"model:blocks"}, SPEC.provides])

@@ -11,7 +11,7 @@ from pydantic import Field
 class Initialization(Section):
     """Normal weights, norms at one; the depth scaling is that of GPT-2 (Radford et al. 2019, section 2.3)."""
 
-    std: float = Field(default=0.02, gt=0)
+    std: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     """Standard deviation of the weights of embeddings and projections."""
 
     depth_scaled: bool = True

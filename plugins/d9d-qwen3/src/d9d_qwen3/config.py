@@ -36,10 +36,10 @@ class Qwen3Config(PluginConfig):
     head_dim: int = Field(default=0, ge=0, validate_default=True)
     """Features of a head, an even number; 0 takes hidden_size / num_attention_heads."""
 
-    rope_theta: float = Field(default=1_000_000.0, gt=1)
+    rope_theta: float = Field(default=1_000_000.0, gt=1, allow_inf_nan=False)
     """Base of the rotary frequencies."""
 
-    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rms_norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the mean square in every norm."""
 
     tie_embeddings: bool = False

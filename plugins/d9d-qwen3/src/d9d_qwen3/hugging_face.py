@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
+from pydantic import ValidationError
 from torch import Tensor
 
 from d9d_qwen3.config import Qwen3Config
@@ -75,11 +76,13 @@ class Qwen3HuggingFace:
         """Our config for a published ``config.json``, of transformers 4 or 5.
 
         Raises:
-            CheckpointError: it describes another architecture, or a variant we do not compute.
+            CheckpointError: it describes another architecture, a variant we do not compute, or no possible model.
         """
         if data.get("model_type") != "qwen3":
             raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected 'qwen3'")
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise CheckpointError(f"config.json: rope_parameters is {rope!r}, not a mapping")
         refused = {
             "rope_parameters.rope_type": rope.get("rope_type", "default") not in ("default", None),
             "attention_bias": bool(data.get("attention_bias")),
@@ -105,7 +108,11 @@ class Qwen3HuggingFace:
             }
         except KeyError as error:
             raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
-        return Qwen3Config.model_validate(values)
+        try:
+            return Qwen3Config.model_validate(values)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
+            raise CheckpointError(f"config.json: no qwen3 model has these values: {'; '.join(problems)}") from error
 
     def export_state(self, config: Qwen3Config, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Our names to theirs, for the whole model or some of its parameters. A tied head appears nowhere.

@@ -69,8 +69,9 @@ class Perplexity:
         return {"perplexity": torch.exp(self._loss / self._targets.clamp(min=1))}
 
     def reset(self) -> None:
-        """Forget everything."""
-        self._loss, self._targets, self._empty = _nothing(), _nothing(), True
+        """Forget everything; the sums stay on their device, because moving them there again would wait for it."""
+        self._loss, self._targets = torch.zeros_like(self._loss), torch.zeros_like(self._targets)
+        self._empty = True
 
 
 def _nothing() -> Tensor:

@@ -77,7 +77,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, keep: bool) -> Tensor:
         predicted = targets != IGNORE
-        words = targets.clamp(min=0).unsqueeze(1)  # any valid index where masked below
+        # Any valid index where masked below; other negative targets stay what they are, which is an index error.
+        words = targets.masked_fill(~predicted, 0).unsqueeze(1)
         kept = functional.linear(hidden, weight) if keep else None
         losses = []
         for start in range(0, len(hidden), rows):

@@ -40,6 +40,8 @@ def torch_build(_signature: OpSignature) -> Callable[..., Tensor]:
     """``torch.nn.functional.rms_norm`` with our arguments."""
 
     def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+        # The kernel reads one dtype; under autocast the weight stays wider than what a projection returns.
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        return functional.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps).to(x.dtype)
 
     return fused

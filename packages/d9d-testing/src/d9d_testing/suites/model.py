@@ -21,6 +21,7 @@ from d9d_core.traits import (
     PipelineStage,
     TensorParallelizable,
     TensorSpec,
+    TensorStyle,
     modules_with,
 )
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ class ModelSuite:
         flops_per_parameter: least and greatest training FLOPs per token and parameter of the tiny config. 6 for a dense
             model; less with a large embedding or idle experts, more with long sequences.
     """
+
+    pytestmark = pytest.mark.smoke
 
     plugin: ClassVar[str]
     target: ClassVar[str]
@@ -128,7 +131,10 @@ class ModelSuite:
         for core_owner in modules_with(model, ContextParallelizable).values():
             assert all(_child(core_owner, name) is core for name, core in core_owner.attention_cores().items())
         for planned in modules_with(model, TensorParallelizable).values():
-            assert all(_child(planned, name) is not None for name in planned.tensor_parallel_plan())
+            for name, style in planned.tensor_parallel_plan().items():
+                weight = getattr(_child(planned, name), "weight", None)  # a tied head has none
+                is_vector = weight is not None and weight.ndim < 2
+                assert not (is_vector and style is not TensorStyle.SEQUENCE), f"{name}: a vector cannot be {style}"
         for caller in modules_with(model, HasOps).values():
             assert all(getattr(caller, name) is slot for name, slot in caller.op_slots().items())
 
@@ -246,12 +252,13 @@ class ModelSuite:
         require(spec, "model:pipeline", "model:causal_lm")
         batch = microbatch(config)
         shapes = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()}
-        first, last = split(spec, config, model)
-        assert isinstance(first, PipelineStage)
-        assert isinstance(last, PipelineStage)
-        sent = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first(**batch).items()}
-        assert dict(first.boundary(shapes)) == sent
-        assert dict(last.boundary(shapes)) == {}
+        for dtype in (torch.float32, torch.bfloat16):
+            first, last = (stage.to(dtype) for stage in split(spec, config, model))
+            assert isinstance(first, PipelineStage)
+            assert isinstance(last, PipelineStage)
+            sent = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first(**batch).items()}
+            assert dict(first.boundary(shapes)) == sent
+            assert dict(last.boundary(shapes)) == {}
 
 
 def on_meta(spec: ModelSpec, config: Any, stage: Stage = Stage()) -> nn.Module:  # noqa: B008 - Stage is frozen
