@@ -35,9 +35,12 @@ def test_the_file_is_cut_back_to_the_resumed_step(tmp_path: Path) -> None:
         for step in range(first, 4):
             opened.write(step, {"loss": step / 2})
         opened.close("stopped")
+        with (tmp_path / "metrics.csv").open("a") as file:
+            file.write("1")  # what a kill may leave of "12,loss,0.5"
     assert (tmp_path / "metrics.csv").read_text().split() == [
         "step,series,value",
         "1,loss,0.5",
         "2,loss,1.0",
         "3,loss,1.5",
+        "1",
     ]

@@ -23,7 +23,8 @@ class CsvTracker:
         """Start the file, or cut it back to the step that the run continues from."""
         path = run.directory / "metrics.csv"
         rows = list(csv.reader(path.read_text().splitlines()))[1:] if run.resumed_step and path.exists() else []
-        return CsvRun(path, [row for row in rows if int(row[0]) <= run.resumed_step])
+        # A kill may have cut off the last row, and with it the end of its step.
+        return CsvRun(path, [row for row in rows if len(row) == 3 and int(row[0]) <= run.resumed_step])
 
 
 class CsvRun:
