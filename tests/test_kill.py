@@ -109,7 +109,7 @@ def test_a_few_kills_change_nothing(small_job: Write, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fifty_kills_change_nothing(small_job: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    moments = campaign(small_job, tmp_path / "runs", kills=50, steps=3000, seed=2)
+    moments = campaign(small_job, tmp_path / "runs", kills=50, steps=1500, seed=2)
     with capsys.disabled():
         print(f"\nkilled 50 times: {moments}")
     assert sum(moments.values()) - moments.get("finished", 0) == 50

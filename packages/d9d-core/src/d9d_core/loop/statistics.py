@@ -41,7 +41,7 @@ class Statistics:
         """The step is done; if it was not finite, it counts in no statistic. Decided on the device."""
         for name, before in self._before.items():
             after = self._metrics[name].state()
-            kept = {k: torch.where(finite, t, before[k].to(t.device)) for k, t in after.items()}
+            kept = {k: torch.where(finite, t, before[k].to(t.device, non_blocking=True)) for k, t in after.items()}
             self._metrics[name].load_state(kept)
         self._before = {}
 
