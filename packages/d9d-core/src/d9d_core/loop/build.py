@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from d9d_core.config.job import JobConfig
+from d9d_core.errors import JobError
 from d9d_core.loop import events as ev
 from d9d_core.loop.assemble import Assembly, assemble, build_part
 from d9d_core.loop.evaluation import Evaluator
@@ -29,6 +30,8 @@ from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Task
 from d9d_core.state.checkpoint import CheckpointStore
+from d9d_core.state.export import export_model
+from d9d_core.state.model import model_tensors
 from d9d_core.state.random import initialise
 from d9d_core.topology.mesh import Topology
 from d9d_core.trackers.hub import TrackerHub
@@ -121,7 +124,7 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
         task=task,
         feed=Feed(stream, topology.device),
         trackers=trackers,
-        evaluator=_evaluator(job, selection, topology, stage, task, executor, note),
+        evaluator=_evaluator(job, selection, topology, task, executor, note),
         keeper=keeper,
         export=_exporter(job, selection, assembly, stage, stream),
         events=events,
@@ -171,7 +174,6 @@ def _evaluator(
     job: JobConfig,
     selection: Selection,
     topology: Topology,
-    stage: nn.Module,
     task: Task,
     executor: Executor,
     note: Callable[[str], None],
@@ -180,7 +182,7 @@ def _evaluator(
         return None
     stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
-    return Evaluator(stage, task, executor, Feed(stream, topology.device), job.evaluation.packs)
+    return Evaluator(task, executor, Feed(stream, topology.device), job.evaluation.packs)
 
 
 def _exporter(
@@ -190,15 +192,10 @@ def _exporter(
     if not job.export or not isinstance(spec, ModelSpec):
         return None
     if spec.hugging_face is None:
-        from d9d_core.errors import JobError
-
         raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
     layout = spec.hugging_face.load()()
 
     def export() -> None:
-        from d9d_core.state.export import export_model
-        from d9d_core.state.model import model_tensors
-
         if assembly.peft is not None:
             assembly.peft.merge(stage)
         tensors = layout.export_state(job.model, model_tensors(stage))

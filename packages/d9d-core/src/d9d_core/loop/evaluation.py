@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.feed import Feed
@@ -16,15 +16,13 @@ class Evaluator:
     """Measures every loss term over the first packs of a stream.
 
     Args:
-        stage: the model.
         task: turns microbatches into losses.
-        executor: knows the forward's number format.
+        executor: runs the model.
         feed: evaluation data, at its start.
         packs: how many packs are measured.
     """
 
-    def __init__(self, stage: nn.Module, task: Task, executor: Executor, feed: Feed, packs: int) -> None:
-        self._stage = stage
+    def __init__(self, task: Task, executor: Executor, feed: Feed, packs: int) -> None:
         self._task = task
         self._executor = executor
         self._feed = feed
@@ -35,19 +33,17 @@ class Evaluator:
         """``eval/loss`` and, with several terms, ``eval/<term>``. Waits for the device."""
         self._feed.stream.load_state(self._start)
         coefficients = self._task.coefficients
-        self._stage.eval()
+        self._executor.stage.eval()
         with torch.no_grad():
             parts = [self._measure(mb) for _ in range(self._packs) for mb in self._feed.next()]
-        self._stage.train()
+        self._executor.stage.train()
         sums, weights = torch.stack(parts).sum(0).tolist()  # [2, terms]
         means = {t: s / w if w else 0.0 for t, s, w in zip(coefficients, sums, weights, strict=True)}
         values = {"eval/loss": sum(coefficients[term] * mean for term, mean in means.items())}
         return values | ({f"eval/{term}": mean for term, mean in means.items()} if len(means) > 1 else {})
 
     def _measure(self, microbatch: Mapping[str, Tensor]) -> Tensor:
-        inputs = self._task.inputs(microbatch)
-        with self._executor.precision():
-            outputs = self._stage(**inputs.first, **inputs.shared)
+        outputs = self._executor.forward(microbatch)
         sums, weights = self._task.losses(outputs, microbatch), self._task.weights(microbatch)
         terms = list(self._task.coefficients)
         return torch.stack([torch.stack([of[t].double() for t in terms]) for of in (sums, weights)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -14,7 +14,7 @@ from d9d_core.errors import BuildError
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, validate
 from d9d_core.loop.statistics import Statistics
-from d9d_core.protocols import Pack, Task
+from d9d_core.protocols import Microbatch, Pack, Task
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ class Executor:
     def _forward(self, action: Action, state: StepState) -> None:
         assert isinstance(action, Forward)
         microbatch = state.pack[action.microbatch]
-        inputs = self._task.inputs(microbatch)
-        with self.precision():
-            outputs = self.stage(**inputs.first, **inputs.shared)
+        outputs = self.forward(microbatch)
         sums = self._task.losses(outputs, microbatch)
         means = {term: sums[term] * state.scale[term] for term in self._coefficients}
         state.pending[action.microbatch] = torch.stack(
@@ -116,11 +114,13 @@ class Executor:
     def _reduce(self, action: Action, _state: StepState) -> None:
         self._gradients.reduce(action.stage)
 
-    def precision(self) -> AbstractContextManager[object]:
-        """The context that forward passes run in."""
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
+    def forward(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """The model's outputs for one microbatch, in the job's number format."""
+        inputs = self._task.inputs(microbatch)
+        enabled = self._autocast is not None
+        with torch.autocast(self._device.type, self._autocast) if enabled else nullcontext():
+            outputs: Mapping[str, Tensor] = self.stage(**inputs.first, **inputs.shared)
+        return outputs
 
 
 def checked_programs(schedule: Schedule, stages: int, microbatches: int) -> Sequence[Program]:

@@ -137,25 +137,13 @@ class Trainer:
             tokens = sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size
             progress.tokens += tokens
             speed.add(tokens)
-            last = progress.step == total
-            due = progress.step % job.logging.every == 0 or progress.step == 1
-            if due or last:
-                host = {
-                    "lr": self.step.optimizer.lr,
-                    "tokens": float(progress.tokens),
-                    "tokens_per_second": speed.take(),
-                }
-                bar.logged(host["lr"], host["tokens_per_second"])
-                logbook.record(progress.step, result, host, self.step.statistics.compute())
-                if due:  # else the period goes on, should the run be prolonged
-                    self.step.statistics.reset()
-            else:
-                logbook.record(progress.step, result, None)
-            if self.evaluator and job.evaluation and (progress.step % job.evaluation.every == 0 or last):
+            self._record(progress, result, logbook, speed, bar)
+            at_end = progress.step == total
+            if self.evaluator and job.evaluation and (at_end or progress.step % job.evaluation.every == 0):
                 logbook.drain()
                 with speed.paused():
                     self._evaluate(progress.step)
-            if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not last:
+            if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not at_end:
                 logbook.drain()
                 with speed.paused():
                     self._save(progress, logbook)
@@ -170,6 +158,20 @@ class Trainer:
         if self.export is not None:
             self.export()
         return "finished"
+
+    def _record(
+        self, progress: Progress, result: ev.StepResult, logbook: Logbook, speed: _Speed, bar: ProgressBar
+    ) -> None:
+        due = progress.step % self.job.logging.every == 0 or progress.step == 1
+        if not due and progress.step < self.job.steps:
+            logbook.record(progress.step, result, None)
+            return
+        lr, tokens_per_second = self.step.optimizer.lr, speed.take()
+        bar.logged(lr, tokens_per_second)
+        host = {"lr": lr, "tokens": float(progress.tokens), "tokens_per_second": tokens_per_second}
+        logbook.record(progress.step, result, host, self.step.statistics.compute())
+        if due:  # else the period goes on, should the run be prolonged
+            self.step.statistics.reset()
 
     def _save(self, progress: Progress, logbook: Logbook) -> None:
         logbook.drain()  # no checkpoint from a step whose finiteness is unread
