@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import d9d_testing.toy.plugin as toy
 import pytest
 import torch
 from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
 from d9d_core.job import Job
+from d9d_core.plugin import Registry, hookimpl
+from d9d_testing.toy.observers import ToyTracker
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
+from d9d_testing.toy.task import ToyMetric
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -26,6 +32,46 @@ def test_a_failing_tracker_is_reported_once_and_never_ends_training(job: MakeJob
     trainer, notes = noted(job(trackers=["jsonl", failing]))
     assert trainer.train().status == "finished"
     assert len([note for note in notes if note.startswith("tracker 'toy_tracker' failed and is switched off")]) == 1
+
+
+@pytest.mark.parametrize("state", [Path("x"), {"loss": float("nan")}])
+def test_a_tracker_whose_state_is_no_json_is_switched_off_and_the_checkpoint_saved(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
+    monkeypatch.setattr(ToyTracker, "state", lambda _self: state)
+    trainer, notes = noted(job(trackers=["toy_tracker"]))
+    assert trainer.train().status == "finished"
+    assert len([note for note in notes if note.startswith("tracker 'toy_tracker' failed and is switched off")]) == 1
+
+
+def test_a_model_that_cannot_be_exported_is_refused_when_planning(job: MakeJob) -> None:
+    model = next(iter(toy.d9d_models()))
+
+    @hookimpl
+    def d9d_models() -> list[Any]:
+        return [replace(model, hugging_face=None)]
+
+    plain = SimpleNamespace(__name__="plain", d9d_models=d9d_models)
+    others = SimpleNamespace(**{n: v for n, v in vars(toy).items() if n.startswith("d9d_") and n != "d9d_models"})
+    registry = Registry.of(plain, others)
+    with pytest.raises(JobError, match="export: model 'toy_model' .* has no Hugging Face layout; set 'export: false'"):
+        job().use(registry).plan()
+    assert job("export=false").use(registry).plan().parameters == (33, 33)
+
+
+def test_a_metric_cannot_take_a_name_of_the_loop(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyMetric, "compute", lambda _self: {"finite": torch.zeros(()), "loss": torch.zeros(())})
+    run = job()
+    quiet(run).train()
+    assert metrics_of(run)[0]["loss"] > 0
+    assert metrics_of(run)[0]["toy_metric/loss"] == 0
+
+
+def test_a_metric_that_changes_its_state_is_refused(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ToyMetric.state
+    monkeypatch.setattr(ToyMetric, "state", lambda self: state(self) if self._count else {})
+    with pytest.raises(BuildError, match="metric 'toy_metric' changes the names of its state"):
+        quiet(job("nonfinite=skip")).train()
 
 
 def test_evaluation_measures_the_same_data_each_time_and_disturbs_nothing(job: MakeJob) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,7 +91,14 @@ def test_the_accepting_backend_with_the_highest_priority_is_bound_per_signature(
     assert (wide.backend, wide.sites) == ("wide", ("1.op", "2.op"))
     assert stage[1].op(torch.tensor(2.0)).item() == 20  # type: ignore[operator, union-attr]
     assert narrow.considered["wide"].reason == "needs width >= 8, not 4"
-    assert "cannot be imported" in narrow.considered["broken"].reason
+    assert "failed: ModuleNotFoundError" in narrow.considered["broken"].reason
+
+
+def test_a_backend_that_fails_to_build_is_named() -> None:
+    absent = Ref("a_module_that_is_not_there:build")
+    bad = replace(spec("bad", "always"), build=absent)
+    with pytest.raises(PluginError, match=r"kernels.square: 'bad' \(zeta\) accepted, but a_module.* failed: ModuleNot"):
+        choose(Registry.of(offering("zeta", bad)), Square(4))
 
 
 def test_a_backend_asked_for_by_name_is_taken(registry: Registry) -> None:

@@ -17,7 +17,7 @@ from pydantic import PrivateAttr
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import registry_for, validate
-from d9d_core.loop.selection import check_axes, check_capabilities, check_world, select
+from d9d_core.loop.selection import check_capabilities, check_parts, check_world, select
 from d9d_core.plugin.capabilities import Circumstances
 from d9d_core.plugin.kernels import find_kernel
 from d9d_core.plugin.loader import discover
@@ -120,7 +120,7 @@ class Job(JobConfig):
         """Everything that can be refused before torch is imported."""
         check_world(self, world_size)
         selection = select(self, self.registry)
-        check_axes(self, selection)
+        check_parts(self, selection)
         check_capabilities(selection, self.registry, Circumstances(self.mesh.sizes()))
         for op, selector in self.kernels.items():
             find_kernel(self.registry, op, selector)

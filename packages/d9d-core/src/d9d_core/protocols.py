@@ -292,7 +292,7 @@ class Metric(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The accumulated state; empty accumulators before the first update are valid."""
+        """The accumulated state. Names, shapes and dtypes are the same from construction on: it is loaded into."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from d9d_core.config.job import JobConfig
-from d9d_core.errors import JobError
 from d9d_core.loop import events as ev
 from d9d_core.loop.assemble import Assembly, assemble, build_part
 from d9d_core.loop.evaluation import Evaluator
@@ -20,7 +19,7 @@ from d9d_core.loop.gradients import Clipper, Gradients
 from d9d_core.loop.keeper import Keeper
 from d9d_core.loop.loss import LossScale
 from d9d_core.loop.plan import build_lr_schedule, build_schedule
-from d9d_core.loop.selection import Selection, check_axes, check_capabilities, check_world, select
+from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.loop.statistics import Statistics
 from d9d_core.loop.step import TrainStep
 from d9d_core.loop.trainer import Trainer
@@ -51,7 +50,7 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     """
     check_world(job, topology.world_size)
     selection = select(job, registry)
-    check_axes(job, selection)
+    check_parts(job, selection)
     check_capabilities(selection, registry, circumstances(job, topology.device))
     events = ev.Events([build_part(chosen, config) for chosen, config in selection.subscribers])
     events.emit(ev.JobConfigured(job))
@@ -191,8 +190,7 @@ def _exporter(
     spec = selection.model.spec
     if not job.export or not isinstance(spec, ModelSpec):
         return None
-    if spec.hugging_face is None:
-        raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
+    assert spec.hugging_face is not None  # check_parts made sure
     layout = spec.hugging_face.load()()
 
     def export() -> None:

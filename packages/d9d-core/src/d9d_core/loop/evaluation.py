@@ -10,6 +10,7 @@ from torch import Tensor
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.feed import Feed
 from d9d_core.protocols import Task
+from d9d_core.topology.mesh import wide_dtype
 
 
 class Evaluator:
@@ -46,4 +47,5 @@ class Evaluator:
         outputs = self._executor.forward(microbatch)
         sums, weights = self._task.losses(outputs, microbatch), self._task.weights(microbatch)
         terms = list(self._task.coefficients)
-        return torch.stack([torch.stack([of[t].double() for t in terms]) for of in (sums, weights)])
+        values = torch.stack([torch.stack([of[t].float() for t in terms]) for of in (sums, weights)])
+        return values.to(wide_dtype(values.device))

@@ -135,10 +135,10 @@ class Keeper:
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
             checkpoint.load_into(part, scope)
 
-        def known(state: Mapping[str, Tensor]) -> bool:
-            name = next(iter(state), "").partition("/")[0]
+        def known(metric: str, state: Mapping[str, Tensor]) -> bool:
+            scope = f"{_METRICS}{metric}/"
             try:
-                checkpoint.load_into({_METRICS + key: t for key, t in state.items()}, f"{_METRICS}{name}/")
+                checkpoint.load_into({scope + key: tensor for key, tensor in state.items()}, scope)
             except CheckpointError:
                 return False
             return True

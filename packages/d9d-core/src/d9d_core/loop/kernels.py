@@ -13,7 +13,8 @@ from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Chosen, Verdict
 from d9d_core.plugin.kernels import REFERENCE, find_kernel
 from d9d_core.plugin.records import KernelSpec
-from d9d_core.plugin.registry import Entry, Registry
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import Entry, Registry, plugin_error
 from d9d_core.traits import HasOps, modules_with
 
 Judgement = Callable[[Chosen], Iterable[Verdict]]
@@ -99,7 +100,13 @@ def _bind(
     if chosen is None:
         return KernelChoice(signature.op, sites, REFERENCE, "", considered)
     assert isinstance(chosen.spec, KernelSpec)
-    function = chosen.spec.build.load()(signature)
+    try:
+        function = chosen.spec.build.load()(signature)
+    except FOREIGN_FAILURES as error:
+        text = (
+            f"kernels.{signature.op}: '{chosen.spec.name}' ({chosen.origin}) accepted, but {chosen.spec.build} failed"
+        )
+        raise plugin_error(f"{text}: {error!r}; choose another with 'kernels'", error) from error
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
     return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), considered)
@@ -127,6 +134,6 @@ def _ask(entry: Entry, signature: OpSignature, judge: Judgement) -> Decision:
         return Decision(False, "; ".join(unmet))
     try:
         decision: Decision = entry.spec.supports.load()(signature)
-    except ImportError as error:
-        return Decision(False, f"it cannot be imported: {error}")
+    except FOREIGN_FAILURES as error:
+        return Decision(False, f"{entry.spec.supports} failed: {error!r}")
     return decision

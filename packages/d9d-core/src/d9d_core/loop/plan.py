@@ -11,7 +11,7 @@ from d9d_core.errors import BuildError
 from d9d_core.loop.assemble import Assembly, assemble, build_part
 from d9d_core.loop.executor import checked_programs
 from d9d_core.loop.program import Program, Schedule, single_stage
-from d9d_core.loop.selection import Selection, check_axes, check_capabilities, check_world, select
+from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
@@ -66,7 +66,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     """
     check_world(job, world_size)
     selection = select(job, registry)
-    check_axes(job, selection)
+    check_parts(job, selection)
     verdicts = check_capabilities(selection, registry, circumstances)
     build_lr_schedule(job, selection)
     build_part(selection.task, job.task)

@@ -27,6 +27,7 @@ class ProgressBar:
             TimeRemainingColumn(),
             console=Console(stderr=True),
             disable=not sys.stderr.isatty(),
+            redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
         )
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")
         self._values: dict[str, float] = {}

@@ -9,7 +9,7 @@ from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
-from d9d_core.plugin.records import StrategySpec
+from d9d_core.plugin.records import ModelSpec, StrategySpec
 from d9d_core.plugin.registry import Registry
 
 Part = tuple[Chosen, PluginConfig]
@@ -102,12 +102,14 @@ def check_capabilities(selection: Selection, registry: Registry, circumstances: 
     return verdicts
 
 
-def check_axes(job: JobConfig, selection: Selection) -> None:
-    """Every mesh axis with several ranks must be of use to something.
+def check_parts(job: JobConfig, selection: Selection) -> None:
+    """What the job asks for must be possible with the parts it names.
 
     Raises:
-        JobError: one is not; its ranks would all do the same.
+        JobError: a mesh axis has several ranks that would all do the same, or the model cannot be exported.
     """
+    if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
+        raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
     used = {
         axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
     }

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from d9d_core.errors import BuildError
 from d9d_core.protocols import Metric
+
+#: Series that the loop itself logs.
+_TAKEN = ("finite", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
+
+
+def _is_taken(series: str) -> bool:
+    return series in _TAKEN or series.startswith(("loss/", "eval/"))
 
 
 class Statistics:
@@ -41,16 +49,20 @@ class Statistics:
         """The step is done; if it was not finite, it counts in no statistic. Decided on the device."""
         for name, before in self._before.items():
             after = self._metrics[name].state()
+            if after.keys() != before.keys():
+                raise BuildError(
+                    f"metric '{name}' changes the names of its state; they must be the same from the start"
+                )
             kept = {k: torch.where(finite, t, before[k].to(t.device, non_blocking=True)) for k, t in after.items()}
             self._metrics[name].load_state(kept)
         self._before = {}
 
     def compute(self) -> dict[str, Tensor]:
-        """Series name -> value since the last reset; where two metrics share a name, theirs comes in front."""
+        """Series name -> value since the last reset; a name that is taken gets the metric's own in front."""
         computed = {name: metric.compute() for name, metric in self._metrics.items()}
         series = [key for values in computed.values() for key in values]
         return {
-            key if series.count(key) == 1 else f"{name}/{key}": value
+            key if series.count(key) == 1 and not _is_taken(key) else f"{name}/{key}": value
             for name, values in computed.items()
             for key, value in values.items()
         }
@@ -64,11 +76,11 @@ class Statistics:
         """The state of all metrics, ``"<metric>/<name>"`` -> tensor."""
         return {f"{n}/{key}": tensor for n, metric in self._metrics.items() for key, tensor in metric.state().items()}
 
-    def load(self, known: Callable[[Mapping[str, Tensor]], bool]) -> list[str]:
+    def load(self, known: Callable[[str, Mapping[str, Tensor]], bool]) -> list[str]:
         """Continue each metric from a saved state.
 
         Args:
-            known: fills the given tensors from what was saved; false if it cannot.
+            known: fills the tensors of the named metric from what was saved; false if they do not fit.
 
         Returns:
             The names of the metrics that start anew, because nothing fitting was saved.
@@ -76,7 +88,7 @@ class Statistics:
         anew = []
         for name, metric in self._metrics.items():
             state = metric.state()
-            if known({f"{name}/{key}": tensor for key, tensor in state.items()}):
+            if known(name, state):
                 metric.load_state(state)
             else:
                 anew.append(name)

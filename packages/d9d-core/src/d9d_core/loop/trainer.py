@@ -112,6 +112,9 @@ class Trainer:
         try:
             with Interrupts() as interrupts, ProgressBar(total, progress.step) as bar:
                 status = self._run(progress, interrupts, bar)
+                self.trackers.close(status)
+                done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
+                self.events.emit(done(progress.step))
         except BaseException as error:
             self.trackers.close("failed")
             try:
@@ -119,9 +122,6 @@ class Trainer:
             except Exception as second:
                 error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
             raise
-        self.trackers.close(status)
-        done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
-        self.events.emit(done(progress.step))
         return Outcome(status, progress.step)
 
     def _run(self, progress: Progress, interrupts: Interrupts, bar: ProgressBar) -> Literal["finished", "stopped"]:

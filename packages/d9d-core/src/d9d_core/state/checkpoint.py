@@ -184,8 +184,8 @@ class CheckpointStore:
         try:
             with published(target) as directory:
                 _write(directory, step, tensors, values, facts)
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-            # RuntimeError: safetensors found tensors that share memory; ValueError: JSON has no word for a value.
+        except (OSError, SafetensorError, TypeError, ValueError, RuntimeError) as error:
+            # RuntimeError: safetensors found tensors that share memory; TypeError, ValueError: no JSON for a value.
             reason = " ".join(str(error).split())
             raise CheckpointError(
                 f"checkpoint {target} could not be written: {reason}; earlier ones are untouched"

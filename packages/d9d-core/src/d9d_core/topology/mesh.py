@@ -46,6 +46,11 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The format for sums over very many values: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def is_available(name: str) -> bool:
     """Whether this machine has the device."""
     kind, _, index = name.partition(":")

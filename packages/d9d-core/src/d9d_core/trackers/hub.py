@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ class TrackerHub:
     def state(self) -> dict[str, State]:
         """Tracker name -> what it needs to continue; of a tracker that failed, the last that is known."""
         for name, run in list(self._runs.items()):
-            state = self._guard(name, run.state)
+            state = self._guard(name, lambda r=run: json.loads(json.dumps(r.state(), allow_nan=False)))  # type: ignore[misc]
             if state is not None:
                 self._states[name] = state
         return dict(self._states)

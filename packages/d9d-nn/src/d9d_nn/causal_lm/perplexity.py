@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 from d9d_core.errors import JobError
+from d9d_core.topology.mesh import wide_dtype
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import PerplexityConfig
@@ -44,8 +45,7 @@ class Perplexity:
             )
         token_loss, targets = observations["token_loss"], observations["targets"]
         predicted = targets != IGNORE
-        # A million tokens in float32 would lose the last ones; MPS has no float64.
-        dtype = torch.float32 if token_loss.device.type == "mps" else torch.float64
+        dtype = wide_dtype(token_loss.device)  # a million tokens in float32 would lose the last ones
         if self._loss.device != token_loss.device:
             self._loss = self._loss.to(token_loss.device, dtype, non_blocking=True)
             self._targets = self._targets.to(token_loss.device, dtype, non_blocking=True)
