@@ -124,6 +124,23 @@ def test_merged_mappings_give_way_to_what_is_written_out(tmp_path: Path) -> None
 
 
 def test_an_override_builds_and_appends_to_lists(tmp_path: Path) -> None:
-    document = read(tmp_path, "b: [one]\n", "a[0]=x", "a[1].c=2", "b[1]=two", "b[0].c=3", "d.e[0].f=4")
-    assert document.values == {"a": ["x", {"c": 2}], "b": [{"name": "one", "c": 3}, "two"], "d": {"e": [{"f": 4}]}}
-    assert read(tmp_path, "b: [one]\n").values == {"b": ["one"]}
+    text = "metrics: [one]\n"
+    document = read(tmp_path, text, "a[0]=x", "a[1].c=2", "metrics[1]=two", "metrics[0].c=3", "d.e[0].f=4")
+    metrics = [{"name": "one", "c": 3}, "two"]
+    assert document.values == {"a": ["x", {"c": 2}], "metrics": metrics, "d": {"e": [{"f": 4}]}}
+    assert read(tmp_path, text).values == {"metrics": ["one"]}
+
+
+def test_a_bare_word_becomes_a_name_only_where_it_names_a_plugin(tmp_path: Path) -> None:
+    text = "data: {name: text, tokenizer: bytes}\noptimizer: adamw\nevaluation: {data: text}\n"
+    document = read(tmp_path, text, "data.tokenizer.bpe=300", "optimizer.lr=1", "evaluation.data.split=held_out")
+    assert document.values == {
+        "data": {"name": "text", "tokenizer": {"bpe": 300}},
+        "optimizer": {"name": "adamw", "lr": 1},
+        "evaluation": {"data": {"name": "text", "split": "held_out"}},
+    }
+
+
+def test_what_an_override_replaced_is_found_on_the_command_line(tmp_path: Path) -> None:
+    document = read(tmp_path, "optimizer: {name: adamw,\n  lr: 1}\n", "optimizer={name: adamw, lr: abc}")
+    assert document.where(("optimizer", "lr")) == "--set optimizer"

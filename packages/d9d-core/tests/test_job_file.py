@@ -290,7 +290,9 @@ def test_the_schema_is_a_discriminated_union_over_what_is_installed() -> None:
     assert "x-d9d-kind" not in json.dumps(schema)
     names, configs = schema["properties"]["optimizer"]["anyOf"]
     assert names == {"enum": ["toy_optimizer"]}
-    (reference,) = configs["oneOf"]
+    assert schema["properties"]["metrics"]["items"]["anyOf"][0] == {"enum": ["toy_metric"]}
+    assert schema["properties"]["plugins"]["anyOf"][1]["items"] == {"type": "string"}
+    (reference,) = configs["anyOf"]
     definition = schema["$defs"][reference["$ref"].rpartition("/")[2]]
     assert definition["properties"]["lr"]["description"] == "Base learning rate."
     assert definition["required"] == ["name"]

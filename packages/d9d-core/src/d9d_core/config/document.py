@@ -74,7 +74,9 @@ class Document:
             except LookupError as error:
                 raise JobError(f"--set {assignment}: there is no {dotted(parts)} to set: {error.args[0]}") from None
             given.add(parts)
-        return Document(values, self.source, self.lines, frozenset(given))
+        # What an override replaced no longer stands in the file.
+        lines = {place: line for place, line in self.lines.items() if not any(place[: len(g)] == g for g in given)}
+        return Document(values, self.source, lines, frozenset(given))
 
     def where(self, location: Location) -> str:
         """``file:line`` of the value, or of the nearest one around it."""
@@ -89,20 +91,27 @@ class Document:
 def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
     target: Any = values
     for depth, (part, following) in enumerate(pairwise(parts)):
-        _put(target, parts[:depth], part, _entered(target, part, following))
+        _put(target, parts[:depth], part, _entered(target, parts[: depth + 1], following))
         target = target[part]
     _put(target, parts[:-1], parts[-1], value)
 
 
-def _entered(target: Any, part: int | str, following: int | str) -> Any:
-    """What lies at ``part``, made ready to take ``following``."""
-    inner = None
+#: Sections where a bare word names a plugin; so do the entries of lists, and the data of an evaluation.
+_LISTS = ("parallel", "metrics", "trackers", "subscribers")
+_NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft")
+
+
+def _entered(target: Any, location: Location, following: int | str) -> Any:
+    """What lies at ``location``, made ready to take ``following``."""
+    part, inner = location[-1], None
     if isinstance(target, dict):
         inner = target.get(part)
     elif isinstance(target, list) and isinstance(part, int) and part < len(target):
         inner = target[part]
     if isinstance(inner, str) and isinstance(following, str):
-        return {"name": inner}  # `optimizer: adamw` and --set optimizer.lr=...
+        # `optimizer: adamw` and --set optimizer.lr=...; elsewhere a word gives way to fields
+        named = location[1:] in [(), ("data",)] or (len(location) == 2 and isinstance(part, int))
+        return {"name": inner} if named and location[0] in (*_NAMED, *_LISTS, "evaluation") else {}
     if inner is None:
         return [] if isinstance(following, int) else {}
     return inner

@@ -29,6 +29,8 @@ def job_schema(registry: Registry, skipped: Callable[[PluginError], None] | None
     choices = {kind: _choices(kind, registry, definitions, skipped) for kind in _placeholders(schema)}
     filled = _fill(schema, choices)
     assert isinstance(filled, dict)
+    files = {"type": "array", "items": {"type": "string"}, "description": "Single-file plugins."}
+    filled["properties"]["plugins"] = {"anyOf": [filled["properties"]["plugins"], files]}
     filled["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     filled["title"] = "d9d job file"
     return filled
@@ -47,14 +49,29 @@ def _choices(
                 raise
             skipped(error)
             continue
-        definitions.update(own.pop("$defs", {}))
+        key = f"{kind}:{entry.origin.distribution}:{entry.spec.key}".replace("/", "|").replace(" ", "_")
+        # Two plugins may have nested sections of one name, so each gets its own.
+        inner = own.pop("$defs", {})
+        moved = {f"#/$defs/{name}": f"#/$defs/{key}.{name}" for name in inner}
+        definitions |= {f"{key}.{name}": _point(definition, moved) for name, definition in inner.items()}
+        selectors = [entry.spec.key]
+        if entry.origin.version:  # a single file has no distribution to select it by
+            selectors.append(f"{entry.origin.distribution}/{entry.spec.key}")
+        own = _point(own, moved)
         own["description"] = f"{entry.spec.summary} ({entry.origin})"
         own["required"] = sorted({*own.get("required", []), "name"})
-        key = f"{kind}:{entry.origin.distribution}:{entry.spec.key}".replace("/", "|").replace(" ", "_")
+        own["properties"]["name"] = {"enum": selectors, "description": "Selects the plugin."}
         definitions[key] = own
         references.append({"$ref": f"#/$defs/{key}"})
-        names.append(entry.spec.key)
-    return {"anyOf": [{"enum": sorted(set(names))}, {"oneOf": references}]} if names else {"enum": []}
+        names += selectors
+    return {"anyOf": [{"enum": sorted(set(names))}, {"anyOf": references}]} if names else {"not": {}}
+
+
+def _point(node: Any, moved: dict[str, str]) -> Any:
+    """The same schema with references to moved definitions."""
+    if isinstance(node, dict):
+        return {k: moved.get(v, v) if k == "$ref" else _point(v, moved) for k, v in node.items()}
+    return [_point(item, moved) for item in node] if isinstance(node, list) else node
 
 
 def _placeholders(node: Any) -> set[str]:
