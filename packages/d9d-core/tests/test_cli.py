@@ -68,7 +68,7 @@ def test_a_broken_plugin_that_is_asked_for_shows_its_traceback(d9d: Run, tmp_pat
     (tmp_path / "broken.py").write_text("def f():\n    raise RuntimeError('in the plugin')\nf()\n")
     result = d9d("train", "job.yaml", "--plugin", "broken.py")
     assert result.returncode == 2
-    assert "error: broken.py: failed to import: RuntimeError('in the plugin')" in result.stderr
+    assert "error: broken.py failed to import: RuntimeError('in the plugin')" in result.stderr
     assert "raise RuntimeError('in the plugin')" in result.stderr
 
 
@@ -142,6 +142,16 @@ def broken(tmp_path: Path) -> Path:
         "        yield TaskSpec(name=name, summary='s', config=Ref(config), build=Ref('json:loads'))\n"
     )
     return tmp_path / "unsound.py"
+
+
+def test_brackets_in_a_plugins_texts_are_shown_as_they_are(d9d: Run, tmp_path: Path) -> None:
+    code = Path(toy.__file__).read_text().replace("Squared error.", "Error [/nats] per [b]token.")
+    (tmp_path / "brackets.py").write_text(code)
+    for arguments in (["plugins", "list"], ["plugins", "show", "toy_task"], ["explain", "job.yaml"]):
+        command = [*arguments, "--no-plugins", "--plugin", "brackets.py"]
+        result = d9d(*command, plugins=False)
+        assert result.returncode == 0, result.stderr
+        assert "Error [/nats] per [b]token." in result.stdout
 
 
 @pytest.mark.usefixtures("broken")

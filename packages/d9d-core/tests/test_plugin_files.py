@@ -32,7 +32,7 @@ def test_a_single_file_is_a_plugin_and_its_content_is_in_the_manifest(tmp_path: 
 def test_a_single_file_that_fails_is_an_error_with_its_cause(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import a_module_that_is_not_there")
-    with pytest.raises(PluginError, match=r"mine.py: failed to import") as caught:
+    with pytest.raises(PluginError, match=r"mine.py failed to import") as caught:
         discover(PluginPolicy(autoload=False, files=(file,)))
     assert isinstance(caught.value.origin, ModuleNotFoundError)
 

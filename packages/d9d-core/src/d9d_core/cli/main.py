@@ -42,9 +42,6 @@ def main() -> None:
         for line in str(error).splitlines():
             _say(f"error: {line}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        _say("interrupted")
-        sys.exit(130)
 
 
 def _policy(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:

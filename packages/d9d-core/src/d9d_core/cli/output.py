@@ -8,5 +8,9 @@ from rich.console import Console
 
 
 def console_for() -> Console:
-    """Standard output. A pipe gets whole lines: whoever reads them cuts them as needed."""
-    return Console() if sys.stdout.isatty() else Console(width=10_000)
+    """Standard output, taking all text literally: plugins' texts may hold brackets.
+
+    A pipe gets whole lines: whoever reads them cuts them as needed.
+    """
+    width = None if sys.stdout.isatty() else 10_000
+    return Console(width=width, markup=False, highlight=False)

@@ -132,7 +132,7 @@ def _print_detail(console: Console, entry: Entry) -> None:
     if isinstance(entry.spec, Spec):
         for word in ("requires", "provides", "conflicts"):
             if tokens := sorted(getattr(entry.spec, word)):
-                console.print(f"  {word}: {', '.join(tokens)}", markup=False, highlight=False)
+                console.print(f"  {word}: {', '.join(tokens)}")
     if not isinstance(entry.spec, ConfiguredSpec):
         return
     table = Table("field", "type", "default", "meaning", box=None, header_style="bold", padding=(0, 2))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from d9d_core.cli.output import console_for
 
@@ -39,7 +40,7 @@ def print_plan(job: Job, plan: Plan) -> None:
         if verdict.satisfied is None:
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
     console.print(table)
-    console.print("[green]ok[/]: this job can run; its data was not read", highlight=False)
+    console.print(Text.assemble(("ok", "green"), ": this job can run; its data was not read"))
 
 
 def print_explanation(job: Job, plan: Plan) -> None:
@@ -52,7 +53,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
     console.print(table)
     _heading(console, "strategies, in order of application")
     for chosen, applied in plan.assembly.applied:
-        console.print(f"  {chosen.spec.name}: {_several(applied.modules)}", markup=False, highlight=False)
+        console.print(f"  {chosen.spec.name}: {_several(applied.modules)}")
     if not plan.assembly.applied:
         console.print("  none")
     _heading(console, "kernels")
@@ -70,10 +71,10 @@ def print_explanation(job: Job, plan: Plan) -> None:
     for name, facts in plan.groups.items():
         settings = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "parameters")
         names = _several(tuple(facts.get("parameters", ())))
-        console.print(f"  {name}: {settings}: {names}", markup=False, highlight=False)
+        console.print(f"  {name}: {settings}: {names}")
     _heading(console, "capabilities")
     for verdict in plan.verdicts:
-        console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}", markup=False, highlight=False)
+        console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}")
     if not plan.verdicts:
         console.print("  none are required")
     _heading(console, "gradient reductions")
@@ -88,7 +89,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
 
 
 def _heading(console: Console, text: str) -> None:
-    console.print(f"[bold]{text}[/]")
+    console.print(Text(text, style="bold"))
 
 
 def _several(names: tuple[str, ...]) -> str:

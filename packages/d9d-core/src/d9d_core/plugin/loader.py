@@ -129,7 +129,9 @@ class _Collector:
         self._entries.extend(replace(entry, origin=origin) for entry in entries)
         heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
         if light and heavy:
-            text = f"its declaration module {origin.module} imports {' and '.join(heavy)}; refer to heavy code with Ref"
+            text = (
+                f"imports {' and '.join(heavy)} in its declaration module {origin.module}; refer to heavy code with Ref"
+            )
             self._problems.append(Problem(origin, text, loaded=True))
 
     @staticmethod

@@ -74,7 +74,7 @@ class Problem:
     loaded: bool = False
 
     def __str__(self) -> str:
-        return f"{self.origin}: {self.text}"
+        return f"{self.origin} {self.text}"
 
 
 class Registry:
