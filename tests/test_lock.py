@@ -151,8 +151,8 @@ def test_no_tracked_file_configures_an_index() -> None:
     "line",
     [
         "[[tool.uv" + ".index]]",
-        "index-url" + ' = "anything"',
-        "extra-index-url" + ' = ["anything"]',
+        "index" + "-url" + ' = "anything"',
+        "extra-index" + "-url" + ' = ["anything"]',
         "torch = { index" + ' = "mirror" }',
         "uv pip install --index" + "-url mirror torch",
         "uv sync --default" + "-index=mirror",
@@ -166,7 +166,7 @@ def test_index_configuration_is_recognised_by_its_shape(line: str) -> None:
     assert CONFIGURES_AN_INDEX.search(line)
 
 
-@pytest.mark.parametrize("line", ["index = 0", "[tool.uv.workspace]", f"see {HOST}/docs/", "--index-url (any)"])
+@pytest.mark.parametrize("line", ["index = 0", "[tool.uv.workspace]", f"see {HOST}/docs/", "--index" + "-url (any)"])
 def test_other_lines_are_not_taken_for_index_configuration(line: str) -> None:
     assert not CONFIGURES_AN_INDEX.search(line)
 
