@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from d9d_core.plugin.hooks import API_VERSION, hookimpl
-from d9d_core.plugin.records import HealthCheckSpec, TrackerSpec
+from d9d_core.plugin.records import HealthCheckSpec, TrackerSpec, ViewDim, ViewSpec
 from d9d_core.plugin.ref import Ref
 
 D9D_API = API_VERSION
@@ -25,6 +25,37 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
         summary="One JSON object per logged step in <run>/metrics.jsonl.",
         config=Ref("d9d_core.config.trackers:JsonlConfig"),
         build=Ref("d9d_core.trackers.jsonl:JsonlTracker"),
+    )
+
+
+@hookimpl
+def d9d_views() -> Iterator[ViewSpec]:
+    """The views that strategies share."""
+    pipeline, replicate, tensor = (ViewDim(axis, (axis,)) for axis in ("pp", "dp_replicate", "tp"))
+    yield ViewSpec(
+        name="dense",
+        summary="Parameters that every token uses: replicas of shards.",
+        dims=(pipeline, replicate, ViewDim("fsdp", ("dp_shard", "cp")), tensor),
+    )
+    yield ViewSpec(
+        name="expert",
+        summary="Parameters that only some tokens use.",
+        dims=(
+            pipeline,
+            replicate,
+            ViewDim("expert_fsdp", ("dp_shard", "cp", "tp"), over=("ep",)),
+            ViewDim("ep", ("ep",)),
+        ),
+    )
+    yield ViewSpec(
+        name="batch",
+        summary="Who sees which samples.",
+        dims=(pipeline, ViewDim("dp", ("dp_replicate", "dp_shard")), ViewDim("cp", ("cp",)), tensor),
+    )
+    yield ViewSpec(
+        name="world",
+        summary="All ranks in one row.",
+        dims=(ViewDim("world", ("pp", "dp_replicate", "dp_shard", "cp", "tp")),),
     )
 
 

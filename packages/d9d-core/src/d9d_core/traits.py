@@ -81,6 +81,15 @@ class PipelineStage(Protocol):
 
 
 @runtime_checkable
+class Divisible(Protocol):
+    """``model:divisible``: the module has sizes that the ranks of a mesh axis must share evenly."""
+
+    def divisibility(self) -> Mapping[str, Mapping[str, int]]:
+        """Mesh axis -> what there is -> how many of it."""
+        ...
+
+
+@runtime_checkable
 class HasOps(Protocol):
     """``model:ops``: the module calls ops whose backend may be chosen."""
 
@@ -97,6 +106,7 @@ TRAITS: Mapping[str, type] = {
     "model:context_parallel": ContextParallelizable,
     "model:pipeline": PipelineStage,
     "model:ops": HasOps,
+    "model:divisible": Divisible,
 }
 
 

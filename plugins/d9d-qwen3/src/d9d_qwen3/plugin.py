@@ -27,6 +27,7 @@ def d9d_models() -> Iterable[ModelSpec]:
                 "model:context_parallel",
                 "model:late_init",
                 "model:ops",
+                "model:divisible",
                 "model:pipeline",
                 "model:tensor_parallel",
             }

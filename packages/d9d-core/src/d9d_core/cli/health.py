@@ -27,7 +27,7 @@ def check_device() -> Health:
     """Which device would train?"""
     import torch
 
-    from d9d_core.topology.mesh import choose_device
+    from d9d_core.topology.devices import choose_device
 
     device = choose_device("auto")
     if device.type == "cpu":

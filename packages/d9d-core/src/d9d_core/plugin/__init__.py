@@ -39,6 +39,8 @@ from d9d_core.plugin.records import (
     SubscriberSpec,
     TaskSpec,
     TrackerSpec,
+    ViewDim,
+    ViewSpec,
 )
 from d9d_core.plugin.ref import Ref
 from d9d_core.plugin.registry import Entry, Origin, Registry
@@ -71,6 +73,8 @@ __all__ = [
     "SubscriberSpec",
     "TaskSpec",
     "TrackerSpec",
+    "ViewDim",
+    "ViewSpec",
     "discover",
     "hookimpl",
 ]

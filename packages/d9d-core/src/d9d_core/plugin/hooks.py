@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SubscriberSpec,
         TaskSpec,
         TrackerSpec,
+        ViewSpec,
     )
 
 #: pluggy's project name, and the entry-point group.
@@ -71,6 +72,7 @@ KINDS = (
     Kind("lr schedule", "d9d_lr_schedules", records.LrScheduleSpec, "lr_schedule"),
     Kind("kernel", "d9d_kernels", records.KernelSpec, "kernels"),
     Kind("subscriber", "d9d_subscribers", records.SubscriberSpec, "subscribers"),
+    Kind("view", "d9d_views", records.ViewSpec, None),
     Kind("health check", "d9d_health_checks", records.HealthCheckSpec, None),
     Kind("command", "d9d_commands", records.CommandSpec, None),
     Kind("capability", "d9d_capabilities", records.CapabilitySpec, None),
@@ -135,6 +137,11 @@ def d9d_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
 @hookspec
 def d9d_subscribers() -> Iterable[SubscriberSpec]:  # type: ignore[empty-body]
     """Observers of the loop, selected by ``subscribers``."""
+
+
+@hookspec
+def d9d_views() -> Iterable[ViewSpec]:  # type: ignore[empty-body]
+    """Ways to look at the grid of ranks, for strategies."""
 
 
 @hookspec

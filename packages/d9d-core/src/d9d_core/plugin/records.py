@@ -205,6 +205,32 @@ class CommandSpec(Spec):
     app: Ref
 
 
+@dataclass(frozen=True, slots=True)
+class ViewDim:
+    """One dimension of a view: its size is the product of mesh axes, divided by others.
+
+    Attributes:
+        name: what meshes call it.
+        axes: mesh axes whose sizes multiply.
+        over: mesh axes whose sizes divide the product.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewSpec(Spec):
+    """A way to look at the grid of ranks: the same ranks in the same order, cut into other dimensions.
+
+    Attributes:
+        dims: outermost first; the product of their sizes is the number of processes.
+    """
+
+    dims: tuple[ViewDim, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CapabilitySpec:
     """Declares a capability token of one's own, so that it is not taken for a typing error.

@@ -1,76 +1,168 @@
-"""The process grid: five base axes, their sizes, and which ranks form a data-parallel group.
-
-One process for now: every axis has size one. The plan phase still validates larger grids.
-"""
+"""This process in the grid: its coordinates, its device, and the device meshes and groups it communicates in."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from d9d_core.errors import JobError
+from d9d_core.errors import BuildError
+from d9d_core.plugin.records import ViewSpec
+from d9d_core.topology.grid import AXES, Grid
 
-#: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh axes, this process's place in them, and its device."""
+    """Sizes of the mesh axes, this process's place in them, its device, and the groups it belongs to.
+
+    Groups exist once something asks for them; ranks that all build the same job ask in the same order. Two dimensions
+    of two views that join the same ranks share one group.
+
+    Attributes:
+        sizes: axis -> size, the base axes and ``ep``.
+        rank: number of this process.
+        world_size: number of processes.
+        local_rank: number of this process on its machine.
+        device: what it computes on.
+        views: by name; see :class:`d9d_core.plugin.ViewSpec`.
+        simulated: the other processes do not exist and the device may not either; see ``topology.simulate``.
+    """
 
     sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1) | {"ep": 1})
     rank: int = 0
     world_size: int = 1
+    local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    views: Mapping[str, ViewSpec] = field(default_factory=dict)
+    simulated: bool = False
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints, tracks and writes what all ranks share."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are process groups; a job of one process may do without."""
+        return self.world_size > 1 or dist.is_initialized()
 
     @property
     def data_parallel_size(self) -> int:
         """Processes that see different samples."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which slice of each pack this process sees."""
+        place = self.coordinate
+        return place["dp_replicate"] * self.sizes["dp_shard"] + place["dp_shard"]
 
-def choose_device(name: str) -> torch.device:
-    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken at their word.
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Base axis -> place of this process along it."""
+        return Grid({axis: self.sizes[axis] for axis in AXES}).coordinate(self.rank)
 
-    Raises:
-        JobError: there is no such device here.
-    """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-    if name == "auto":
-        return torch.device(available[-1])
-    if not is_available(name):
-        raise JobError(f"device: '{name}' is not available here; available: auto, {', '.join(available)}")
-    return torch.device(name)
+    def __str__(self) -> str:
+        """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
+        return describe_rank(self.sizes, self.rank)
+
+    def grid(self, view: str) -> Grid:
+        """The sizes of a view.
+
+        Raises:
+            BuildError: no plugin declares it.
+        """
+        if view not in self.views:
+            raise BuildError(f"no view '{view}' of the mesh is declared; there are: {', '.join(self.views) or 'none'}")
+        return Grid.of_view(self.views[view], self.sizes)
+
+    def mesh(self, view: str, *dims: str) -> DeviceMesh:
+        """The device mesh of a view, or of some of its dimensions. Meshes of one view have a common root.
+
+        Collective over all ranks when a view is used for the first time.
+
+        Raises:
+            BuildError: there is no such view, or the process group is not initialised.
+        """
+        if view not in self._meshes:
+            self._meshes[view] = self._make_mesh(self.grid(view))
+        mesh = self._meshes[view]
+        return mesh[dims] if dims else mesh
+
+    def axes_group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The processes that differ from this one along base axes only; ``None`` without process groups.
+
+        Collective over all ranks when it is asked for the first time.
+        """
+        if not self.is_distributed:
+            return None
+        return self._group(Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes))
+
+    def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
+        """The processes that differ from this one along ``dims`` only; ``None`` without process groups.
+
+        Collective over all ranks when it is asked for the first time.
+        """
+        if not self.is_distributed:
+            return None
+        return self._group(self.grid(view).group(self.rank, dims))
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """All processes; ``None`` without process groups. Takes CPU tensors on any device."""
+        return dist.group.WORLD if self.is_distributed else None
+
+    def barrier(self) -> None:
+        """Wait for all processes, not for their devices. Collective over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.world)
+
+    @contextmanager
+    def main_first(self, per_machine: bool = False) -> Iterator[None]:
+        """Run the block on the main process first (on each machine's first, if asked), then on all others.
+
+        Collective over all ranks.
+        """
+        first = self.local_rank == 0 if per_machine else self.is_main
+        if not first:
+            self.barrier()
+        yield
+        if first:
+            self.barrier()
+
+    def _make_mesh(self, grid: Grid) -> DeviceMesh:
+        if not dist.is_initialized():
+            raise BuildError(
+                f"{self} has no process group, which a mesh needs; start the job with d9d train or torchrun, "
+                "or build it inside Job.joined()"
+            )
+        groups = [self._group(grid.group(self.rank, [name])) for name in grid.sizes]
+        ranks = torch.arange(self.world_size).view(*grid.sizes.values())
+        device = "cpu" if self.simulated else self.device.type
+        return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(grid.sizes))
+
+    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if len(ranks) == self.world_size:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if ranks not in self._groups:
+            # Only members take part: every rank creates exactly its own group of each partition, in the same order.
+            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups[ranks] = group
+        return self._groups[ranks]
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """The format for sums over very many values: float64, where the device has it."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def is_available(name: str) -> bool:
-    """Whether this machine has the device."""
-    kind, _, index = name.partition(":")
-    if kind in ("auto", "cpu"):
-        return index in ("", "0")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or kind != accelerator.type:
-        return False
-    return not index or (index.isdigit() and int(index) < torch.accelerator.device_count())
-
-
-def intended_device(name: str) -> torch.device:
-    """The device a job is meant for, whether or not this machine has it.
-
-    Raises:
-        JobError: torch knows no such device.
-    """
-    if is_available(name):
-        return choose_device(name)
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise JobError(f"device: torch knows no '{name}'; write auto, cpu, cuda, ...") from error
+def describe_rank(sizes: Mapping[str, int], rank: int) -> str:
+    """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
+    place = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)
+    shown = ", ".join(f"{axis}={at}" for axis, at in place.items() if sizes[axis] > 1)
+    return f"rank {rank} ({shown})" if shown else f"rank {rank}"

@@ -44,6 +44,7 @@ class GroupedQueryAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self._heads = {"query heads": query_heads, "key/value heads": key_value_heads}
         self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std)
         self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std)
         self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std)
@@ -60,6 +61,10 @@ class GroupedQueryAttention(nn.Module):
     def attention_cores(self) -> Mapping[str, nn.Module]:
         """The one core."""
         return {"core": self.core}
+
+    def divisibility(self) -> Mapping[str, Mapping[str, int]]:
+        """Heads are not cut."""
+        return {"tp": self._heads}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Heads are split; the head norms see split heads and stay whole."""

@@ -1,0 +1,52 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from d9d_core.errors import JobError
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken at their word.
+
+    Raises:
+        JobError: there is no such device here.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if name == "auto":
+        return torch.device(available[-1])
+    if not is_available(name):
+        raise JobError(f"device: '{name}' is not available here; available: auto, {', '.join(available)}")
+    return torch.device(name)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The format for sums over very many values: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_available(name: str) -> bool:
+    """Whether this machine has the device."""
+    kind, _, index = name.partition(":")
+    if kind in ("auto", "cpu"):
+        return index in ("", "0")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or kind != accelerator.type:
+        return False
+    return not index or (index.isdigit() and int(index) < torch.accelerator.device_count())
+
+
+def intended_device(name: str) -> torch.device:
+    """The device a job is meant for, whether or not this machine has it.
+
+    Raises:
+        JobError: torch knows no such device.
+    """
+    if is_available(name):
+        return choose_device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise JobError(f"device: torch knows no '{name}'; write auto, cpu, cuda, ...") from error

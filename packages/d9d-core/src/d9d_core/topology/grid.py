@@ -1,0 +1,78 @@
+"""The arithmetic of the process grid: coordinates, views and groups of ranks. Imports no torch.
+
+Ranks are numbered row by row over the base axes, outermost first. A view cuts the same numbers into other dimensions,
+so a group of ranks along any dimension of any view follows from sizes alone: 4,096 ranks are planned on a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from d9d_core.errors import JobError
+from d9d_core.plugin.records import ViewSpec
+
+#: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Named dimensions whose product is the number of ranks.
+
+    Attributes:
+        sizes: dimension -> size, outermost first.
+    """
+
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of_view(cls, view: ViewSpec, axes: Mapping[str, int]) -> Grid:
+        """The grid of a view over a mesh with these axis sizes.
+
+        Raises:
+            JobError: a dimension does not divide, or the view does not cover all ranks exactly once.
+        """
+        sizes = {}
+        for dim in view.dims:
+            product, divisor = (math.prod(axes[axis] for axis in names) for names in (dim.axes, dim.over))
+            if product % divisor:
+                whole, parts = (" x ".join(f"{axis}={axes[axis]}" for axis in names) for names in (dim.axes, dim.over))
+                raise JobError(f"mesh: view '{view.name}' cannot divide {whole} by {parts}; change one of them")
+            sizes[dim.name] = product // divisor
+        grid, world = cls(sizes), math.prod(axes[axis] for axis in AXES)
+        if grid.size != world:
+            raise JobError(f"mesh: view '{view.name}' has {grid} = {grid.size} ranks, the mesh has {world}")
+        return grid
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes.values())
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Dimension -> place of a rank along it."""
+        found = {}
+        for name, size in reversed(list(self.sizes.items())):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.sizes}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The inverse of :meth:`coordinate`."""
+        rank = 0
+        for name, size in self.sizes.items():
+            rank = rank * size + coordinate[name]
+        return rank
+
+    def group(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``dims`` only, itself included, ascending."""
+        chosen, own = set(dims), self.coordinate(rank)
+        ranks = [0]
+        for name, size in self.sizes.items():
+            places = range(size) if name in chosen else (own[name],)
+            ranks = [base * size + place for base in ranks for place in places]
+        return tuple(ranks)
+
+    def __str__(self) -> str:
+        return " x ".join(f"{name}={size}" for name, size in self.sizes.items() if size > 1) or "one process"

@@ -1,0 +1,32 @@
+"""A world of which only one process exists: meshes of any size on one machine, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import distributed as dist
+
+# The one way to get at the fake backend: importing this module registers it. A test fails when that changes.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+@contextmanager
+def simulated_world(size: int, rank: int = 0) -> Iterator[None]:
+    """Make this process rank ``rank`` of ``size`` inside the block. Collectives return at once, with nonsense.
+
+    Within a real world of that size the block changes nothing.
+
+    Raises:
+        RuntimeError: there is a real world of another size.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != size:
+            raise RuntimeError(f"this process is one of {dist.get_world_size()}; it cannot simulate a world of {size}")
+        yield
+        return
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
