@@ -9,7 +9,9 @@ import pytest
 import torch
 from d9d_core.errors import NonFiniteError
 from d9d_core.job import Job
-from d9d_core.loop.gradients import Clipper
+from d9d_core.loop.clipper import Clipper
+from d9d_core.loop.executor import StageLoss
+from d9d_core.topology.mesh import Topology
 from d9d_core.state.checkpoint import CheckpointStore
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet
 
@@ -136,9 +138,9 @@ def test_the_gradient_norm_is_the_one_asked_for(job: MakeJob, p: float) -> None:
     gradients: list[torch.Tensor] = []
     clip = trainer.step.clipper.clip
 
-    def spy(loss: torch.Tensor) -> Any:
+    def spy(loss: StageLoss, tokens: int) -> Any:
         gradients.extend(parameter.grad.clone() for parameter in trainer.stage.parameters())  # type: ignore[union-attr]
-        return clip(loss)
+        return clip(loss, tokens)
 
     trainer.step.clipper.clip = spy  # type: ignore[method-assign]
     norm = trainer.step(0, trainer.feed.next()).grad_norm
@@ -152,9 +154,11 @@ def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
     for parameter in parameters:
         parameter.grad = torch.randn(1000, generator=generator).bfloat16()
     exact = torch.cat([p.grad.double() for p in parameters]).norm()  # type: ignore[union-attr]
-    norm, finite = Clipper(parameters, 1.0, 2.0).clip(torch.zeros(()))
+    clipper = Clipper(dict(zip("abcde", parameters, strict=True)), {"error": 1.0}, Topology(), max_norm=1.0, p=2.0)
+    totals = clipper.clip(StageLoss({"error": torch.zeros(())}), tokens=0)
+    norm = totals.grad_norm
     assert norm.dtype == torch.float32
-    assert finite
+    assert totals.finite
     assert norm.item() == pytest.approx(exact.item(), rel=1e-6)
     clipped = torch.cat([p.grad.double() for p in parameters]).norm()  # type: ignore[union-attr]
     assert clipped.item() == pytest.approx(1.0, rel=1e-3)

@@ -25,11 +25,11 @@ def run_until(trained: Job, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = quiet(trained)
     run = trainer.step.executor.run
 
-    def die(pack: Any, scale: Any) -> Any:
+    def die(number: int, pack: Any, scale: Any) -> Any:
         if trainer.step.optimizer._steps == step:  # type: ignore[attr-defined]
             raise Killed
         trainer.step.optimizer._steps += 1  # type: ignore[attr-defined]
-        return run(pack, scale)
+        return run(number, pack, scale)
 
     trainer.step.optimizer._steps = 0  # type: ignore[attr-defined]
     monkeypatch.setattr(trainer.step.executor, "run", die)
@@ -112,9 +112,9 @@ def test_a_signal_finishes_the_step_saves_and_stops(job: MakeJob) -> None:
     trainer, notes = noted(stopped)
     forward = trainer.step.executor.run
 
-    def interrupt(pack: Any, scale: Any) -> Any:
+    def interrupt(step: int, pack: Any, scale: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return forward(pack, scale)
+        return forward(step, pack, scale)
 
     trainer.step.executor.run = interrupt  # type: ignore[method-assign]
     outcome = trainer.train()

@@ -22,16 +22,22 @@ from d9d_core.plugin.capabilities import Circumstances
 from d9d_core.plugin.kernels import find_kernel
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
 
 if TYPE_CHECKING:
     from d9d_core.loop.plan import Plan
     from d9d_core.loop.trainer import Trainer
+    from d9d_core.topology.mesh import Topology
 
 
 def print_note(text: str) -> None:
     """The default for notes about long work: one line on standard error."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+
+
+def _silent(_text: str) -> None:
+    """All ranks do the same work; one of them says so."""
 
 
 class Job(JobConfig):
@@ -93,28 +99,51 @@ class Job(JobConfig):
         self._check_names(size)
         from d9d_core.loop.build import circumstances
         from d9d_core.loop.plan import plan
-        from d9d_core.topology.mesh import Topology, intended_device, is_available
+        from d9d_core.topology.devices import intended_device, is_available
+        from d9d_core.topology.mesh import Topology
+        from d9d_core.topology.simulate import simulated_world
 
         device = intended_device(self.device)
         here = circumstances(self, device if world_size is None and is_available(self.device) else None)
-        topology = Topology(sizes=self.mesh.sizes(), device=device)
-        return plan(self, self.registry, topology, here, size)
+        sizes, views = self.mesh.sizes(), self.views()
+        topology = Topology(sizes=sizes, world_size=size, device=device, views=views, simulated=True)
+        with simulated_world(size):
+            for view in views:
+                topology.grid(view)
+            return plan(self, self.registry, topology, here, size)
 
-    def build(self, note: Callable[[str], None] = print_note) -> Trainer:
-        """Build the trainer for this process.
+    def build(self, note: Callable[[str], None] = print_note, topology: Topology | None = None) -> Trainer:
+        """Build the trainer for this process. Collective over all ranks.
 
         Args:
             note: gets one line about each piece of long work, and warnings.
+            topology: this process's place among others, from :meth:`joined`; by default it is alone.
 
         Raises:
             D9dError: the job cannot run.
         """
-        self._check_names(1)
+        self._check_names(1 if topology is None else topology.world_size)
         from d9d_core.loop.build import build
-        from d9d_core.topology.mesh import Topology, choose_device
+        from d9d_core.topology.devices import choose_device
+        from d9d_core.topology.mesh import Topology
 
-        topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device))
-        return build(self, self.registry, topology, note)
+        if topology is None:
+            topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
+        return build(self, self.registry, topology, note if topology.is_main else _silent)
+
+    def views(self) -> dict[str, ViewSpec]:
+        """The views of the mesh that the loaded plugins declare, by name.
+
+        Raises:
+            PluginError: several plugins declare one name.
+        """
+        names = {entry.spec.key for entry in self.registry.entries("view")}
+        views = {}
+        for name in sorted(names):
+            spec = self.registry.find("view", name).spec
+            assert isinstance(spec, ViewSpec)
+            views[name] = spec
+        return views
 
     def _check_names(self, world_size: int) -> None:
         """Everything that can be refused before torch is imported."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -182,7 +183,11 @@ class Task(Protocol):
 
 
 class Optimizer(Protocol):
-    """Updates parameters in place. State is keyed by parameter name, so any layout can resume from any other."""
+    """Updates parameters in place. State is keyed by parameter name, so any layout can resume from any other.
+
+    Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` then is sharded like them. An update
+    that is elementwise works on :func:`d9d_core.topology.local.local` of each.
+    """
 
     def init_state(self) -> None:
         """Materialise all state, so that it can be loaded into."""
@@ -235,24 +240,43 @@ class GradientOwner:
     operation: Literal["sum", "max"] = "sum"
 
 
+class Reducer(Protocol):
+    """Reduces gradients over ranks while a backward runs, and is told which one is coming."""
+
+    def before_backward(self, last: bool, complete: bool) -> None:
+        """A backward of the stage is about to start.
+
+        Args:
+            last: it is the last of the step; when it has ended, all gradients are reduced or being reduced.
+            complete: gradients are read right after it, so the device must wait for reductions that it starts.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Applied:
     """What a strategy did. One that changed no module is an error: nothing in a job file does nothing.
 
     Attributes:
-        modules: qualified names of the modules it changed.
+        modules: qualified names of the modules it changed; the stage itself is ``""``.
         gradients: the reductions it takes responsibility for.
+        reducers: what must know when a backward starts.
+        compute_dtype: what it converts parameters and inputs to for the forward, if it does.
+        on_host: names of the parameters that live in the host's memory, whatever the device.
     """
 
     modules: tuple[str, ...]
     gradients: tuple[GradientOwner, ...] = ()
+    reducers: tuple[Reducer, ...] = ()
+    compute_dtype: torch.dtype | None = None
+    on_host: frozenset[str] = frozenset()
 
 
 class Strategy(Protocol):
     """Changes a built stage in place; parameter names stay what they were."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
-        """Apply to the stage, on the meta device.
+        """Apply to the stage, on the meta device. Collective over all ranks if it takes a mesh from the topology.
 
         Raises:
             BuildError: the stage lacks what the strategy needs.

@@ -78,12 +78,10 @@ def print_explanation(job: Job, plan: Plan) -> None:
     if not plan.verdicts:
         console.print("  none are required")
     _heading(console, "gradient reductions")
-    owners = [owner for _, applied in plan.assembly.applied for owner in applied.gradients]
-    for owner in owners:
-        console.print(
-            f"  {owner.parameter} over {owner.axis}: {owner.operation} by {owner.owner}", markup=False, highlight=False
-        )
-    if not owners:
+    rows = plan.assembly.ownership.table()
+    for axis, owner, names in rows:
+        console.print(f"  over {axis} by {owner}: {_several(names)}")
+    if not rows:
         console.print(f"  none: {job.mesh}")
     print_plan(job, plan)
 

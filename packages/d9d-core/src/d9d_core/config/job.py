@@ -112,6 +112,15 @@ class GradientClipping(Section):
         return value
 
 
+class Gradients(Section):
+    """How gradients add up over microbatches and ranks."""
+
+    accumulate: Literal["float32"] | None = None
+    """Number format in which microbatches add up; that of the parameters if null."""
+    bucket_mib: PositiveInt = 32
+    """Size of the buckets in which gradients outside of FSDP travel."""
+
+
 class Logging(Section):
     """What is written how often."""
 
@@ -220,6 +229,8 @@ class JobConfig(Section):
     """Learning-rate schedule; null keeps the rate constant."""
     gradient_clipping: GradientClipping = GradientClipping()
     """Limit on the gradient norm."""
+    gradients: Gradients = Gradients()
+    """How gradients add up."""
     nonfinite: Literal["error", "skip"] = "error"
     """What follows a step with a NaN or infinite loss or gradient; such a step never changes anything."""
     precision: Precision = Precision()

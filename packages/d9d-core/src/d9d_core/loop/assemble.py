@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,16 @@ from torch import nn
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import JobConfig
-from d9d_core.errors import BuildError
+from d9d_core.errors import BuildError, JobError
 from d9d_core.loop.kernels import KernelChoice, bind_kernels
+from d9d_core.loop.ownership import Ownership, settle
 from d9d_core.loop.selection import Selection
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import ConfiguredSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import Applied, PeftMethod, Stage, Strategy
+from d9d_core.protocols import Applied, PeftMethod, Reducer, Stage, Strategy
 from d9d_core.topology.mesh import Topology
+from d9d_core.traits import Divisible, modules_with
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Assembly:
         applied: each strategy and what it changed, in order of application.
         peft: the fine-tuning method, to be merged before export.
         trainable: names of the parameters that train.
+        ownership: who reduces which of their gradients.
     """
 
     stage: nn.Module
@@ -39,12 +42,25 @@ class Assembly:
     applied: Sequence[tuple[Chosen, Applied]]
     peft: PeftMethod | None
     trainable: frozenset[str]
+    ownership: Ownership
+
+    @property
+    def reducers(self) -> tuple[Reducer, ...]:
+        """What must know when a backward starts."""
+        return tuple(reducer for _, applied in self.applied for reducer in applied.reducers)
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Names of the parameters that live in the host's memory."""
+        return frozenset(name for _, applied in self.applied for name in applied.on_host)
 
 
 def assemble(
     job: JobConfig, selection: Selection, registry: Registry, topology: Topology, circumstances: Circumstances
 ) -> Assembly:
-    """Build the stage, bind kernels, inject the fine-tuning method, apply strategies in the order of their anchors.
+    """Build the stage, inject the fine-tuning method, apply strategies in the order of their anchors, bind kernels.
+
+    Collective over all ranks, if a strategy communicates.
 
     Raises:
         BuildError: a part asked for has no effect or cannot run.
@@ -52,9 +68,7 @@ def assemble(
     with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
         stage = build_part(selection.model, job.model, Stage())
     assert isinstance(stage, nn.Module)
-    compute = job.precision.autocast or job.precision.parameters
-    judge = Judge(selection.all(), registry, circumstances)
-    kernels = bind_kernels(stage, registry, job.kernels, topology.device.type, compute, judge.verdicts)
+    check_divisibility(stage, job.mesh.sizes())
     peft: PeftMethod | None = None
     trainable = frozenset(name for name, _ in stage.named_parameters())
     if selection.peft and job.peft:
@@ -71,7 +85,13 @@ def assemble(
                 f"{chosen.where}: strategy {chosen.entry} matched no module of the model; remove it or change it"
             )
         applied.append((chosen, outcome))
-    return Assembly(stage, kernels, applied, peft, trainable)
+    converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
+    compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
+    judge = Judge(selection.all(), registry, circumstances)
+    kernels = bind_kernels(stage, registry, job.kernels, topology.device.type, compute, judge.verdicts)
+    claims = [(f"{chosen.where} ({chosen.spec.name})", outcome.gradients) for chosen, outcome in applied]
+    trained = [name for name, _ in stage.named_parameters() if name in trainable]
+    return Assembly(stage, kernels, applied, peft, trainable, settle(trained, job.mesh.sizes(), claims))
 
 
 def build_part(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
@@ -90,6 +110,28 @@ def build_part(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
         build_error.origin = error
         raise build_error from error
     return build(config, *arguments)
+
+
+def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Compare what the model says about its sizes with the mesh.
+
+    Raises:
+        JobError: an axis does not divide a size; one line for each such size.
+    """
+    problems: dict[str, None] = {}
+    for module in modules_with(stage, Divisible).values():
+        for axis, things in module.divisibility().items():
+            for what, count in things.items():
+                if count % sizes[axis]:
+                    kind = type(module).__name__
+                    problems[f"mesh.{axis} is {sizes[axis]}, which does not divide the {count} {what} of {kind}"] = None
+    if problems:
+        raise JobError("\n".join(problems))
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str]:

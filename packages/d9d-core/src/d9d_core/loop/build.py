@@ -7,17 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from d9d_core.config.job import JobConfig
 from d9d_core.loop import events as ev
 from d9d_core.loop.assemble import Assembly, assemble, build_part
+from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.evaluation import Evaluator
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.feed import Feed
-from d9d_core.loop.gradients import Clipper, Gradients
+from d9d_core.loop.gradients import Gradients
+from d9d_core.loop.interrupt import Interrupts
 from d9d_core.loop.keeper import Keeper
 from d9d_core.loop.loss import LossScale
+from d9d_core.loop.ownership import DATA_AXES
 from d9d_core.loop.plan import build_lr_schedule, build_schedule
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.loop.statistics import Statistics
@@ -30,19 +34,20 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Task
 from d9d_core.state.checkpoint import CheckpointStore
 from d9d_core.state.export import export_model
-from d9d_core.state.model import model_tensors
-from d9d_core.state.random import initialise
+from d9d_core.state.model import gathered, model_tensors
+from d9d_core.state.random import derive_seed, initialise
+from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 from d9d_core.trackers.hub import TrackerHub
 
 
 def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable[[str], None]) -> Trainer:
-    """Build everything a run needs. Nothing is looked up by name afterwards.
+    """Build everything a run needs. Nothing is looked up by name afterwards. Collective over all ranks.
 
     Args:
         job: validated.
         registry: what the job's names mean.
-        topology: this process and its device.
+        topology: this process among others, and its device.
         note: prints a line about long work or a warning.
 
     Raises:
@@ -61,16 +66,19 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     store = CheckpointStore(job.run.directory / "checkpoints", job.checkpoint.keep)
     store.prepare()
 
+    data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
     started = time.perf_counter()
-    stream = _open_data(job, topology, selection.dataset, job.data, note)
+    with topology.main_first(per_machine=True):  # one process prepares what the others find
+        stream = _open_data(job, topology, selection.dataset, job.data, note)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
-    stage = _materialise(assembly, job.seed, topology.device)
+    stage = materialise(assembly, job.seed, topology.device)
     events.emit(ev.ModelReady(stage))
     trained = {name: p for name, p in stage.named_parameters() if name in assembly.trainable}
-    note(f"model: {sum(p.numel() for p in stage.parameters()):,} parameters on {topology.device}")
+    share = f", {sum(local(p).numel() for p in stage.parameters()):,} of them here" if topology.world_size > 1 else ""
+    note(f"model: {sum(p.numel() for p in stage.parameters()):,} parameters on {topology.device}{share}")
 
     optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
     optimizer.init_state()
@@ -79,8 +87,16 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     metrics: dict[str, Metric] = {
         _unique(c, selection.metrics): build_part(c, config) for c, config in selection.metrics
     }
-    statistics = Statistics(metrics, gated=job.nonfinite == "skip")
-    gradients = Gradients(trained.values())
+    statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=data_ranks)
+    gradients = Gradients(
+        trained,
+        assembly.ownership,
+        topology,
+        reducers=assembly.reducers,
+        bucket_mib=job.gradients.bucket_mib,
+        accumulate=getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None,
+    )
+    interrupts = Interrupts()
     executor = Executor(
         stage=stage,
         task=task,
@@ -88,29 +104,37 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
         statistics=statistics,
         schedule=build_schedule(job, selection),
         device=topology.device,
+        draws=_draws(job, topology),
         autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
         handlers=_schedule_handlers(job, selection),
     )
     step = TrainStep(
-        seed=job.seed,
-        loss_scale=LossScale(task),
+        task=task,
+        loss_scale=LossScale(task, data_ranks),
         executor=executor,
         gradients=gradients,
-        clipper=Clipper(trained.values(), job.gradient_clipping.max_norm, job.gradient_clipping.p),
+        clipper=Clipper(
+            trained,
+            task.coefficients,
+            topology,
+            job.gradient_clipping.max_norm,
+            job.gradient_clipping.p,
+            stop=lambda: interrupts.requested is not None,
+        ),
         statistics=statistics,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
         events=events,
     )
-    trackers = TrackerHub(
-        {_unique(c, selection.trackers): build_part(c, config) for c, config in selection.trackers}, note
-    )
+    tracked = selection.trackers if topology.is_main else ()
+    trackers = TrackerHub({_unique(c, selection.trackers): build_part(c, config) for c, config in tracked}, note)
+    feed = Feed(stream, topology.device)
     keeper = Keeper(
         store=store,
         stage=stage,
         optimizer=optimizer,
         statistics=statistics,
-        stream=stream,
+        stream=feed,
         trackers=trackers,
         job=job,
         manifest=Manifest.of(registry),
@@ -118,14 +142,15 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
     )
     return Trainer(
         job=job,
-        device=topology.device,
+        topology=topology,
         step=step,
         task=task,
-        feed=Feed(stream, topology.device),
+        feed=feed,
         trackers=trackers,
-        evaluator=_evaluator(job, selection, topology, task, executor, note),
+        evaluator=_evaluator(job, selection, topology, task, executor, data_ranks, note),
         keeper=keeper,
-        export=_exporter(job, selection, assembly, stage, stream),
+        export=_exporter(job, selection, assembly, topology, stage, stream),
+        interrupts=interrupts,
         events=events,
         note=note,
     )
@@ -147,7 +172,7 @@ def _open_data(
         batch_size=job.batch.size,
         microbatch_size=job.microbatch_size,
         cache_dir=job.run.cache,
-        rank=0,
+        rank=topology.data_parallel_rank,
         ranks=topology.data_parallel_size,
         note=note,
     )
@@ -155,10 +180,23 @@ def _open_data(
     return stream
 
 
-def _materialise(assembly: Assembly, seed: int, device: torch.device) -> nn.Module:
-    stage = assembly.stage.to_empty(device=device)
+def materialise(assembly: Assembly, seed: int, device: torch.device) -> nn.Module:
+    """Give an assembled stage its memory and its initial values, the same in every layout."""
+    stage = assembly.stage
+    on_host = {id(parameter) for name, parameter in stage.named_parameters() if name in assembly.on_host}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device)
+
+    stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
     initialise(stage, seed, device)
     return stage.train()
+
+
+def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int], int]:
+    """What a microbatch draws depends on the step and its first sample's place in the batch, not on the rank."""
+    first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
+    return lambda step, index: derive_seed(job.seed, "step", step, "sample", first + index * job.microbatch_size)
 
 
 def _schedule_handlers(job: JobConfig, selection: Selection) -> Mapping[Any, Any]:
@@ -175,17 +213,19 @@ def _evaluator(
     topology: Topology,
     task: Task,
     executor: Executor,
+    data_ranks: dist.ProcessGroup | None,
     note: Callable[[str], None],
 ) -> Evaluator | None:
     if job.evaluation is None or selection.evaluation is None:
         return None
-    stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
+    with topology.main_first(per_machine=True):
+        stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
-    return Evaluator(task, executor, Feed(stream, topology.device), job.evaluation.packs)
+    return Evaluator(task, executor, Feed(stream, topology.device), job.evaluation.packs, data_ranks)
 
 
 def _exporter(
-    job: JobConfig, selection: Selection, assembly: Assembly, stage: nn.Module, stream: DataStream
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, stage: nn.Module, stream: DataStream
 ) -> Callable[[], None] | None:
     spec = selection.model.spec
     if not job.export or not isinstance(spec, ModelSpec):
@@ -196,9 +236,12 @@ def _exporter(
     def export() -> None:
         if assembly.peft is not None:
             assembly.peft.merge(stage)
-        tensors = layout.export_state(job.model, model_tensors(stage))
-        config = layout.config_json(job.model, job.precision.parameters)
-        export_model(job.run.directory / "model", tensors, config, stream.save_assets)
+        tensors = gathered(model_tensors(stage), keep=topology.is_main)
+        if topology.is_main:
+            config = layout.config_json(job.model, job.precision.parameters)
+            named = layout.export_state(job.model, tensors)
+            export_model(job.run.directory / "model", named, config, stream.save_assets)
+        topology.barrier()
 
     return export
 

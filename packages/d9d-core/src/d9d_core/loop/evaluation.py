@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.feed import Feed
 from d9d_core.protocols import Task
-from d9d_core.topology.mesh import wide_dtype
+from d9d_core.topology.devices import wide_dtype
 
 
 class Evaluator:
@@ -21,24 +22,31 @@ class Evaluator:
         executor: runs the model.
         feed: evaluation data, at its start.
         packs: how many packs are measured.
+        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
     """
 
-    def __init__(self, task: Task, executor: Executor, feed: Feed, packs: int) -> None:
+    def __init__(
+        self, task: Task, executor: Executor, feed: Feed, packs: int, group: dist.ProcessGroup | None = None
+    ) -> None:
         self._task = task
         self._executor = executor
         self._feed = feed
         self._packs = packs
-        self._start = feed.stream.state()
+        self._group = group
+        self._start = feed.state()
 
     def run(self) -> dict[str, float]:
-        """``eval/loss`` and, with several terms, ``eval/<term>``. Waits for the device."""
-        self._feed.stream.load_state(self._start)
+        """``eval/loss`` and, with several terms, ``eval/<term>``. Waits for the device. Collective over all ranks."""
         coefficients = self._task.coefficients
         self._executor.stage.eval()
         with torch.no_grad():
             parts = [self._measure(mb) for _ in range(self._packs) for mb in self._feed.next()]
         self._executor.stage.train()
-        sums, weights = torch.stack(parts).sum(0).tolist()  # [2, terms]
+        self._feed.load_state(self._start)  # ends its thread until the next time
+        totals = torch.stack(parts).sum(0)  # [2, terms]
+        if self._group is not None:
+            dist.all_reduce(totals, group=self._group)
+        sums, weights = totals.tolist()
         means = {t: s / w if w else 0.0 for t, s, w in zip(coefficients, sums, weights, strict=True)}
         values = {"eval/loss": sum(coefficients[term] * mean for term, mean in means.items())}
         return values | ({f"eval/{term}": mean for term, mean in means.items()} if len(means) > 1 else {})

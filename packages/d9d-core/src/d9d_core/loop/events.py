@@ -35,19 +35,23 @@ from d9d_core.protocols import DataStream, Optimizer, Pack, Subscriber
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves behind, as device tensors: nothing here waits for the GPU.
+    """What a step leaves behind, as device tensors, equal on all ranks: nothing here waits for the GPU.
 
     Attributes:
         loss: float32 0-d, the weighted loss over the whole batch.
         terms: the unscaled mean of each loss term, by name.
         grad_norm: float32 0-d, before clipping.
         finite: bool 0-d; where false, the step changed nothing.
+        tokens: 0-d, tokens (or samples) of the step over all ranks.
+        stop: bool 0-d, whether any rank was asked to stop.
     """
 
     loss: Tensor
     terms: Mapping[str, Tensor]
     grad_norm: Tensor
     finite: Tensor
+    tokens: Tensor
+    stop: Tensor
 
 
 @dataclass(frozen=True, slots=True)

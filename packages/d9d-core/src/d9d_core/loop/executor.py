@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -19,9 +20,8 @@ from d9d_core.protocols import Microbatch, Pack, Task
 
 @dataclass(frozen=True)
 class StageLoss:
-    """The loss of one pack: device tensors, summed over microbatches."""
+    """This rank's share of the mean of each loss term, over the microbatches of one step; 0-d float32 on the device."""
 
-    total: Tensor
     terms: Mapping[str, Tensor]
 
 
@@ -30,16 +30,20 @@ class StepState:
     """What the actions of one step share.
 
     Attributes:
+        step: 0-based.
         pack: microbatches on the device.
         scale: term -> 1 / (its weight in the pack).
         pending: microbatch -> loss with its graph, from forward to backward.
-        terms: term -> mean so far.
+        terms: term -> this rank's share of the mean so far.
+        backwards: how many backwards each stage still has to run.
     """
 
+    step: int
     pack: Pack
     scale: Mapping[str, Tensor]
     pending: dict[int, Tensor] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
+    backwards: Counter[int] = field(default_factory=Counter)
 
 
 Handler = Callable[[Action, StepState], None]
@@ -56,6 +60,7 @@ class Executor:
         schedule: generates the programs.
         autocast: number format of the forward's matrix products, if not the parameters'.
         device: where the model is.
+        draws: number of the step and of the microbatch -> seed of what the microbatch draws.
         handlers: for action types of the schedule's own.
     """
 
@@ -67,6 +72,7 @@ class Executor:
         statistics: Statistics,
         schedule: Schedule,
         device: torch.device,
+        draws: Callable[[int, int], int],
         autocast: torch.dtype | None = None,
         handlers: Mapping[type[Action], Handler] | None = None,
     ) -> None:
@@ -77,6 +83,7 @@ class Executor:
         self._coefficients = dict(task.coefficients)
         self._autocast = autocast
         self._device = device
+        self._draws = draws
         self._program = cache(lambda microbatches: checked_programs(schedule, 1, microbatches)[0])
         self._handlers: dict[type[Action], Handler] = {
             Forward: self._forward,
@@ -85,17 +92,22 @@ class Executor:
             **(handlers or {}),
         }
 
-    def run(self, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
-        """Forward and backward over all microbatches; afterwards parameters hold their gradients."""
-        state = StepState(pack, scale)
-        for action in self._program(len(pack)):
+    def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
+        """Forward and backward over all microbatches; afterwards parameters hold their gradients.
+
+        Collective over the ranks that share parameters.
+        """
+        program = self._program(len(pack))
+        state = StepState(step, pack, scale)
+        state.backwards.update(action.stage for action in program if isinstance(action, Backward))
+        for action in program:
             self._handlers[type(action)](action, state)
-        total = torch.stack([c * state.terms[term] for term, c in self._coefficients.items()]).sum()
-        return StageLoss(total, state.terms)
+        return StageLoss(state.terms)
 
     def _forward(self, action: Action, state: StepState) -> None:
         assert isinstance(action, Forward)
         microbatch = state.pack[action.microbatch]
+        torch.manual_seed(self._draws(state.step, action.microbatch))
         outputs = self.forward(microbatch)
         sums = self._task.losses(outputs, microbatch)
         means = {term: sums[term] * state.scale[term] for term in self._coefficients}
@@ -109,7 +121,10 @@ class Executor:
 
     def _backward(self, action: Action, state: StepState) -> None:
         assert isinstance(action, Backward)
+        state.backwards[action.stage] -= 1
+        self._gradients.before_backward(last=state.backwards[action.stage] == 0)
         state.pending.pop(action.microbatch).backward()  # type: ignore[no-untyped-call]
+        self._gradients.after_backward()
 
     def _reduce(self, action: Action, _state: StepState) -> None:
         self._gradients.reduce(action.stage)

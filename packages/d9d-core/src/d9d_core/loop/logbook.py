@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d9d_core.errors import NonFiniteError
 from d9d_core.loop.events import StepResult
+from d9d_core.topology.devices import wide_dtype
 
 #: Steps the host may be ahead of the values it has seen.
 MAX_PENDING = 2
@@ -30,11 +31,15 @@ class _Entry:
 class Logbook:
     """Watches every step and logs some.
 
+    All ranks read the values of a step after the same later step, so that what follows from them (an error, a stop)
+    happens everywhere at once.
+
     Args:
         write: gets the step (1-based) and the values of a step to be logged.
         watch: gets the step (1-based) and the loss of every step.
         nonfinite: what follows a step whose loss or gradient was not finite.
         skipped: how many such steps there were before.
+        tokens: how many tokens were consumed before.
     """
 
     def __init__(
@@ -43,12 +48,15 @@ class Logbook:
         watch: Callable[[int, float], None],
         nonfinite: Literal["error", "skip"],
         skipped: int = 0,
+        tokens: int = 0,
     ) -> None:
         self._write = write
         self._watch = watch
         self._nonfinite = nonfinite
         self._pending: deque[_Entry] = deque()
         self.skipped = skipped
+        self.tokens = tokens
+        self.stop = False
 
     def record(
         self,
@@ -68,12 +76,12 @@ class Logbook:
         Raises:
             NonFiniteError: an earlier step was not finite and the policy is ``error``.
         """
-        tensors = {"finite": result.finite, "loss": result.loss, "grad_norm": result.grad_norm}
+        tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
         if logged is not None:
             several = len(result.terms) > 1
             tensors |= {f"loss/{term}": mean for term, mean in result.terms.items()} if several else {}
             tensors |= measured or {}
-        values = torch.stack([tensor.float() for tensor in tensors.values()])
+        values = torch.stack([tensor.to(wide_dtype(tensor.device)) for tensor in tensors.values()])
         copied = None
         if values.device.type != "cpu":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -82,7 +90,7 @@ class Logbook:
             copied.record()
         self._pending.append(_Entry(step, tuple(tensors), values, copied, logged))
         limit = MAX_PENDING if copied is not None else 0
-        while self._pending and (len(self._pending) > limit or self._has_arrived(self._pending[0])):
+        while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
             self._take(self._pending.popleft())
 
     def drain(self) -> None:
@@ -94,20 +102,18 @@ class Logbook:
         while self._pending:
             self._take(self._pending.popleft())
 
-    @staticmethod
-    def _has_arrived(entry: _Entry) -> bool:
-        return entry.copied is None or bool(entry.copied.query())
-
     def _take(self, entry: _Entry) -> None:
         if entry.copied is not None:
             entry.copied.synchronize()
         values = dict(zip(entry.names, entry.values.tolist(), strict=True))
         if not values.pop("finite"):
             self._meet_nonfinite(entry.step, values)
+        self.stop = self.stop or bool(values.pop("stop"))
+        self.tokens += round(values.pop("tokens"))
         self._watch(entry.step, values["loss"])
         if entry.host is not None:
             extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
-            self._write(entry.step, {**values, **entry.host, **extra})
+            self._write(entry.step, {**values, "tokens": float(self.tokens), **entry.host, **extra})
 
     def _meet_nonfinite(self, step: int, values: Mapping[str, float]) -> None:
         self.skipped += 1

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from d9d_core.protocols import Pack, Task
 
@@ -17,15 +18,22 @@ class LossScale:
 
     Args:
         task: declares the terms and their weights.
+        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, group: dist.ProcessGroup | None = None) -> None:
         self._task = task
+        self._group = group
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Term -> 1 / (weight in this pack), 0-d float32 on the device; zero where there is no weight."""
+        """Term -> 1 / (weight in the whole pack), 0-d float32 on the device; zero where there is no weight.
+
+        Collective over the group.
+        """
         weights = [self._task.weights(microbatch) for microbatch in pack]
         terms = list(self._task.coefficients)
         total = torch.stack([torch.stack([w[term].float() for term in terms]) for w in weights]).sum(0)
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
         inverse = torch.where(total > 0, 1 / total, torch.zeros_like(total))
         return dict(zip(terms, inverse.unbind(), strict=True))

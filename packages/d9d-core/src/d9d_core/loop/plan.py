@@ -16,12 +16,13 @@ from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import LrSchedule, Optimizer
+from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device, without activations."""
+    """Bytes on the first rank, without activations."""
 
     parameters: int
     gradients: int
@@ -76,9 +77,9 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
     optimizer.init_state()
     memory = MemoryEstimate(
-        parameters=sum(parameter.nbytes for parameter in parameters.values()),
-        gradients=sum(parameter.nbytes for parameter in trained.values()),
-        optimizer=sum(tensor.nbytes for tensor in optimizer.state().values()),
+        parameters=sum(local(parameter).nbytes for parameter in parameters.values()),
+        gradients=sum(local(parameter).nbytes for parameter in trained.values()),
+        optimizer=sum(local(tensor).nbytes for tensor in optimizer.state().values()),
     )
     return Plan(
         selection=selection,

@@ -15,9 +15,10 @@ class ProgressBar:
     Args:
         total: steps of the whole run.
         done: steps done before.
+        shown: false for all but one of several processes.
     """
 
-    def __init__(self, total: int, done: int) -> None:
+    def __init__(self, total: int, done: int, shown: bool = True) -> None:
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -26,7 +27,7 @@ class ProgressBar:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=not sys.stderr.isatty(),
+            disable=not (shown and sys.stderr.isatty()),
             redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
         )
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from d9d_core.errors import BuildError
 from d9d_core.protocols import Metric
 
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 #: Series that the loop itself logs.
 _TAKEN = ("finite", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
 
@@ -24,11 +26,13 @@ class Statistics:
     Args:
         metrics: by a name that is unique within the job.
         gated: undo the updates of a step that was not finite; costs a few kernels per metric and step.
+        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], gated: bool) -> None:
+    def __init__(self, metrics: Mapping[str, Metric], gated: bool, group: dist.ProcessGroup | None = None) -> None:
         self._metrics = dict(metrics)
         self._gated = gated
+        self._group = group
         self._before: dict[str, dict[str, Tensor]] = {}
 
     def __bool__(self) -> bool:
@@ -58,8 +62,11 @@ class Statistics:
         self._before = {}
 
     def compute(self) -> dict[str, Tensor]:
-        """Series name -> value since the last reset; a name that is taken gets the metric's own in front."""
-        computed = {name: metric.compute() for name, metric in self._metrics.items()}
+        """Series name -> value since the last reset; a name that is taken gets the metric's own in front.
+
+        Collective over the group.
+        """
+        computed = {name: self._compute(metric) for name, metric in self._metrics.items()}
         series = [key for values in computed.values() for key in values]
         return {
             key if series.count(key) == 1 and not _is_taken(key) else f"{name}/{key}": value
@@ -73,8 +80,17 @@ class Statistics:
             metric.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state of all metrics, ``"<metric>/<name>"`` -> tensor."""
-        return {f"{n}/{key}": tensor for n, metric in self._metrics.items() for key, tensor in metric.state().items()}
+        """The merged state of all metrics, ``"<metric>/<name>"`` -> tensor, equal on all ranks.
+
+        From then on the first rank carries it and the others begin anew, as they do after a load: so a resumed run
+        adds up the same numbers in the same order. Collective over the group.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, metric in self._metrics.items():
+            merged = self._merged(metric)
+            self._take(metric, merged)
+            tensors |= {f"{name}/{key}": tensor for key, tensor in merged.items()}
+        return tensors
 
     def load(self, known: Callable[[str, Mapping[str, Tensor]], bool]) -> list[str]:
         """Continue each metric from a saved state.
@@ -89,7 +105,30 @@ class Statistics:
         for name, metric in self._metrics.items():
             state = metric.state()
             if known(name, state):
-                metric.load_state(state)
+                self._take(metric, state)
             else:
                 anew.append(name)
         return anew
+
+    def _compute(self, metric: Metric) -> Mapping[str, Tensor]:
+        if self._group is None:
+            return metric.compute()
+        own = metric.state()
+        metric.load_state(self._merged(metric))
+        values = metric.compute()
+        metric.load_state(own)
+        return values
+
+    def _merged(self, metric: Metric) -> dict[str, Tensor]:
+        if self._group is None:
+            return metric.state()
+        merged = {key: tensor.clone() for key, tensor in metric.state().items()}
+        for key, operation in metric.reductions.items():
+            dist.all_reduce(merged[key], _OPERATIONS[operation], self._group)
+        return merged
+
+    def _take(self, metric: Metric, merged: Mapping[str, Tensor]) -> None:
+        if self._group is None or dist.get_rank(self._group) == 0:
+            metric.load_state(dict(merged))
+        else:
+            metric.reset()

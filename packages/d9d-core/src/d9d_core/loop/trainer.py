@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import nn
 
 from d9d_core.config.job import JobConfig
@@ -22,6 +21,7 @@ from d9d_core.loop.progress import ProgressBar
 from d9d_core.loop.step import TrainStep
 from d9d_core.protocols import RunInfo, Task
 from d9d_core.state.random import generators_kept
+from d9d_core.topology.mesh import Topology
 from d9d_core.trackers.hub import TrackerHub
 
 
@@ -45,7 +45,7 @@ class Trainer:
 
     Args:
         job: the resolved job.
-        device: where the model is.
+        topology: this process among others.
         step: one training step.
         task: counts tokens.
         feed: packs on the device.
@@ -53,6 +53,7 @@ class Trainer:
         evaluator: measures the loss on other data.
         keeper: checkpoints.
         export: writes the trained model.
+        interrupts: whether this process was asked to stop.
         events: observers.
         note: prints a line.
     """
@@ -60,7 +61,7 @@ class Trainer:
     def __init__(
         self,
         job: JobConfig,
-        device: torch.device,
+        topology: Topology,
         step: TrainStep,
         task: Task,
         feed: Feed,
@@ -68,11 +69,12 @@ class Trainer:
         evaluator: Evaluator | None,
         keeper: Keeper,
         export: Callable[[], None] | None,
+        interrupts: Interrupts,
         events: ev.Events,
         note: Callable[[str], None],
     ) -> None:
         self.job = job
-        self.device = device
+        self.topology = topology
         self.step = step
         self.task = task
         self.feed = feed
@@ -80,6 +82,7 @@ class Trainer:
         self.evaluator = evaluator
         self.keeper = keeper
         self.export = export
+        self.interrupts = interrupts
         self.events = events
         self.note = note
 
@@ -91,14 +94,18 @@ class Trainer:
     def train(self) -> Outcome:
         """Train until all steps are done or an interrupt arrives, from the newest checkpoint if there is one.
 
-        Ctrl-C and SIGTERM let the step finish, save, and return.
+        Ctrl-C and SIGTERM, on any rank, let all ranks finish the same step, save, and return. Collective over all
+        ranks.
 
         Raises:
             NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
             CheckpointError: a checkpoint could not be read or written.
         """
-        with self.keeper.store.opened(), generators_kept(self.device):
-            return self._train()
+        try:
+            with self.keeper.store.opened(), generators_kept(self.topology.device):
+                return self._train()
+        finally:
+            self.feed.load_state(self.feed.state())  # ends its thread; packs fetched ahead are fetched again
 
     def _train(self) -> Outcome:
         progress, tracker_states = self.keeper.restore()
@@ -110,8 +117,8 @@ class Trainer:
         self.keeper.record()
         self.trackers.open(self._run_info(progress.step), tracker_states)
         try:
-            with Interrupts() as interrupts, ProgressBar(total, progress.step) as bar:
-                status = self._run(progress, interrupts, bar)
+            with self.interrupts, ProgressBar(total, progress.step, shown=self.topology.is_main) as bar:
+                status = self._run(progress, bar)
                 self.trackers.close(status)
                 done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
                 self.events.emit(done(progress.step))
@@ -124,19 +131,17 @@ class Trainer:
             raise
         return Outcome(status, progress.step)
 
-    def _run(self, progress: Progress, interrupts: Interrupts, bar: ProgressBar) -> Literal["finished", "stopped"]:
+    def _run(self, progress: Progress, bar: ProgressBar) -> Literal["finished", "stopped"]:
         job, total = self.job, self.job.steps
-        logbook = Logbook(self._write, bar.update, job.nonfinite, progress.skipped)
+        logbook = Logbook(self._write, bar.update, job.nonfinite, progress.skipped, progress.tokens)
         speed = _Speed()
         saved = progress.step if progress.step else None
         self.events.emit(ev.TrainingStarts(progress.step, total))
-        while progress.step < total and interrupts.requested is None:
+        while progress.step < total and not logbook.stop:
             pack = self.feed.next()
             result = self.step(progress.step, pack)
             progress.step += 1
-            tokens = sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size
-            progress.tokens += tokens
-            speed.add(tokens)
+            speed.add(sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size)
             self._record(progress, result, logbook, speed, bar)
             at_end = progress.step == total
             if self.evaluator and job.evaluation and (at_end or progress.step % job.evaluation.every == 0):
@@ -151,9 +156,9 @@ class Trainer:
         logbook.drain()
         if saved != progress.step:
             self._save(progress, logbook)
-        if interrupts.requested is not None and progress.step < total:
+        if logbook.stop and progress.step < total:
             done = f"stopped after step {progress.step} of {total} and saved"
-            self.note(f"{interrupts.requested}: {done}; start again to continue")
+            self.note(f"{self.interrupts.requested or 'another rank'}: {done}; start again to continue")
             return "stopped"
         if self.export is not None:
             self.export()
@@ -168,14 +173,14 @@ class Trainer:
             return
         lr, tokens_per_second = self.step.optimizer.lr, speed.take()
         bar.logged(lr, tokens_per_second)
-        host = {"lr": lr, "tokens": float(progress.tokens), "tokens_per_second": tokens_per_second}
+        host = {"lr": lr, "tokens_per_second": tokens_per_second}
         logbook.record(progress.step, result, host, self.step.statistics.compute())
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
     def _save(self, progress: Progress, logbook: Logbook) -> None:
         logbook.drain()  # no checkpoint from a step whose finiteness is unread
-        progress.skipped = logbook.skipped
+        progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         self.events.emit(ev.CheckpointStarts(progress.step))
         path = self.keeper.save(progress)
         self.events.emit(ev.CheckpointSaved(progress.step, path))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from d9d_core.topology.local import local
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyOptimizerConfig
@@ -30,10 +31,10 @@ class ToyOptimizer:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            old = self._momentum[name]
-            new = torch.where(gate, 0.9 * old + parameter.grad, old)
+            weight, old = local(parameter), local(self._momentum[name])
+            new = torch.where(gate, 0.9 * old + local(parameter.grad), old)
             old.copy_(new)
-            parameter.copy_(torch.where(gate, parameter - self._lr * new, parameter))
+            weight.copy_(torch.where(gate, weight - self._lr * new, weight))
 
     def set_lr_factor(self, factor: float) -> None:
         """For the coming steps."""

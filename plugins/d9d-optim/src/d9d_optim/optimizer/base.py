@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
+from d9d_core.topology.local import local
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.config import OptimizerConfig
@@ -18,6 +19,8 @@ from d9d_optim.optimizer.groups import ParameterGroup, group_parameters
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tensors of one group that have a gradient, as equally long lists: one fused call updates them all.
+
+    Of DTensors, the parts that this rank holds.
 
     Attributes:
         params: parameters, updated in place.
@@ -132,14 +135,15 @@ class NamedOptimizer(ABC):
         narrow, dtype = self._batch([name], state), self._dtype(self._parameters[name])
         wide = Batch([p.to(dtype) for p in narrow.params], [g.to(dtype) for g in narrow.grads], narrow.slots)
         self._update(group, wide, self._lr_of(group), found_inf)
-        self._parameters[name].copy_(wide.params[0])
+        narrow.params[0].copy_(wide.params[0])
 
     def _batch(self, names: list[str], state: Mapping[str, Mapping[str, Tensor]]) -> Batch:
         params = [self._parameters[name] for name in names]
+        # Updates are elementwise, so each rank's own part is all they need.
         return Batch(
-            params=list(params),
-            grads=[parameter.grad for parameter in params if parameter.grad is not None],
-            slots={slot: [state[name][slot] for name in names] for slot in self._slots},
+            params=[local(parameter) for parameter in params],
+            grads=[local(parameter.grad) for parameter in params if parameter.grad is not None],
+            slots={slot: [local(state[name][slot]) for name in names] for slot in self._slots},
         )
 
     def _materialised(self) -> dict[str, dict[str, Tensor]]:
