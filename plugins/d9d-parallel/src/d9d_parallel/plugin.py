@@ -8,6 +8,9 @@ from d9d_core.plugin import Ref, StrategySpec, hookimpl
 
 D9D_API = 1
 
+#: A job has at most one of them.
+_DATA_PARALLEL = {"replicate", "fsdp", "hsdp"}
+
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
@@ -28,3 +31,18 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         requires=frozenset({"model:blocks"}),
         anchor="compile",
     )
+    for name, axes, summary in (
+        ("replicate", ("dp_replicate",), "The whole model on every rank; gradients are summed."),
+        ("fsdp", ("dp_shard",), "Shards parameters, gradients and optimizer state over ranks (FSDP2)."),
+        ("hsdp", ("dp_replicate", "dp_shard"), "Replicas of a sharded model (FSDP2)."),
+    ):
+        yield StrategySpec(
+            name=name,
+            summary=summary,
+            config=Ref(f"d9d_parallel.data_parallel.config:{name.capitalize()}Config"),
+            build=Ref(f"d9d_parallel.data_parallel.strategy:{name.capitalize()}"),
+            requires=frozenset({"model:blocks"}),
+            conflicts=frozenset({f"strategy:{other}" for other in _DATA_PARALLEL - {name}}),
+            anchor="data",
+            axes=frozenset(axes),
+        )

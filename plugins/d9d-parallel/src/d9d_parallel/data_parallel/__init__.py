@@ -1,0 +1,1 @@
+"""Replicas and shards of the model over ranks that see different samples."""

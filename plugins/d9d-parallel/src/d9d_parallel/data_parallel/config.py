@@ -1,0 +1,61 @@
+"""What a job file says about data parallelism."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config.base import PluginConfig
+from pydantic import NonNegativeInt, PositiveInt
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class DataParallelConfig(PluginConfig):
+    """What all three strategies share."""
+
+    compute_dtype: Dtype | None = None
+    """Format of parameters and inputs in forward and backward; that of ``precision.parameters`` if absent."""
+    reduce_dtype: Dtype | None = None
+    """Format in which gradients are summed over ranks; ``compute_dtype`` if absent."""
+    output_dtype: Dtype | None = None
+    """Format that the model's floating-point outputs are cast to; as they come if absent."""
+    defer: Literal["nothing", "all_reduce", "everything"] = "nothing"
+    """What waits for the last microbatch: ``all_reduce`` keeps sums over one shard group, ``everything`` whole
+    gradients of all parameters; less communication for more memory."""
+    forward_prefetch: NonNegativeInt = 0
+    """Blocks whose parameters are requested ahead in the forward; 0 leaves it to FSDP2, which is one behind."""
+    backward_prefetch: NonNegativeInt = 0
+    """The same in the backward; 0 leaves it to FSDP2, which requests one block ahead."""
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in the host's memory, and compute on the device."""
+    ignore: tuple[str, ...] = ()
+    """Patterns over parameter names that stay whole on every rank; their gradients are summed in buckets."""
+
+
+class ReplicateConfig(DataParallelConfig):
+    """The whole model on every rank."""
+
+    name: Literal["replicate"] = "replicate"
+    """Selects the plugin."""
+
+
+class ShardedConfig(DataParallelConfig):
+    """What the strategies that shard parameters share."""
+
+    reshard_after_forward: bool | PositiveInt = True
+    """Free a block's whole parameters after its forward and gather them again for the backward; a number gathers within
+    groups of that many ranks only; false keeps them."""
+
+
+class FsdpConfig(ShardedConfig):
+    """Each rank keeps a shard of every parameter, gradient and optimizer state."""
+
+    name: Literal["fsdp"] = "fsdp"
+    """Selects the plugin."""
+
+
+class HsdpConfig(ShardedConfig):
+    """Replicas of a sharded model: shards within ``dp_shard``, copies over ``dp_replicate``."""
+
+    name: Literal["hsdp"] = "hsdp"
+    """Selects the plugin."""

@@ -1,0 +1,181 @@
+"""Data parallelism on FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
+
+One unit per block and one for the rest of the stage. Gradients are summed, never averaged: the loss is divided by its
+global weight before the backward. ``replicate`` is ``hsdp`` with a shard size of one, so FSDP2 owns the data axes of
+everything it wraps, and there is one code path for all layouts.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from d9d_core.compat import reduce_unused_parameters
+from d9d_core.errors import BuildError
+from d9d_core.protocols import Applied, GradientOwner
+from d9d_core.topology.mesh import Topology
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from d9d_parallel.blocks import find_blocks
+from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
+from d9d_parallel.data_parallel.reducer import FsdpReducer
+
+#: Mesh axes over which FSDP2 sums the gradients of what it wraps.
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+
+
+class Replicate:
+    """The whole model on every rank of ``dp_replicate``; gradients are summed over it."""
+
+    def __init__(self, config: ReplicateConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Wrap the stage. Collective over all ranks.
+
+        Raises:
+            BuildError: the stage has no blocks, or a pattern matches no parameter.
+        """
+        mesh = topology.mesh("dense", "dp_replicate", "fsdp")
+        # Shards of one rank are views of whole parameters; freeing them would only mean copying them again.
+        return wrap(stage, mesh, self._config, reshard_after_forward=False)
+
+
+class Fsdp:
+    """Parameters, gradients and optimizer state are sharded over ``dp_shard`` (and ``cp``)."""
+
+    def __init__(self, config: FsdpConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Wrap the stage. Collective over all ranks.
+
+        Raises:
+            BuildError: the stage has no blocks, or a pattern matches no parameter.
+        """
+        mesh = topology.mesh("dense", "fsdp")
+        return wrap(stage, mesh, self._config, self._config.reshard_after_forward)
+
+
+class Hsdp:
+    """Parameters are sharded over ``dp_shard`` (and ``cp``), and the shards are copied over ``dp_replicate``."""
+
+    def __init__(self, config: HsdpConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Wrap the stage. Collective over all ranks.
+
+        Raises:
+            BuildError: the stage has no blocks, or a pattern matches no parameter.
+        """
+        mesh = topology.mesh("dense", "dp_replicate", "fsdp")
+        return wrap(stage, mesh, self._config, self._config.reshard_after_forward)
+
+
+def wrap(
+    stage: nn.Module,
+    mesh: DeviceMesh,
+    config: ReplicateConfig | FsdpConfig | HsdpConfig,
+    reshard_after_forward: bool | int,
+) -> Applied:
+    """Make every block of the stage, and the stage around them, a unit of FSDP2. In place.
+
+    Args:
+        stage: on the meta device.
+        mesh: one dimension to shard over, or two: replicas, then shards.
+        config: of the strategy.
+        reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
+
+    Raises:
+        BuildError: the stage has no blocks, a pattern matches no parameter, or the group size does not divide.
+    """
+    blocks = find_blocks(stage, config.name)
+    ignored = _ignored(stage, config)
+    _check_group(reshard_after_forward, mesh, config.name)
+    policy = MixedPrecisionPolicy(
+        param_dtype=_dtype(config.compute_dtype),
+        reduce_dtype=_dtype(config.reduce_dtype),
+        output_dtype=None,
+    )
+    root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, _dtype(config.output_dtype))
+    pinned = mesh.device_type != "cpu"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
+    skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
+    for block in blocks.values():
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=skipped,
+        )
+    root = fully_shard(
+        stage,
+        mesh=mesh,
+        reshard_after_forward=False,
+        mp_policy=root_policy,
+        offload_policy=offload,
+        ignored_params=skipped,
+    )
+    units = [unit for unit in stage.modules() if isinstance(unit, FSDPModule)]
+    for unit in units:
+        # A divisor of one and plain sums: FSDP2 would average, and gloo knows no scaled sum.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    reduce_unused_parameters(stage)
+    _prefetch([block for block in blocks.values() if isinstance(block, FSDPModule)], config)
+    owners = (
+        GradientOwner(name, axis, "fsdp")
+        for name, parameter in stage.named_parameters()
+        if name not in ignored
+        for axis in DATA_AXES
+    )
+    return Applied(
+        modules=(*blocks, ""),
+        gradients=tuple(owners),
+        reducers=(FsdpReducer(root, config.defer),),
+        compute_dtype=policy.param_dtype,
+        on_host=frozenset(name for name, _ in stage.named_parameters() if config.offload and name not in ignored),
+    )
+
+
+def _ignored(stage: nn.Module, config: DataParallelConfig) -> frozenset[str]:
+    names = [name for name, _ in stage.named_parameters()]
+    for pattern in config.ignore:
+        if not fnmatch.filter(names, pattern):
+            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            raise BuildError(f"the pattern {pattern!r} in 'ignore' matches no parameter; parameters: {shown}")
+    return frozenset(name for name in names if any(fnmatch.fnmatchcase(name, p) for p in config.ignore))
+
+
+def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: str) -> None:
+    shards = mesh.size(mesh.ndim - 1)
+    if isinstance(reshard_after_forward, bool) or shards % reshard_after_forward == 0:
+        return
+    raise BuildError(
+        f"strategy '{strategy}': reshard_after_forward {reshard_after_forward} does not divide the {shards} ranks that "
+        "share the parameters; use a divisor, true or false"
+    )
+
+
+def _prefetch(blocks: list[FSDPModule], config: DataParallelConfig) -> None:
+    if config.forward_prefetch:
+        for ahead in _windows(blocks, config.forward_prefetch):
+            ahead[0].set_modules_to_forward_prefetch(ahead[1:])
+    if config.backward_prefetch:
+        for ahead in _windows(blocks[::-1], config.backward_prefetch):
+            ahead[0].set_modules_to_backward_prefetch(ahead[1:])
+
+
+def _windows(blocks: list[FSDPModule], depth: int) -> Iterable[list[FSDPModule]]:
+    return (blocks[index : index + depth + 1] for index, _ in enumerate(pairwise(blocks)))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
