@@ -98,11 +98,9 @@ class _Transfer:
     def __init__(self, device: torch.device, beside: bool) -> None:
         # MPS has one stream only and shares its memory with the CPU.
         self._has_streams = device.type not in ("cpu", "mps", "meta")
-        if self._has_streams and ":" not in str(device):
-            # Resolved here, because another thread has another current device.
-            device = torch.device(device.type, torch.accelerator.current_device_index())
-        self._device = device
         self._beside = torch.Stream(device) if beside and self._has_streams else None
+        # With its index: whoever asks for a pack may have another current device.
+        self._device = device if self._beside is None else self._beside.device
 
     def start(self, pack: Pack) -> _Transferred:
         """Begin to copy a pack; it is received later, maybe in another thread."""
