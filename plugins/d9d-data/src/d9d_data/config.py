@@ -1,9 +1,9 @@
-"""What a job file says about text data."""
+"""What a job file says about data from text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from d9d_core.config.base import PluginConfig, Section, closest
 from pydantic import Field, field_validator, model_validator
@@ -19,11 +19,9 @@ class BpeTokenizer(Section):
     """Size of the vocabulary: 256 bytes, the end-of-text token, and merges."""
 
 
-class TextConfig(PluginConfig):
-    """Text files, tokenised once and packed into sequences of equal length."""
+class CorpusConfig(PluginConfig):
+    """What every dataset over a corpus of documents has in common."""
 
-    name: Literal["text"] = "text"
-    """Selects the plugin."""
     sources: tuple[str, ...]
     """Files, directories, globs, ``python:topics``, ``python:docstrings``, ``python:sources``. A file is a document."""
     tokenizer: str | BpeTokenizer = "bytes"
@@ -38,6 +36,8 @@ class TextConfig(PluginConfig):
     """Fraction of the documents that the train split never sees."""
     shuffle: bool = True
     """Visit the samples of each epoch in an order drawn from the seed; false keeps the order of the sources."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -70,7 +70,43 @@ class TextConfig(PluginConfig):
         return sources
 
     @model_validator(mode="after")
-    def _held_out_documents_exist(self) -> TextConfig:
+    def _held_out_documents_exist(self) -> Self:
         if self.split == "held_out" and self.held_out == 0:
             raise ValueError("split 'held_out' needs a held_out fraction above 0, the same as in the training job")
+        return self
+
+
+class TextConfig(CorpusConfig):
+    """Text files, tokenised once and packed into sequences of equal length."""
+
+    name: Literal["text"] = "text"
+    """Selects the plugin."""
+
+
+class DocumentsConfig(CorpusConfig):
+    """Documents, tokenised once, each a sample of its own, in packs of similar length."""
+
+    name: Literal["documents"] = "documents"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """As for ``text``; and in a ``.jsonl`` file every line is a document, the value of its field ``text``."""
+    sequence_length: int = Field(ge=1)
+    """Most positions of a sample; what a document has beyond them is not used."""
+    shuffle: bool = True
+    """Visit documents, and packs within a window, in an order drawn from the seed; false keeps that of the sources."""
+    bucket_window: int | None = Field(default=None, ge=1)
+    """Samples sorted by length at a time, a multiple of the batch size; if absent, as many of up to 64 batches as an
+    epoch has. 1 batch: no sorting beyond the pack."""
+    pad_multiple: int = Field(default=8, ge=1)
+    """A microbatch is as long as its longest sample, rounded up to a multiple of this; divides ``sequence_length``."""
+
+    @model_validator(mode="after")
+    def _padding_stays_within_a_sequence(self) -> Self:
+        if self.sequence_length % self.pad_multiple:
+            below = self.sequence_length // self.pad_multiple * self.pad_multiple
+            options = " or ".join(str(length) for length in (below, below + self.pad_multiple) if length)
+            raise ValueError(
+                f"sequence_length {self.sequence_length} is no multiple of pad_multiple {self.pad_multiple}; "
+                f"use a sequence_length of {options}, or another pad_multiple"
+            )
         return self

@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from d9d_core.errors import DataError
 
 from d9d_data.cache import cached_directory, file_digests
-from d9d_data.config import TextConfig
+from d9d_data.config import CorpusConfig, DocumentsConfig
 from d9d_data.sources.document import Document
 from d9d_data.sources.find import find_documents
 from d9d_data.tokenise import Split, tokenise
@@ -32,7 +32,7 @@ class Corpus:
 
     Attributes:
         tokens: [N] token ids, memory-mapped.
-        starts: [D + 1] where documents start, and N.
+        starts: [D + 1] where documents start, and N; memory-mapped.
         vocab_size: one more than the largest id.
         tokenizer: what made the tokens, for people.
         unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
@@ -48,6 +48,16 @@ class Corpus:
     digest: str
     assets: Path
 
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends every document."""
+        return int(self.tokens[-1])
+
+    def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
+        """Another process maps the files anew; by default it would get a copy of all that they hold."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return _rebuilt, tuple(_Mapped(Path(str(v.filename))) if isinstance(v, np.memmap) else v for v in values)
+
     def save_assets(self, directory: Path) -> None:
         """Copy the tokenizer's files."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -55,13 +65,31 @@ class Corpus:
             shutil.copyfile(file, directory / file.name)
 
 
-def prepare(config: TextConfig, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """Stands for an array file on its way to another process."""
+
+    file: Path
+
+
+def _rebuilt(*values: Any) -> Corpus:
+    arguments: list[Any] = [map_array(value.file) if isinstance(value, _Mapped) else value for value in values]
+    return Corpus(*arguments)
+
+
+def map_array(file: Path) -> npt.NDArray[Any]:
+    """The array in a ``.npy`` file, read as it is used."""
+    array: npt.NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    return array
+
+
+def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
     """Find the corpus of a config in the cache, or make it.
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
     """
-    documents = find_documents(config.sources)
+    documents = find_documents(config.sources, lines=isinstance(config, DocumentsConfig))
     key = _key(config, documents)
 
     def build(directory: Path) -> None:
@@ -75,7 +103,7 @@ def prepare(config: TextConfig, cache_dir: Path, note: Callable[[str], None]) ->
     return _open(cached_directory(cache_dir, key, build, note), config.split)
 
 
-def _key(config: TextConfig, documents: Iterable[Document]) -> str:
+def _key(config: CorpusConfig, documents: Iterable[Document]) -> str:
     settings = {
         "format": FORMAT,
         "tokenizer": tokenizer_identity(config.tokenizer),
@@ -96,8 +124,8 @@ def _open(directory: Path, split: Split) -> Corpus:
     tokens_file, starts_file = f"{split}.tokens.npy", f"{split}.starts.npy"
     digests = file_digests(directory)
     return Corpus(
-        tokens=np.load(directory / tokens_file, mmap_mode="r", allow_pickle=False),
-        starts=np.load(directory / starts_file, allow_pickle=False),
+        tokens=map_array(directory / tokens_file),
+        starts=map_array(directory / starts_file),
         vocab_size=facts["vocab_size"],
         tokenizer=facts["tokenizer"],
         unigram_entropy=facts["unigram_entropy"],

@@ -18,3 +18,9 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         config=Ref("d9d_data.config:TextConfig"),
         build=Ref("d9d_data.stream:build_text"),
     )
+    yield DatasetSpec(
+        name="documents",
+        summary="Documents, tokenised once, each a sample of its own, in packs of similar length.",
+        config=Ref("d9d_data.config:DocumentsConfig"),
+        build=Ref("d9d_data.documents:build_documents"),
+    )

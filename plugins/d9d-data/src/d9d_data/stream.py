@@ -1,18 +1,21 @@
-"""The stream of packs that training reads."""
+"""Streams of packs over a corpus: what all have in common, and the stream of packed text."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from d9d_core.errors import DataError
 from d9d_core.protocols import DataContext, Pack, State
 
 from d9d_data.config import TextConfig
 from d9d_data.corpus import Corpus, prepare
+from d9d_data.layout import Layout
 from d9d_data.order import SampleOrder
 from d9d_data.packing import pack, sample_count
+from d9d_data.reader import Arrays, PackReader, PackSource
 
 
 def build_text(config: TextConfig, context: DataContext) -> TextStream:
@@ -24,66 +27,53 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream:
     return TextStream(config, context, prepare(config, context.cache_dir, context.note))
 
 
-class TextStream:
-    """An endless stream of packed samples; see :class:`d9d_core.protocols.DataStream`.
+class CorpusStream:
+    """An endless stream of packs; see :class:`d9d_core.protocols.DataStream`.
 
-    A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of it, cut
-    into microbatches. So neither ranks nor microbatch size have a say in what is trained on when.
+    Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
+    any pack from that number alone.
+
+    Args:
+        corpus: the documents.
+        source: builds this rank's part of any pack.
+        batch_size: samples of a pack, over all ranks.
+        workers: processes that build packs ahead.
+        identity: everything that decides which samples come when, apart from the seed; as words.
+        settings: the fields of the job file behind that, for messages.
     """
 
-    def __init__(self, config: TextConfig, context: DataContext, corpus: Corpus) -> None:
-        _check_batch(context)
-        tokens = len(corpus.tokens)
-        samples = sample_count(tokens, config.sequence_length)
-        if samples == 0:
-            raise DataError(
-                f"data.sequence_length: {config.sequence_length} positions need {config.sequence_length + 1} tokens, "
-                f"but the {config.split} split has {tokens}; use at most {tokens - 1}, or more text"
-            )
-        self._sequence_length = config.sequence_length
-        self._context = context
+    def __init__(
+        self,
+        corpus: Corpus,
+        source: PackSource,
+        batch_size: int,
+        workers: int,
+        identity: str,
+        settings: Sequence[str],
+    ) -> None:
         self._corpus = corpus
-        self._order = SampleOrder(samples, context.seed, config.shuffle)
+        self._batch_size = batch_size
+        self._reader = PackReader(source, batch_size, workers)
         self._consumed = 0
-        identity = f"{corpus.digest} {config.sequence_length} {config.shuffle}"
+        self._settings = settings
         self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
-    @property
-    def facts(self) -> State:
-        """Sizes of this split, and the entropy (nats per token) of the train split's token frequencies."""
-        return {
-            "vocab_size": self._corpus.vocab_size,
-            "sequence_length": self._sequence_length,
-            "tokens": len(self._corpus.tokens),
-            "documents": len(self._corpus.starts) - 1,
-            "samples": self._order.samples,
-            "unigram_entropy": self._corpus.unigram_entropy,
-            "tokenizer": self._corpus.tokenizer,
-        }
-
     def next_pack(self) -> Pack:
-        """This rank's microbatches of the next step: int64 CPU tensors [B, S] by the names of language modelling."""
-        context = self._context
-        share = context.batch_size // context.ranks
-        samples = self._order.take(self._consumed + context.rank * share, share)
-        self._consumed += context.batch_size
-        corpus, size = self._corpus, context.microbatch_size
-        return [
-            {
-                name: torch.from_numpy(values)
-                for name, values in pack(
-                    corpus.tokens, corpus.starts, samples[begin : begin + size], self._sequence_length
-                ).items()
-            }
-            for begin in range(0, share, size)
-        ]
+        """This rank's microbatches of the next step: int64 CPU tensors [B, S] by the names of language modelling.
+
+        Raises:
+            DataError: a worker process died.
+        """
+        taken = self._reader.read(self._consumed)
+        self._consumed += self._batch_size
+        return taken
 
     def state(self) -> State:
         """Samples consumed by all ranks together, and what identifies the data."""
         return {"consumed": self._consumed, "fingerprint": self._fingerprint}
 
     def load_state(self, state: State) -> None:
-        """Continue at ``state``; batch size, ranks and microbatch size may differ from those it was saved with.
+        """Continue at ``state``; ranks, microbatch size and workers may differ from those it was saved with.
 
         Raises:
             DataError: the state belongs to other data.
@@ -92,8 +82,9 @@ class TextStream:
         if fingerprint != self._fingerprint:
             raise DataError(
                 f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
-                f"{self._fingerprint}); the contents of the sources, tokenizer, split, held_out, sequence_length and "
-                "shuffle must be as they were; to train on other data, start a new run from the saved weights"
+                f"{self._fingerprint}); the contents of the sources, tokenizer, split, held_out, "
+                f"{', '.join(self._settings[:-1])} and {self._settings[-1]} must be as they were; to train on other "
+                "data, start a new run from the saved weights"
             )
         if not isinstance(consumed, int) or consumed < 0:
             raise DataError(
@@ -105,14 +96,60 @@ class TextStream:
         """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
         self._corpus.save_assets(directory)
 
+    def close(self) -> None:
+        """End the worker processes, if there are any; otherwise they end with the stream."""
+        self._reader.close()
 
-def _check_batch(context: DataContext) -> None:
-    if context.batch_size % (context.ranks * context.microbatch_size):
-        unit = context.ranks * context.microbatch_size
-        below = context.batch_size // unit * unit
-        options = " or ".join(str(size) for size in (below, below + unit) if size)
-        raise DataError(
-            f"a batch of {context.batch_size} samples cannot be divided over {context.ranks} data-parallel ranks in "
-            f"microbatches of {context.microbatch_size}: it must be a multiple of {unit}; use {options}, or another "
-            "microbatch size"
-        )
+
+class TextStream(CorpusStream):
+    """Samples of equal length, packed with documents.
+
+    A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of it, cut
+    into microbatches. So neither ranks nor microbatch size have a say in what is trained on when.
+    """
+
+    def __init__(self, config: TextConfig, context: DataContext, corpus: Corpus) -> None:
+        layout = Layout.of(context)
+        tokens = len(corpus.tokens)
+        samples = sample_count(tokens, config.sequence_length)
+        if samples == 0:
+            raise DataError(
+                f"data.sequence_length: {config.sequence_length} positions need {config.sequence_length + 1} tokens, "
+                f"but the {config.split} split has {tokens}; use at most {tokens - 1}, or more text"
+            )
+        source = TextPacks(corpus, SampleOrder(samples, context.seed, config.shuffle), config.sequence_length, layout)
+        identity = f"{corpus.digest} {config.sequence_length} {config.shuffle}"
+        super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
+        self._source = source
+
+    @property
+    def facts(self) -> State:
+        """Sizes of this split, and the entropy (nats per token) of the train split's token frequencies."""
+        return {
+            "vocab_size": self._corpus.vocab_size,
+            "sequence_length": self._source.sequence_length,
+            "tokens": len(self._corpus.tokens),
+            "documents": len(self._corpus.starts) - 1,
+            "samples": self._source.order.samples,
+            "unigram_entropy": self._corpus.unigram_entropy,
+            "tokenizer": self._corpus.tokenizer,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TextPacks:
+    """Builds one rank's part of any pack of text; see :class:`TextStream`."""
+
+    corpus: Corpus
+    order: SampleOrder
+    sequence_length: int
+    layout: Layout
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Microbatches of [B, S] each."""
+        corpus, layout = self.corpus, self.layout
+        samples = self.order.take(consumed + layout.rank * layout.share, layout.share)
+        return [
+            pack(corpus.tokens, corpus.starts, samples[begin : begin + layout.microbatch_size], self.sequence_length)
+            for begin in range(0, layout.share, layout.microbatch_size)
+        ]

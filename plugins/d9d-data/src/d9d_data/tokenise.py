@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.errors import DataError
 
-from d9d_data.config import TextConfig
+from d9d_data.config import CorpusConfig
 from d9d_data.npy import NpyWriter
 from d9d_data.progress import progress_bar
 from d9d_data.sources.document import Document
@@ -30,7 +30,7 @@ SPLITS: tuple[Split, Split] = ("train", "held_out")
 _BATCH_CHARACTERS = 2_000_000
 
 
-def tokenise(config: TextConfig, documents: Sequence[Document], directory: Path) -> dict[str, Any]:
+def tokenise(config: CorpusConfig, documents: Sequence[Document], directory: Path) -> dict[str, Any]:
     """Make the tokenizer, encode all documents, and write everything into ``directory``.
 
     Returns:

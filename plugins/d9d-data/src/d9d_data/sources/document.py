@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -56,10 +57,7 @@ class FileDocument:
         try:
             return self.path.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"data.sources: cannot read {self.path}: {error.strerror or error}; "
-                "make the file readable or take it out of the sources"
-            ) from error
+            raise _unreadable(self.path, error) from error
 
     def text(self) -> str:
         """The decoded file, without a byte-order mark.
@@ -74,6 +72,90 @@ class FileDocument:
                 f"data.sources: {self.path} is not UTF-8 text (byte {error.start}: {error.reason}); "
                 "convert it, or name only text files, for example with a glob such as 'corpus/**/*.txt'"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LineDocument:
+    """One line of a ``.jsonl`` file: a JSON object with the text in its field ``text``.
+
+    Attributes:
+        path: the file.
+        number: of the line, from 1.
+        begin, end: the bytes of the line in the file.
+    """
+
+    path: Path
+    number: int
+    begin: int
+    end: int
+
+    @property
+    def name(self) -> str:
+        """The path and the number of the line."""
+        return f"{self.path}:{self.number}"
+
+    @property
+    def kind(self) -> str:
+        """A field of the line is the text."""
+        return "jsonl"
+
+    def raw(self) -> bytes:
+        """The bytes of the line.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                file.seek(self.begin)
+                return file.read(self.end - self.begin)
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+
+    def text(self) -> str:
+        """The field ``text``.
+
+        Raises:
+            DataError: the line is no JSON object with such a field.
+        """
+        try:
+            value = json.loads(self.raw())
+        except ValueError as error:
+            raise DataError(f"data.sources: {self.name} is not JSON ({error}); write one object a line") from error
+        text = value.get("text") if isinstance(value, dict) else None
+        if not isinstance(text, str):
+            fields = ", ".join(map(str, value)) or "none" if isinstance(value, dict) else f"a {type(value).__name__}"
+            raise DataError(
+                f"data.sources: {self.name} has no text in a field 'text' (it has {fields}); "
+                'write lines such as {"text": "..."}'
+            )
+        return text
+
+
+def lines_of(path: Path) -> list[Document]:
+    """The lines of a ``.jsonl`` file, empty ones left out.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    found: list[Document] = []
+    begin = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    found.append(LineDocument(path, number, begin, begin + len(line)))
+                begin += len(line)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return found
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"data.sources: cannot read {path}: {error.strerror or error}; "
+        "make the file readable or take it out of the sources"
+    )
 
 
 @dataclass(frozen=True, slots=True)

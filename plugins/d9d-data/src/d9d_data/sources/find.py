@@ -9,7 +9,7 @@ from pathlib import Path
 from d9d_core.errors import DataError
 
 from d9d_data.sources import python
-from d9d_data.sources.document import Document, FileDocument
+from d9d_data.sources.document import Document, FileDocument, lines_of
 
 _PYTHON: Mapping[str, Callable[[], list[Document]]] = {
     "python:topics": python.topics,
@@ -18,25 +18,33 @@ _PYTHON: Mapping[str, Callable[[], list[Document]]] = {
 }
 
 
-def find_documents(sources: Sequence[str]) -> list[Document]:
+def find_documents(sources: Sequence[str], lines: bool = False) -> list[Document]:
     """The documents of all sources: sources in their order, files sorted by name.
+
+    Args:
+        sources: as the job file names them.
+        lines: the lines of ``.jsonl`` files are documents; else they are texts like any other.
 
     Raises:
         DataError: a path does not exist, a glob matches no file, a directory holds none.
     """
-    return [document for index, source in enumerate(sources) for document in _of_source(source, index)]
+    return [document for index, source in enumerate(sources) for document in _of_source(source, index, lines)]
 
 
-def _of_source(source: str, index: int) -> list[Document]:
+def _of_source(source: str, index: int, lines: bool) -> list[Document]:
     if source in _PYTHON:
         return _PYTHON[source]()
     where = f"data.sources[{index}]"
     try:
-        return [FileDocument(file) for file in _files(source, where)]
+        return [document for file in _files(source, where) for document in _of_file(file, lines)]
     except (OSError, RuntimeError) as error:  # a name the system refuses, no permission, an unknown home directory
         reason = getattr(error, "strerror", None) or error
         shown = source if len(source) <= 80 else f"{source[:80]}..."
         raise DataError(f"{where}: cannot look for {shown!r}: {reason}; give a path that you may read") from error
+
+
+def _of_file(file: Path, lines: bool) -> list[Document]:
+    return lines_of(file) if lines and file.suffix == ".jsonl" else [FileDocument(file)]
 
 
 def _files(source: str, where: str) -> list[Path]:
