@@ -53,8 +53,8 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
             return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), rows, keep)
-    return loss.view(targets.shape)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep)
+    return loss
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -76,6 +76,7 @@ def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, keep: bool) -> Tensor:
+        shape, targets = targets.shape, targets.flatten()
         predicted = targets != IGNORE
         # Any valid index where masked below; other negative targets stay what they are, which is an index error.
         words = targets.masked_fill(~predicted, 0).unsqueeze(1)
@@ -87,13 +88,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses.append(_chunk_loss(logits, words[chunk]))
         ctx.save_for_backward(hidden, weight, words, predicted, kept)
         ctx.rows = rows
-        return torch.cat(losses).masked_fill_(~predicted, 0)
+        # Shaped in here, so that autograd sees no view: FSDP2 warns of modules that return one.
+        return torch.cat(losses).masked_fill_(~predicted, 0).view(shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, words, predicted, kept = ctx.saved_tensors
-        grad_token = (grad_loss * predicted).unsqueeze(1)
+        grad_token = (grad_loss.flatten() * predicted).unsqueeze(1)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over many chunks would lose bits in a narrow dtype.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if ctx.needs_input_grad[1] else None
