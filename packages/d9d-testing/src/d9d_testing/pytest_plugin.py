@@ -19,8 +19,20 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The marker that the suites carry."""
+    """The markers that the suites carry."""
     config.addinivalue_line("markers", "smoke: quick; shows that the installed versions work together")
+    config.addinivalue_line("markers", "gpus(n): needs n CUDA devices")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more devices than there are."""
+    marker = item.get_closest_marker("gpus")
+    if marker is None:
+        return
+    import torch
+
+    if torch.cuda.device_count() < marker.args[0]:
+        pytest.skip(f"needs {marker.args[0]} CUDA devices, there are {torch.cuda.device_count()}")
 
 
 @pytest.fixture

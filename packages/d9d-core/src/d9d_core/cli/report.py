@@ -79,8 +79,8 @@ def print_explanation(job: Job, plan: Plan) -> None:
         console.print("  none are required")
     _heading(console, "gradient reductions")
     rows = plan.assembly.ownership.table()
-    for axis, owner, names in rows:
-        console.print(f"  over {axis} by {owner}: {_several(names)}")
+    for axis, owned_by, parameters in rows:
+        console.print(f"  over {axis} by {owned_by}: {_several(parameters)}")
     if not rows:
         console.print(f"  none: {job.mesh}")
     print_plan(job, plan)

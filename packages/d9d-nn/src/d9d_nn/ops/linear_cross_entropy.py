@@ -81,15 +81,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Any valid index where masked below; other negative targets stay what they are, which is an index error.
         words = targets.masked_fill(~predicted, 0).unsqueeze(1)
         kept = functional.linear(hidden, weight) if keep else None
-        losses = []
+        # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
+        losses = hidden.new_empty(shape, dtype=_wide(hidden.dtype))
+        flat = losses.view(-1)
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             logits = functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]
-            losses.append(_chunk_loss(logits, words[chunk]))
+            flat[chunk] = _chunk_loss(logits, words[chunk])
+        flat.masked_fill_(~predicted, 0)
         ctx.save_for_backward(hidden, weight, words, predicted, kept)
         ctx.rows = rows
-        # Shaped in here, so that autograd sees no view: FSDP2 warns of modules that return one.
-        return torch.cat(losses).masked_fill_(~predicted, 0).view(shape)
+        return losses
 
     @staticmethod
     @once_differentiable

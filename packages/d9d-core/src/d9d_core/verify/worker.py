@@ -1,0 +1,30 @@
+"""One process of one layout; started by :mod:`d9d_core.verify.run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from d9d_core.errors import D9dError
+from d9d_core.job import Job
+from d9d_core.topology.place import Place
+
+
+def main(directory: Path, steps: int) -> None:
+    """Measure the job in ``directory`` and leave the result there."""
+    from d9d_core.verify.measure import measure
+
+    job = Job.load(directory / "job.json")
+    try:
+        with job.joined(Place.from_environment(os.environ)) as topology:
+            measurement = measure(job, topology, steps)
+            if topology.is_main:
+                measurement.write(directory)
+    except D9dError as error:
+        (directory / "failure.txt").write_text(str(error))
+        raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

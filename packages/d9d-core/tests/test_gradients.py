@@ -1,0 +1,192 @@
+"""Owners of reductions, buckets, and the norm over parameters that live on different meshes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.config.job import Mesh
+from d9d_core.errors import BuildError
+from d9d_core.loop.clipper import Clipper
+from d9d_core.loop.executor import StageLoss
+from d9d_core.loop.gradients import Gradients
+from d9d_core.loop.ownership import settle
+from d9d_core.plugin import Registry, ViewSpec
+from d9d_core.protocols import GradientOwner
+from d9d_core.topology.local import local
+from d9d_core.topology.mesh import Topology
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+SIZES = Mesh(dp_replicate=2, dp_shard=2).sizes()
+
+
+def here(**mesh: int) -> Topology:
+    views = {e.spec.key: e.spec for e in Registry.of().entries("view") if isinstance(e.spec, ViewSpec)}
+    sizes = Mesh(**mesh).sizes()
+    return Topology(sizes=sizes, rank=dist.get_rank(), world_size=dist.get_world_size(), views=views)
+
+
+# --- owners
+
+
+def test_what_nobody_claims_over_a_data_axis_is_summed_by_the_synchroniser() -> None:
+    claims = [("fsdp", [GradientOwner("a", "dp_shard", "fsdp")])]
+    owned = settle(["a", "b"], SIZES, claims)
+    assert owned.synchronised("a") == ("dp_replicate",)
+    assert owned.synchronised("b") == ("dp_replicate", "dp_shard")
+    assert ("dp_shard", "fsdp, sum", ("a",)) in owned.table()
+
+
+def test_a_reduction_with_two_owners_is_refused() -> None:
+    claim = GradientOwner("a", "dp_shard", "fsdp")
+    with pytest.raises(
+        BuildError, match="'a' would be reduced twice over dp_shard: by parallel\\[0\\] and by parallel"
+    ):
+        settle(["a"], SIZES, [("parallel[0]", [claim]), ("parallel[1]", [claim])])
+
+
+def test_axes_of_one_rank_and_frozen_parameters_need_no_owner() -> None:
+    claims = [("s", [GradientOwner("frozen", "dp_shard", "fsdp"), GradientOwner("a", "tp", "sync")])]
+    assert settle(["a"], Mesh().sizes(), claims).table() == []
+    assert settle([], SIZES, claims).table() == []
+
+
+def test_a_claim_over_an_axis_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(BuildError, match="s reduces 'a' over 'dp', which is no mesh axis"):
+        settle(["a"], SIZES, [("s", [GradientOwner("a", "dp", "sync")])])
+
+
+# --- buckets
+
+
+def summed(bucket_elements: int, unused_on: dict[str, list[int]], microbatches: int, dtype: str) -> dict[str, Any]:
+    """Gradients of four parameters, each 10**index * (rank + 1) per microbatch, some unused on some ranks."""
+    topology = here(dp_shard=dist.get_world_size())
+    width = getattr(torch, dtype)
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(4 + i, dtype=width)) for i in range(4)}
+    ownership = settle(parameters, topology.sizes, [])
+    gradients = _with_limit(parameters, ownership, topology, bucket_elements * width.itemsize)
+    for index in range(microbatches):
+        gradients.before_backward(last=index == microbatches - 1)
+        parts = [
+            (p * 10.0**i * (topology.rank + 1)).sum()
+            for i, (n, p) in enumerate(parameters.items())
+            if topology.rank not in unused_on.get(n, [])
+        ]
+        if parts:
+            torch.stack(parts).sum().backward()
+        gradients.after_backward()
+    gradients.reduce(0)
+    gradients.finish()
+    return {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def _with_limit(parameters: Any, ownership: Any, topology: Topology, limit: int) -> Gradients:
+    from d9d_core.loop import gradients as module
+
+    unit, module.MIB = module.MIB, limit
+    try:
+        return Gradients(parameters, ownership, topology, bucket_mib=1)
+    finally:
+        module.MIB = unit
+
+
+@pytest.mark.smoke
+def test_gradients_outside_of_fsdp_are_summed_whatever_is_used_where(world: Any) -> None:
+    cases: list[tuple[int, dict[str, list[int]], int, str]] = [
+        (1000, {}, 1, "float32"),
+        (1, {}, 2, "float32"),
+        (6, {"p3": [0], "p1": [1]}, 1, "float32"),  # the last bucket to fill is another one on each rank
+        (6, {"p0": [0, 1]}, 2, "float32"),
+        (6, {f"p{i}": [1] for i in range(4)}, 1, "float32"),  # a rank without any gradient
+    ]
+    for case, found in zip(cases, zip(*world(2).run(all_cases, cases), strict=True), strict=True):
+        _, unused, microbatches, _ = case
+        for name in ("p0", "p1", "p2", "p3"):
+            factor = 10.0 ** int(name[1]) * microbatches
+            expected = factor * sum(rank + 1 for rank in range(2) if rank not in unused.get(name, []))
+            for gradients in found:
+                assert gradients[name].tolist() == [expected] * (4 + int(name[1])), (case, name)
+
+
+def all_cases(cases: list[Any]) -> list[dict[str, Any]]:
+    return [summed(*case) for case in cases]
+
+
+@pytest.mark.parametrize("accumulate", [None, torch.float32])
+def test_many_small_gradients_add_up_in_the_accumulation_format(accumulate: torch.dtype | None) -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    gradients = Gradients({"p": parameter}, settle(["p"], Mesh().sizes(), []), Topology(), accumulate=accumulate)
+    for index in range(300):
+        gradients.before_backward(last=index == 299)
+        (parameter * 1.0).sum().backward()
+        gradients.after_backward()
+    gradients.reduce(0)
+    gradients.finish()
+    assert parameter.grad is not None
+    # bfloat16 has 8 bits: from 256 on, adding one changes nothing.
+    assert parameter.grad[0].item() == (256 if accumulate is None else 300)
+    assert parameter.grad.dtype == (accumulate or torch.bfloat16)
+
+
+# --- norm and clipping
+
+
+def mixed_norm(p: float, max_norm: float | None) -> tuple[float, float, list[Any]]:
+    """Parameters whole, sharded once, sharded on one axis of two, and on another mesh."""
+    topology = here(dp_replicate=2, dp_shard=2, ep=2)
+    dense, expert = topology.mesh("dense", "dp_replicate", "fsdp"), topology.mesh("expert", "ep")
+    torch.manual_seed(0)
+    values = [torch.randn(5, 3), torch.randn(7, 2), torch.randn(4), torch.randn(6, 2)]
+    placed: list[Any] = [
+        values[0],
+        distribute_tensor(values[1], dense, [Replicate(), Shard(0)], src_data_rank=None),  # uneven: 4 and 3 rows
+        distribute_tensor(values[2], dense, [Shard(0), Shard(0)], src_data_rank=None),
+        distribute_tensor(values[3], expert, [Shard(0)], src_data_rank=None),
+    ]
+    parameters = {str(i): nn.Parameter(torch.zeros_like(value)) for i, value in enumerate(placed)}
+    for parameter, gradient in zip(parameters.values(), placed, strict=True):
+        parameter.grad = gradient.clone()
+    clipper = Clipper(parameters, {"a": 2.0}, topology, max_norm, p)
+    totals = clipper.clip(StageLoss({"a": torch.tensor(0.25)}), tokens=10 + topology.rank)
+    wholes = [g.full_tensor() if isinstance(g := q.grad, DTensor) else g for q in parameters.values()]
+    assert totals.tokens.item() == 46
+    return totals.grad_norm.item(), totals.loss.item(), wholes
+
+
+def norms(p: float, max_norm: float | None) -> Any:
+    return mixed_norm(p, max_norm)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("p", "max_norm"), [(2.0, None), (2.0, 0.5), (1.0, 0.5), (3.0, None), (math.inf, 0.5)])
+def test_the_norm_is_that_of_the_whole_gradient_on_any_mesh(world: Any, p: float, max_norm: float | None) -> None:
+    torch.manual_seed(0)
+    whole = torch.cat([torch.randn(*shape).flatten() for shape in ((5, 3), (7, 2), (4,), (6, 2))])
+    expected = torch.linalg.vector_norm(whole, p).item()
+    for norm, loss, wholes in world(4).run(norms, p, max_norm):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert loss == pytest.approx(2.0)
+        clipped = torch.cat([gradient.flatten() for gradient in wholes])
+        factor = 1.0 if max_norm is None else min(1.0, max_norm / (expected + 1e-6))
+        torch.testing.assert_close(clipped, whole * factor)
+
+
+def flagged() -> tuple[bool, bool]:
+    topology = here(dp_shard=2)
+    sharded = distribute_tensor(torch.zeros(4), topology.mesh("dense", "fsdp"), [Shard(0)], src_data_rank=None)
+    parameter = nn.Parameter(sharded)
+    parameter.grad = sharded.clone()
+    if topology.rank == 1:
+        local(parameter.grad)[0] = math.nan
+    clipper = Clipper({"p": parameter}, {"a": 1.0}, topology, 1.0, 2.0, stop=lambda: topology.rank == 1)
+    totals = clipper.clip(StageLoss({"a": torch.ones(())}), tokens=1)
+    return bool(totals.finite), bool(totals.stop)
+
+
+def test_one_rank_that_stops_or_is_not_finite_is_known_to_all(world: Any) -> None:
+    assert world(2).run(flagged) == [(False, True)] * 2

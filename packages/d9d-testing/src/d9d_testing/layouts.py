@@ -1,0 +1,138 @@
+"""One job in many layouts: the harness behind the strategy suite and the layout table.
+
+Layouts of equal size share one world, because starting processes costs more than running tiny jobs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from d9d_core.config.document import Document
+from d9d_core.config.load import validate
+from d9d_core.job import Job
+from d9d_core.plugin import Registry
+from d9d_core.topology.mesh import Topology
+from d9d_core.verify.compare import Verdict, compare
+from d9d_core.verify.layouts import Layout
+from d9d_core.verify.measure import Measurement, measure
+from d9d_core.verify.run import narrowest_dtype
+from torch import distributed as dist
+
+from d9d_testing.world import World
+
+
+@dataclass(frozen=True)
+class Harness:
+    """A job that is run in many layouts.
+
+    Attributes:
+        values: the job file; mesh and parallel are those of each layout.
+        plugins: modules whose records the job may name.
+        steps: optimizer steps.
+    """
+
+    values: Mapping[str, Any]
+    plugins: Sequence[str]
+    steps: int = 3
+
+    def measure(self, layouts: Sequence[Layout], fault: str | None = None) -> list[Measurement]:
+        """What each layout computes, in the order given.
+
+        Args:
+            layouts: with one or more ranks each.
+            fault: ``file.py:function``, called with each job on every rank before it is built.
+        """
+        found: dict[int, Measurement] = {}
+        for ranks in sorted({layout.ranks for layout in layouts}):
+            here = [index for index, layout in enumerate(layouts) if layout.ranks == ranks]
+            jobs = [self._job_values(layouts[index]) for index in here]
+            world = World(ranks, timeout=180.0, backend=self._backend())
+            results = world.run(measure_all, jobs, list(self.plugins), self.steps, fault)[0]
+            found |= {index: Measurement(**result) for index, result in zip(here, results, strict=True)}
+        return [found[index] for index in range(len(layouts))]
+
+    def compare(
+        self, layouts: Sequence[Layout], reference: Layout | None = None, fault: str | None = None
+    ) -> list[Verdict]:
+        """How far each layout is from the reference, by default one process without strategies.
+
+        Args:
+            layouts: with one or more ranks each.
+            reference: what they are compared with.
+            fault: ``file.py:function``, called on every rank before a layout is built (but not the reference), to see
+                that what it breaks is noticed.
+
+        Raises:
+            RankFailedError: a rank raised.
+        """
+        reference = reference or Layout("one process", {}, ())
+        expected, found = self.measure([reference])[0], self.measure(layouts, fault)
+        return [
+            compare(layout.name, measured, expected, narrowest_dtype(_with_defaults(self._job_values(layout))))
+            for layout, measured in zip(layouts, found, strict=True)
+        ]
+
+    def _backend(self) -> str:
+        return "gloo" if self.values.get("device", "cpu") == "cpu" else "cpu:gloo,cuda:nccl"
+
+    def _job_values(self, layout: Layout) -> dict[str, Any]:
+        values = dict(self.values) | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel)}
+        return Document(values).override(layout.overrides).values
+
+
+def assert_passed(verdicts: Sequence[Verdict]) -> None:
+    """Every layout computed what the reference did.
+
+    Raises:
+        AssertionError: one did not; the message has one line for each.
+    """
+    failed = [f"{v.layout}: step {v.diverged[0] + 1}: {v.diverged[1]}" for v in verdicts if v.diverged is not None]
+    assert not failed, "\n".join(failed)
+
+
+def measure_all(
+    jobs: Sequence[Mapping[str, Any]], plugins: Sequence[str], steps: int, fault: str | None
+) -> list[dict[str, Any]]:
+    """Measure several jobs one after the other; runs on every rank of a world."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
+        for values in jobs:
+            job = job_of({"run": {"dir": directory}, **values}, plugins)
+            if fault is not None:
+                file, _, function = fault.rpartition(":")
+                runpy.run_path(file)[function](job)
+            found.append(vars(measure(job, topology_here(job), steps)))
+
+    return found
+
+
+def job_of(values: Mapping[str, Any], plugins: Sequence[str]) -> Job:
+    """A validated job over exactly these plugins."""
+    registry = Registry.of(*map(importlib.import_module, plugins))
+    return validate(Job, Document(dict(values)), registry).use(registry)
+
+
+def topology_here(job: Job) -> Topology:
+    """This process in the default process group; on a CUDA machine, with a device of its own."""
+    device = torch.device("cpu")
+    if job.device != "cpu":
+        device = torch.device("cuda", dist.get_rank())
+        torch.cuda.set_device(device)
+    return Topology(
+        sizes=job.mesh.sizes(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=dist.get_rank(),
+        device=device,
+        views=job.views(),
+    )
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"precision": {}, **values}

@@ -1,0 +1,84 @@
+"""The layout table and the seeded faults over NCCL."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.world import World
+
+ROOT = Path(__file__).parents[1]
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("layout_table", ROOT / "tools" / "layout_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.gpus(2)
+def test_every_layout_computes_what_one_gpu_does(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layouts = [layout for layout in table.LAYOUTS if layout.ranks <= torch.cuda.device_count()]
+    rows = table.run(tmp_path / "corpus", layouts, device="cuda")
+    with capsys.disabled():
+        print(f"\n{torch.cuda.get_device_name()} x {torch.cuda.device_count()}\n{table.render(rows)}")
+    assert [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed] == []
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("fault", ["double_reduction", "average_instead_of_sum", "shuffled_shard"])
+def test_a_seeded_fault_is_caught(table: ModuleType, tmp_path: Path, fault: str) -> None:
+    layouts = [layout for layout in table.LAYOUTS if layout.name == "fsdp 2"]
+    file = Path(__file__).with_name("faults.py")
+    ((_, _, verdict),) = table.run(tmp_path / "corpus", layouts, ["float32"], [3], f"{file}:{fault}", "cuda")
+    assert not verdict.passed
+
+
+def run_without_waiting(values: dict[str, Any], plugins: list[str], parallel: list[Any], mesh: dict[str, int]) -> float:
+    job = job_of(values | {"parallel": parallel, "mesh": mesh}, plugins)
+    trainer = job.build(lambda _: None, topology_here(job))
+    for step in range(2):  # lazy initialisation may wait
+        trainer.step(step, trainer.feed.next())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(2, 5):
+            result = trainer.step(step, trainer.feed.next())
+            trainer.step.statistics.compute()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return result.loss.item()
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize(
+    ("parallel", "mesh"),
+    [
+        (["fsdp"], {"dp_shard": 2}),
+        ([{"name": "replicate", "ignore": ["*norm*"]}], {"dp_replicate": 2}),
+        ([{"name": "fsdp", "defer": "everything", "compute_dtype": "bfloat16"}, "compile"], {"dp_shard": 2}),
+    ],
+    ids=["fsdp", "replicate with buckets", "deferred, mixed and compiled"],
+)
+def test_a_step_of_many_ranks_never_waits_for_the_gpu(
+    table: ModuleType, tmp_path: Path, parallel: list[Any], mesh: dict[str, int]
+) -> None:
+    values = table.job(tmp_path / "corpus", "float32", "cuda") | {
+        "metrics": ["perplexity"],
+        "batch": {"size": 12, "microbatch": 2},
+        "gradient_clipping": {"max_norm": 1.0},
+    }
+    world = World(2, timeout=180.0, backend="cpu:gloo,cuda:nccl")
+    losses = world.run(run_without_waiting, values, list(table.PLUGINS), parallel, mesh)
+    assert losses[0] == losses[1]

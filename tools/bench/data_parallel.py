@@ -1,0 +1,233 @@
+"""Step time and exposed communication of a data-parallel strategy against plain FSDP2, side by side in one run.
+
+    torchrun --nproc-per-node 4 tools/bench/data_parallel.py --replicate 2 --shard 2
+
+Blocks of steps alternate between the two, so that clocks and neighbours disturb both alike. Exposed communication is
+the time in which NCCL kernels run and no other kernel does, from a profile of one step of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.config.document import Document
+from d9d_core.config.load import validate
+from d9d_core.job import Job
+from d9d_core.plugin import DatasetSpec, Ref, Registry, hookimpl
+from d9d_core.protocols import DataContext, Pack
+from plain_fsdp2 import plain_step
+from torch import distributed as dist
+
+MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_qwen3.plugin")
+
+
+class Synthetic:
+    """A plugin with one dataset: random tokens."""
+
+    D9D_API = 1
+
+    @hookimpl
+    def d9d_datasets(self) -> Iterator[DatasetSpec]:
+        """The dataset ``random_tokens``."""
+        yield DatasetSpec(
+            name="random_tokens",
+            summary="Random tokens.",
+            config=Ref(f"{__name__}:RandomTokensConfig"),
+            build=Ref(f"{__name__}:RandomTokens"),
+        )
+
+
+def _config() -> Any:
+    from typing import Literal
+
+    from d9d_core.config.base import PluginConfig
+
+    class RandomTokensConfig(PluginConfig):
+        """Random tokens."""
+
+        name: Literal["random_tokens"] = "random_tokens"
+        """Selects the dataset."""
+        vocab_size: int
+        """Number of token ids."""
+        sequence_length: int
+        """Positions of a sample."""
+
+    return RandomTokensConfig
+
+
+RandomTokensConfig = _config()
+
+
+class RandomTokens:
+    """The same microbatches in every pack."""
+
+    def __init__(self, config: Any, context: DataContext) -> None:
+        generator = torch.Generator().manual_seed(context.rank)
+        count = context.batch_size // context.ranks // context.microbatch_size
+        shape = (context.microbatch_size, config.sequence_length + 1)
+        rows = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(count)]
+        self._pack = [{"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].contiguous()} for row in rows]
+        self.facts = {"vocab_size": config.vocab_size, "sequence_length": config.sequence_length}
+
+    def next_pack(self) -> Pack:
+        """The pack."""
+        return self._pack
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Any) -> None:
+        """Nothing."""
+
+    def save_assets(self, directory: Path) -> None:
+        """Nothing."""
+
+
+def job_of(options: argparse.Namespace, directory: str) -> Job:
+    """The job of the benchmark."""
+    ranks = options.replicate * options.shard
+    values = {
+        "run": {"dir": directory},
+        "steps": 10_000,
+        "mesh": {"dp_replicate": options.replicate, "dp_shard": options.shard},
+        "parallel": [{"name": "hsdp", "compute_dtype": "bfloat16", "defer": "all_reduce"}],
+        "batch": {"size": ranks * options.samples * options.microbatches, "microbatch": options.samples},
+        "model": {
+            "name": "qwen3", "vocab_size": options.vocabulary, "hidden_size": options.hidden,
+            "intermediate_size": 3 * options.hidden, "num_layers": options.layers,
+            "num_attention_heads": options.hidden // 128, "num_key_value_heads": options.hidden // 256,
+            "max_positions": options.sequence,
+        },
+        "task": "causal_lm",
+        "data": {"name": "random_tokens", "vocab_size": options.vocabulary, "sequence_length": options.sequence},
+        "optimizer": {"name": "adamw", "lr": 1e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+        "trackers": [],
+        "export": False,
+    }  # fmt: skip
+    import importlib
+
+    registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
+    return validate(Job, Document(values), registry).use(registry)
+
+
+def timed(run: Callable[[], Any], steps: int) -> float:
+    """Seconds per step; the longest over ranks."""
+    torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(steps):
+        run()
+    torch.cuda.synchronize()
+    taken = torch.tensor((time.perf_counter() - start) / steps, device="cuda")
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def exposed(run: Callable[[], Any]) -> tuple[float, float]:
+    """Milliseconds of one step in which only NCCL kernels run, and in which any NCCL kernel runs; of this rank."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    spans = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"]) for e in events if e.get("cat") == "kernel"]
+    edges = sorted([(b, 1, c) for b, _, c in spans] + [(e, -1, c) for _, e, c in spans])
+    running = {True: 0, False: 0}
+    alone = any_ = 0.0
+    before = edges[0][0] if edges else 0.0
+    for at, change, communicates in edges:
+        any_ += (at - before) * (running[True] > 0)
+        alone += (at - before) * (running[True] > 0 and running[False] == 0)
+        running[communicates] += change
+        before = at
+    return alone / 1e3, any_ / 1e3
+
+
+def main() -> None:
+    """Measure and print one JSON line on the main rank."""
+    parser = argparse.ArgumentParser()
+    for name, value in (
+        ("replicate", 1), ("shard", 2), ("samples", 2), ("microbatches", 2), ("layers", 16), ("hidden", 2048),
+        ("sequence", 4096), ("vocabulary", 32768), ("steps", 8), ("rounds", 6),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=value)
+    options = parser.parse_args()
+    from d9d_core.loop.build import circumstances
+    from d9d_core.topology.mesh import Topology
+
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    with tempfile.TemporaryDirectory() as directory:
+        job = job_of(options, directory)
+        topology = Topology(
+            sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
+            local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
+        )  # fmt: skip
+        trainer = job.build(lambda _: None, topology)
+        numbers = iter(range(10_000))
+
+        def ours() -> Any:
+            return trainer.step(next(numbers), trainer.feed.next()).loss
+
+        plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
+        from d9d_core.loop.assemble import assemble
+        from d9d_core.loop.selection import select
+        from d9d_core.state.random import initialise
+
+        alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
+        # Kernels are chosen for bfloat16, in which both compute.
+        plain_job = plain_job.model_copy(
+            update={"precision": job.precision.model_copy(update={"autocast": "bfloat16"})}
+        )
+        model = assemble(
+            plain_job, select(plain_job, job.registry), job.registry, alone, circumstances(plain_job, device)
+        ).stage
+        blocks = list(model.blocks().values())  # type: ignore[operator]
+        step = plain_step(model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), lr=1e-4)
+        model.to_empty(device=device)
+        initialise(model, job.seed, device)
+
+        def theirs() -> Any:
+            return step(trainer.feed.next())
+
+        first = [(ours().item(), theirs().item()) for _ in range(3)]
+        times: dict[str, list[float]] = {"ours": [], "plain": []}
+        for _ in range(options.rounds):
+            times["ours"].append(timed(ours, options.steps))
+            times["plain"].append(timed(theirs, options.steps))
+        communication = {"ours": exposed(ours), "plain": exposed(theirs)}
+        peak = torch.cuda.max_memory_allocated() / 2**30
+    medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
+    ratios = sorted(a / b for a, b in zip(times["ours"], times["plain"], strict=True))
+    if topology.is_main:
+        result = {
+            "gpus": dist.get_world_size(),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "losses": first,
+            "ms": medians,
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+            "exposed_ms, nccl_ms": communication,
+            "peak_gib": peak,
+        }
+        print(json.dumps(result))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
