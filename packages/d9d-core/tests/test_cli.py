@@ -114,7 +114,7 @@ def test_plugins_show_prints_fields_defaults_and_meanings(d9d: Run) -> None:
     assert "0.05" in out
     result = d9d("plugins", "show", "nothing")
     assert result.returncode == 2
-    assert "error: nothing is called 'nothing'; names: console" in result.stderr
+    assert "error: nothing is called 'nothing'; names: batch" in result.stderr
 
 
 def test_plugins_check_finds_references_that_do_not_load(d9d: Run, tmp_path: Path) -> None:

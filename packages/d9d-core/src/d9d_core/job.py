@@ -7,8 +7,10 @@ Job.load("job.yaml").build().train()
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +23,17 @@ from d9d_core.loop.selection import check_capabilities, check_parts, check_world
 from d9d_core.plugin.capabilities import Circumstances
 from d9d_core.plugin.kernels import find_kernel
 from d9d_core.plugin.loader import discover
+from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
+from d9d_core.topology.failure import Teller
+from d9d_core.topology.place import Place
 
 if TYPE_CHECKING:
     from d9d_core.loop.plan import Plan
     from d9d_core.loop.trainer import Trainer
+    from d9d_core.protocols import Subscriber
     from d9d_core.topology.mesh import Topology
 
 
@@ -96,7 +102,7 @@ class Job(JobConfig):
             D9dError: the job cannot run.
         """
         size = self.mesh.world_size if world_size is None else world_size
-        self._check_names(size)
+        self.check_names(size)
         from d9d_core.loop.build import circumstances
         from d9d_core.loop.plan import plan
         from d9d_core.topology.devices import intended_device, is_available
@@ -112,24 +118,62 @@ class Job(JobConfig):
                 topology.grid(view)
             return plan(self, self.registry, topology, here, size)
 
-    def build(self, note: Callable[[str], None] = print_note, topology: Topology | None = None) -> Trainer:
+    def build(
+        self,
+        note: Callable[[str], None] = print_note,
+        topology: Topology | None = None,
+        observers: Sequence[Subscriber] = (),
+    ) -> Trainer:
         """Build the trainer for this process. Collective over all ranks.
 
         Args:
             note: gets one line about each piece of long work, and warnings.
             topology: this process's place among others, from :meth:`joined`; by default it is alone.
+            observers: subscribers besides those of the job file.
 
         Raises:
             D9dError: the job cannot run.
         """
-        self._check_names(1 if topology is None else topology.world_size)
+        self.check_names(1 if topology is None else topology.world_size)
         from d9d_core.loop.build import build
         from d9d_core.topology.devices import choose_device
         from d9d_core.topology.mesh import Topology
 
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        return build(self, self.registry, topology, note if topology.is_main else _silent)
+        return build(self, self.registry, topology, note if topology.is_main else _silent, observers)
+
+    @contextmanager
+    def joined(self, place: Place | None = None, teller: Teller | None = None) -> Iterator[Topology]:
+        """Be one of the job's processes inside the block. Collective over all ranks.
+
+        Args:
+            place: which process this is; by default, what the environment says.
+            teller: tells the user why this rank failed; by default an exception just leaves the block.
+
+        Raises:
+            D9dError: this rank has no device, ranks run different things, or some did not arrive.
+        """
+        place = place or Place.from_environment(os.environ)
+        check_world(self, place.world_size)
+        from d9d_core.topology.agreement import Identity
+        from d9d_core.topology.devices import device_of
+        from d9d_core.topology.mesh import Topology
+        from d9d_core.topology.world import joined
+
+        device = device_of(self.device, place.local_rank, place.local_world_size)
+        identity = Identity.of(Manifest.of(self.registry), self.resolved())
+        sizes, views = self.mesh.sizes(), self.views()
+        with joined(place, device, identity, sizes, self.timeouts.model_dump(), teller) as world:
+            yield Topology(
+                sizes=sizes,
+                rank=place.rank,
+                world_size=place.world_size,
+                local_rank=place.local_rank,
+                device=device,
+                views=views,
+                watchdog=world.watchdog,
+            )
 
     def views(self) -> dict[str, ViewSpec]:
         """The views of the mesh that the loaded plugins declare, by name.
@@ -145,8 +189,12 @@ class Job(JobConfig):
             views[name] = spec
         return views
 
-    def _check_names(self, world_size: int) -> None:
-        """Everything that can be refused before torch is imported."""
+    def check_names(self, world_size: int) -> None:
+        """Everything that can be refused before torch is imported.
+
+        Raises:
+            D9dError: the job cannot run on this many processes.
+        """
         check_world(self, world_size)
         selection = select(self, self.registry)
         check_parts(self, selection)

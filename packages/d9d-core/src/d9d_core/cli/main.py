@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from d9d_core.cli.group import PluginGroup
-from d9d_core.errors import D9dError
+from d9d_core.errors import D9dError, JobError
 from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.topology.failure import Failure
+from d9d_core.topology.place import Place
 
 app = typer.Typer(
     name="d9d",
@@ -37,28 +39,27 @@ def main() -> None:
     try:
         app()
     except D9dError as error:
-        if error.origin is not None:
-            traceback.print_exception(error.origin)
-        for line in str(error).splitlines():
-            _say(f"error: {line}")
-        sys.exit(error.exit_code)
+        failure = Failure.of(error)
+        _say(failure.text)
+        sys.exit(failure.exit_code)
 
 
 def _policy(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:
     return PluginPolicy(files=tuple(files), autoload=not no_plugins, strict=strict)
 
 
-def _load(job: Path, overrides: list[str], files: list[Path], no_plugins: bool, strict: bool) -> Any:
+def _load(
+    job: Path, overrides: list[str], files: list[Path], no_plugins: bool, strict: bool, quiet: bool = False
+) -> Any:
     from d9d_core.job import Job
 
     loaded = Job.load(job, overrides=overrides, policy=_policy(files, no_plugins, strict))
-    _warn(loaded.registry)
+    if not quiet:
+        _warn(loaded.registry)
     return loaded
 
 
 def _discover(files: list[Path], no_plugins: bool, strict: bool) -> Any:
-    import os
-
     from d9d_core.plugin.loader import discover
 
     return discover(PluginPolicy.from_environment(os.environ) | _policy(files, no_plugins, strict))
@@ -95,13 +96,51 @@ def train(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
+    nproc: Annotated[
+        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How often to start all processes again after one died; implies --nproc.", min=0)
+    ] = None,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""
-    loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
-    trainer = loaded.build()
-    outcome = trainer.train()
-    if outcome.status == "finished":
-        typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+    from d9d_core.launch.process import running
+
+    place = Place.from_environment(os.environ)
+    if nproc is not None or max_restarts is not None:
+        if place.launcher is not None:
+            raise JobError(f"--nproc, --max-restarts: {place.launcher} has started this process; tell it instead")
+        loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
+        options = [word for option in overrides for word in ("--set", option)]
+        options += [word for file in plugin for word in ("--plugin", str(file))]
+        options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+        raise typer.Exit(_launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0))
+    with running(place, os.environ) as process:
+        loaded = _load(job, overrides, plugin, no_plugins, strict_plugins, quiet=process.repeats)
+        loaded.check_names(place.world_size)
+        from d9d_core.topology.mesh import describe_rank
+
+        teller = process.teller(describe_rank(loaded.mesh.sizes(), place.rank))
+        with loaded.joined(place, teller) as topology:
+            outcome = loaded.build(topology=topology).train()
+        if outcome.status == "finished" and topology.is_main:
+            typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+
+
+def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:
+    from d9d_core.launch.agent import Launch
+
+    if nproc != "auto" and not nproc.isdecimal():
+        raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+    processes = job.mesh.world_size if nproc == "auto" else int(nproc)
+    job.check_names(processes)
+
+    def name_of(rank: int) -> str:
+        from d9d_core.topology.mesh import describe_rank
+
+        return describe_rank(job.mesh.sizes(), rank)
+
+    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of).run()
 
 
 @app.command()
@@ -133,6 +172,28 @@ def explain(
 
     loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
     print_explanation(loaded, loaded.plan())
+
+
+@app.command()
+def verify(
+    job: JobFile,
+    layout: Annotated[
+        list[str], typer.Option(metavar="LAYOUT", help="Such as dp_shard=2:fsdp; the job's own by default.")
+    ] = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 4,
+    max_ranks: Annotated[int, typer.Option(help="Most processes for the job's own layout.", min=1)] = 8,
+    as_json: AsJson = False,
+    overrides: Overrides = [],  # noqa: B006
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Compare layouts of a job, scaled down, with one process: every gradient. Exit status 1 if one deviates."""
+    from d9d_core.cli.verify import verify_job
+
+    loaded = _load(job, overrides, plugin, no_plugins, strict_plugins)
+    if not verify_job(loaded, layout, steps, max_ranks, as_json):
+        raise typer.Exit(1)
 
 
 @app.command()

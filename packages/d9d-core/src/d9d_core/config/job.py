@@ -15,6 +15,7 @@ from d9d_core.plugin.policy import PluginPolicy, normalise
 
 # float16 would need a loss scaler, which the loop does not have.
 Dtype = Literal["float32", "bfloat16"]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Run(Section):
@@ -128,16 +129,64 @@ class Logging(Section):
     """Steps between two log entries; the first and the last step are always logged."""
 
 
+class Best(Section):
+    """Keeps the checkpoints with the best values of a logged series."""
+
+    series: str = "eval/loss"
+    """Its name; the last value before the save counts."""
+    mode: Literal["min", "max"] = "min"
+    """Which values are better."""
+    keep: PositiveInt = 1
+    """How many checkpoints."""
+
+
 class Checkpoint(Section):
-    """When the training state is saved."""
+    """When the training state is saved, where, and for how long it stays."""
 
     every: PositiveInt | None = None
     """Steps between two checkpoints; null saves at the end and on interruption only."""
     keep: PositiveInt | None = 2
     """How many of the newest checkpoints stay; null keeps all."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps that are multiples of this stay too."""
+    best: Best | None = None
+    """The best checkpoints stay too."""
     resume: Literal["auto", "never", "must"] = "auto"
     """``auto`` continues from the newest usable checkpoint if there is one, ``never`` refuses a directory that holds
     one, ``must`` refuses to start without."""
+    asynchronous: bool = True
+    """Train on while a checkpoint is written, from a copy in the host's memory."""
+    trainable_only: bool = False
+    """Leave frozen parameters out; what resumes must get them from elsewhere."""
+    dir: str | None = None
+    """Where checkpoints lie: a directory that all machines share, or an fsspec address such as ``s3://bucket/run``;
+    <run>/checkpoints by default."""
+
+    @model_validator(mode="after")
+    def _rules_have_an_effect(self) -> Checkpoint:
+        if self.keep is None and (self.keep_every or self.best):
+            rule = "keep_every" if self.keep_every else "best"
+            raise ValueError(f"'keep: null' keeps all checkpoints, so {rule} changes nothing; remove one of them")
+        if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
+            raise ValueError(f"keep_every {self.keep_every} must be a multiple of every, which is {self.every}")
+        return self
+
+    def place(self, run: Path) -> Path | str:
+        """Where the checkpoints of the run in this directory lie."""
+        if self.dir is None:
+            return run / "checkpoints"
+        return self.dir if "://" in self.dir else Path(self.dir)
+
+
+class Timeouts(Section):
+    """After how many seconds without progress a run of several processes counts as stuck and ends with a report."""
+
+    startup: Seconds = 600.0
+    """Until all processes have started, and until each of them is ready to train."""
+    step: Seconds = 600.0
+    """For one step, the first one with all compilation included."""
+    checkpoint: Seconds = 1800.0
+    """For one checkpoint or export."""
 
 
 class Evaluation(Section):
@@ -249,6 +298,8 @@ class JobConfig(Section):
     """Loss on other data during training."""
     checkpoint: Checkpoint = Checkpoint()
     """When the training state is saved."""
+    timeouts: Timeouts = Timeouts()
+    """How long ranks wait for each other."""
     export: bool = True
     """Write the trained model in Hugging Face layout to <run>/model at the end."""
     plugins: Plugins = Plugins()

@@ -131,6 +131,7 @@ def check_world(job: JobConfig, world_size: int) -> None:
     if needed != world_size:
         ranks = f"{needed} rank{'s' if needed != 1 else ''}"
         start = f"{needed} process{'es' if needed != 1 else ''}"
+        how = f" (d9d train --nproc {needed}, torchrun, or srun)" if needed > 1 else ""
         raise JobError(
-            f"mesh: {job.mesh} = {ranks}, but the job was started with {world_size}; change mesh or start {start}"
+            f"mesh: {job.mesh} = {ranks}, but the job was started with {world_size}; change mesh or start {start}{how}"
         )

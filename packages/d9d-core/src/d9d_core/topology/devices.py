@@ -50,3 +50,36 @@ def intended_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as error:
         raise JobError(f"device: torch knows no '{name}'; write auto, cpu, cuda, ...") from error
+
+
+def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of one of several processes on a machine; makes it the current one.
+
+    Args:
+        name: as in the job file.
+        local_rank: number of the process on its machine.
+        local_world_size: number of processes on its machine.
+
+    Raises:
+        JobError: the machine has no device for it.
+    """
+    device = choose_device(name)
+    if device.type == "cpu":
+        return device
+    count = torch.accelerator.device_count()
+    if ":" not in name:
+        # Some launchers show each process its own device only.
+        index = 0 if count == 1 else local_rank
+        if index >= count:
+            raise JobError(
+                f"device: {local_world_size} processes on this machine, but {count} {device.type} devices; "
+                "start one process for each device"
+            )
+        device = torch.device(device.type, index)
+    elif local_world_size > 1:
+        raise JobError(
+            f"device: '{name}' is one device for {local_world_size} processes; write '{device.type}', "
+            "and each takes its own"
+        )
+    torch.accelerator.set_device_index(device)
+    return device

@@ -7,10 +7,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """The rank's own shard of a DTensor, sharing its memory; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():  # the way of each step; entering no_grad costs more than all the rest
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def full(tensor: Tensor) -> Tensor:

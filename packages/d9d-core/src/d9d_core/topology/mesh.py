@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from d9d_core.errors import BuildError
 from d9d_core.plugin.records import ViewSpec
 from d9d_core.topology.grid import AXES, Grid
+from d9d_core.topology.watchdog import Watchdog
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Topology:
         local_rank: number of this process on its machine.
         device: what it computes on.
         views: by name; see :class:`d9d_core.plugin.ViewSpec`.
+        watchdog: is told what the process is about to do, and reports when it takes too long.
         simulated: the other processes do not exist and the device may not either; see ``topology.simulate``.
     """
 
@@ -38,6 +40,7 @@ class Topology:
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     views: Mapping[str, ViewSpec] = field(default_factory=dict)
+    watchdog: Watchdog = field(default_factory=Watchdog, repr=False, compare=False)
     simulated: bool = False
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(

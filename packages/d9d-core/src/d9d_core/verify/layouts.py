@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from d9d_core.job import Job
 from d9d_core.loop.assemble import build_part, check_divisibility
 from d9d_core.loop.selection import Selection, select
 from d9d_core.plugin.kernels import REFERENCE
+from d9d_core.plugin.policy import CORE
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols import DataContext, DataStream, Stage, State, Task
 from d9d_core.topology.grid import AXES
@@ -110,9 +112,17 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
         "trackers": [],
         "subscribers": [],
         "export": False,
+        "plugins": _plugins(job),
         "pipeline": None if all(layout.mesh.get("pp", 1) == 1 for layout in layouts) else values["pipeline"],
     }
     return values
+
+
+def _plugins(job: Job) -> dict[str, Any]:
+    """What this process loaded, as the ``plugins`` section of a job file: flags of the command line count too."""
+    loaded = job.registry.plugins
+    files = sorted({str(Path(origin.distribution).absolute()) for origin in loaded if origin.digest})
+    return {"allow": sorted({o.distribution for o in loaded if not o.digest} - {CORE}), "files": files}
 
 
 def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from d9d_core.errors import D9dError
@@ -21,8 +22,10 @@ def main(directory: Path, steps: int) -> None:
             measurement = measure(job, topology, steps)
             if topology.is_main:
                 measurement.write(directory)
-    except D9dError as error:
-        (directory / "failure.txt").write_text(str(error))
+    except BaseException as error:
+        text = str(error) if isinstance(error, D9dError) else f"{type(error).__name__}: {error}"
+        with suppress(FileExistsError), (directory / "failure.txt").open("x") as file:
+            file.write(text)  # the first failure; others are its echo
         raise
 
 

@@ -1,0 +1,1 @@
+"""Starting the processes of a job on one machine, and being one of them."""

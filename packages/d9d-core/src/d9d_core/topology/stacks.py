@@ -1,0 +1,75 @@
+"""What the threads of this process are doing, and which of it is waiting for other ranks. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from types import FrameType
+
+#: Frames of torch that stand around a collective and do not say which.
+_WRAPPERS = frozenset({"wrapper", "inner", "_fn", "wrapped", "decorate_context", "func", "new_fn"})
+#: Where the main thread is while autograd's threads work, on an accelerator.
+_IN_BACKWARD = "in torch's _engine_run_backward"
+#: Calls that wait for a collective or for the device.
+_WAITING = re.compile(r"\b(wait|synchronize|item|tolist|cpu)\(")
+#: Frames in a stack: enough to see what was called, without the command line's own.
+_SHOWN = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process does.
+
+    Attributes:
+        where: one line, for comparing ranks.
+        waits: whether it is inside a collective, as far as Python can tell.
+        stack: the frames of the thread that says so, outermost first.
+    """
+
+    where: str
+    waits: bool
+    stack: str
+
+
+def doing(torch_home: Path) -> Doing:
+    """What the main thread does; or, while it is in a backward, another thread that is in a collective for it.
+
+    Args:
+        torch_home: the directory of the torch package.
+    """
+    frames = sys._current_frames()  # noqa: SLF001 - documented, for debugging of this kind
+    main = threading.main_thread().ident
+    assert main is not None
+    found = _doing(frames[main], torch_home)
+    if not found.where.startswith(_IN_BACKWARD):  # else threads of background work would hide the main one
+        return found
+    others = [_doing(frame, torch_home) for ident, frame in frames.items() if ident != main]
+    return next((one for one in others if one.waits), found)
+
+
+def _doing(frame: FrameType, torch_home: Path) -> Doing:
+    frames = list(traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False))  # innermost first
+    inside = list(takewhile(lambda one: Path(one.filename).is_relative_to(torch_home), frames))
+    caller = frames[min(len(inside), len(frames) - 1)]
+    place = f"{_short(caller.filename)}:{caller.lineno} ({caller.name})"
+    stack = "".join(traceback.StackSummary.from_list(frames[_SHOWN::-1]).format())
+    distributed = [one.name for one in inside if Path(one.filename).is_relative_to(torch_home / "distributed")]
+    if distributed:
+        # The innermost function of torch.distributed is the collective, or what FSDP waits for.
+        name = next((name for name in distributed if name not in _WRAPPERS), distributed[0])
+        return Doing(f"waits in {name}, called at {place}", True, stack)
+    if inside:
+        return Doing(f"in torch's {inside[0].name}, called at {place}", False, stack)
+    # What is implemented in C++ has no frame; only the line tells.
+    if match := _WAITING.search(caller.line or ""):
+        return Doing(f"waits in {match[0]}...) at {place}", True, stack)
+    return Doing(f"not in a collective, but at {place}", False, stack)
+
+
+def _short(filename: str) -> str:
+    return "/".join(Path(filename).parts[-3:])
