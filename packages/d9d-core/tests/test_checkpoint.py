@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from d9d_core.errors import CheckpointError
-from d9d_core.state import checkpoint as module
-from d9d_core.state.checkpoint import Checkpoint, CheckpointStore
+from d9d_core.state import dcp_save
+from d9d_core.state.checkpoint import CheckpointStore
+from d9d_core.state.saved import Checkpoint
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -174,9 +175,9 @@ def test_other_tensors_are_refused_before_anything_is_copied(tmp_path: Path) -> 
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     store = saved(tmp_path)
     path = tmp_path / "step-00000005" / "manifest.json"
-    manifest = json.loads(path.read_text()) | {"version": 2}
+    manifest = json.loads(path.read_text()) | {"version": 3}
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="is d9d-checkpoint version 2; this d9d reads d9d-checkpoint version 1"):
+    with pytest.raises(CheckpointError, match="is d9d-checkpoint version 3; this d9d reads d9d-checkpoint version 2"):
         store.newest(lambda _: None)
 
 
@@ -188,7 +189,7 @@ def test_a_save_that_fails_leaves_earlier_checkpoints_and_no_trace(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(dcp_save, "write_tensors", full)
     with pytest.raises(
         CheckpointError, match="could not be written: .*No space left on device; earlier ones are untouched"
     ):

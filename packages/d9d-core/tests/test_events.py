@@ -17,7 +17,15 @@ pytestmark = pytest.mark.smoke
 def test_events_arrive_in_the_documented_order(job: MakeJob, tmp_path: Path) -> None:
     recorder = {"name": "toy_recorder", "path": str(tmp_path / "events")}
     evaluation = {"every": 2, "data": "toy_data"}
-    quiet(job("steps=2", "checkpoint.every=1", subscribers=[recorder], evaluation=evaluation)).train()
+    quiet(
+        job(
+            "steps=2",
+            "checkpoint.every=1",
+            "checkpoint.asynchronous=false",
+            subscribers=[recorder],
+            evaluation=evaluation,
+        )
+    ).train()
     names = (tmp_path / "events").read_text().split()
     step = [
         "StepStarts", "ForwardBackwardStarts", "ForwardBackwardEnds",

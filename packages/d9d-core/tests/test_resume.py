@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import CheckpointError
+from d9d_core.errors import CheckpointError, JobError
 from d9d_core.job import Job
+from d9d_core.state import dcp_save
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
+from safetensors.torch import load_file
 
 MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.smoke
@@ -218,3 +220,92 @@ def test_two_runs_in_one_directory_are_refused(job: MakeJob) -> None:
     ):
         second.train()
     assert second.train().status == "finished"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_without_frozen_parameters_is_resumed_from(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    options = ("checkpoint.trainable_only=true", f"checkpoint.asynchronous={str(asynchronous).lower()}", "export=false")
+    straight, broken = (job(f"run.name={name}", *options, peft="toy_peft") for name in ("straight", "broken"))
+    quiet(straight).train()
+    assert {name for name in final_tensors(straight) if name.startswith("model/")} == {
+        "model/layers.0.weight", "model/scale",
+    }  # fmt: skip
+    run_until(broken, 9, monkeypatch)
+    trainer, notes = noted(broken)
+    weights = {name: parameter.clone() for name, parameter in trainer.stage.named_parameters()}
+    trainer.train()
+    assert "resumed at step 8 of 12" in notes
+    assert_identical(final_tensors(straight), final_tensors(broken))
+    changed = {name for name, parameter in trainer.stage.named_parameters() if not parameter.equal(weights[name])}
+    assert changed == {"layers.0.weight"}
+
+
+def test_only_what_was_left_out_on_purpose_may_be_absent(job: MakeJob) -> None:
+    quiet(job("checkpoint.trainable_only=true", "export=false", peft="toy_peft")).train()
+    with pytest.raises(CheckpointError, match="'model/layers.1.weight' is not in the checkpoint"):
+        quiet(job("export=false", peft="toy_peft")).train()
+    with pytest.raises(CheckpointError, match="'model/layers.1.weight' is not in the checkpoint"):
+        quiet(job("checkpoint.trainable_only=true", "export=false")).train()
+
+
+def test_the_best_checkpoint_by_a_logged_series_stays(job: MakeJob) -> None:
+    best = {"series": "loss", "mode": "max"}
+    run = job("logging.every=1", "steps=20", checkpoint={"every": 2, "keep": 1, "keep_every": 8, "best": best})
+    quiet(run).train()
+    losses = {line["step"]: line["loss"] for line in metrics_of(run) if "loss" in line and line["step"] % 2 == 0}
+    expected = {8, 16, 20, max(losses, key=lambda step: losses[step])}
+    assert {int(path.name[5:]) for path in (run.run.directory / "checkpoints").glob("step-*")} == expected
+
+
+def test_a_series_that_nobody_logs_is_reported(job: MakeJob) -> None:
+    with pytest.raises(JobError, match="'eval/loss' is never logged; the job has no evaluation section"):
+        quiet(job(checkpoint={"best": {}}))
+    trainer, notes = noted(job(checkpoint={"every": 4, "best": {"series": "los"}}))
+    trainer.train()
+    reports = [note for note in notes if "checkpoint.best" in note]
+    assert len(reports) == 1
+    assert "'los' was not logged yet" in reports[0]
+    assert "grad_norm, loss" in reports[0]
+
+
+def test_checkpoints_lie_where_the_job_says(job: MakeJob, tmp_path: Path) -> None:
+    straight = job("run.name=straight")
+    quiet(straight).train()
+    elsewhere = f"checkpoint.dir={tmp_path}/elsewhere"
+    quiet(job("run.name=a", elsewhere, "steps=8")).train()
+    assert not (job("run.name=a").run.directory / "checkpoints").exists()
+    remote = [f"checkpoint.dir=file://{tmp_path}/store", "run.name=b"]
+    quiet(job(*remote, "steps=8")).train()
+    for options in ([elsewhere, "run.name=a"], remote):
+        trainer, notes = noted(job(*options))
+        trainer.train()
+        assert "resumed at step 8 of 12" in notes
+    for directory in ("elsewhere", "store"):
+        found = load_file(tmp_path / directory / "step-00000012" / "tensors-00000.safetensors")
+        assert_identical(final_tensors(straight), found)
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = quiet(job("steps=100", "export=false"))
+    save = trainer.keeper.store.save
+
+    def save_on_a_full_disk(step: int, *arguments: Any, **options: Any) -> None:
+        if step == 8:
+            monkeypatch.setattr(dcp_save, "write_tensors", full)
+        save(step, *arguments, **options)
+
+    monkeypatch.setattr(trainer.keeper.store, "save", save_on_a_full_disk)
+    with pytest.raises(CheckpointError, match="step-00000008 could not be written: .*No space left on device"):
+        trainer.train()
+    assert trainer.keeper.store.steps() == [4]
+
+
+def test_a_failed_save_makes_all_ranks_stop_after_the_same_step(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet(job("checkpoint.every=null", "export=false"))
+    monkeypatch.setattr(type(trainer.keeper.store), "failed", True)
+    assert trainer.step(0, trainer.feed.next()).stop

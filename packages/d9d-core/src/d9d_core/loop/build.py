@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from d9d_core.loop.executor import Executor
 from d9d_core.loop.feed import Feed
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.interrupt import Interrupts
-from d9d_core.loop.keeper import Keeper
+from d9d_core.loop.keeper import Keeper, open_store
 from d9d_core.loop.loss import LossScale
 from d9d_core.loop.ownership import DATA_AXES
 from d9d_core.loop.plan import build_lr_schedule, build_schedule
@@ -31,8 +31,7 @@ from d9d_core.plugin.capabilities import Chosen, Circumstances
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Task
-from d9d_core.state.checkpoint import CheckpointStore
+from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Subscriber, Task
 from d9d_core.state.export import export_model
 from d9d_core.state.model import gathered, model_tensors
 from d9d_core.state.random import derive_seed, initialise
@@ -41,7 +40,13 @@ from d9d_core.topology.mesh import Topology
 from d9d_core.trackers.hub import TrackerHub
 
 
-def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable[[str], None]) -> Trainer:
+def build(
+    job: JobConfig,
+    registry: Registry,
+    topology: Topology,
+    note: Callable[[str], None],
+    observers: Sequence[Subscriber] = (),
+) -> Trainer:
     """Build everything a run needs. Nothing is looked up by name afterwards. Collective over all ranks.
 
     Args:
@@ -49,22 +54,24 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
         registry: what the job's names mean.
         topology: this process among others, and its device.
         note: prints a line about long work or a warning.
+        observers: subscribers besides those of the job.
 
     Raises:
         D9dError: the job cannot run; the text says why.
     """
+    topology.watchdog.phase("startup")
     check_world(job, topology.world_size)
     selection = select(job, registry)
     check_parts(job, selection)
     check_capabilities(selection, registry, circumstances(job, topology.device))
-    events = ev.Events([build_part(chosen, config) for chosen, config in selection.subscribers])
+    subscribers = [build_part(chosen, config) for chosen, config in selection.subscribers]
+    events = ev.Events([*subscribers, *observers])
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = build_lr_schedule(job, selection)
     task: Task = build_part(selection.task, job.task)
-    store = CheckpointStore(job.run.directory / "checkpoints", job.checkpoint.keep)
-    store.prepare()
+    store = open_store(job, topology)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
     started = time.perf_counter()
@@ -119,9 +126,11 @@ def build(job: JobConfig, registry: Registry, topology: Topology, note: Callable
             topology,
             job.gradient_clipping.max_norm,
             job.gradient_clipping.p,
-            stop=lambda: interrupts.requested is not None,
+            # Ranks learn at different moments that a save in the background failed; they stop after the same step.
+            stop=lambda: interrupts.requested is not None or store.failed,
         ),
         statistics=statistics,
+        before_update=store.before_mutation,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
         events=events,
@@ -221,7 +230,9 @@ def _evaluator(
     with topology.main_first(per_machine=True):
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
-    return Evaluator(task, executor, Feed(stream, topology.device), job.evaluation.packs, data_ranks)
+    return Evaluator(
+        task, executor, Feed(stream, topology.device), job.evaluation.packs, data_ranks, topology.watchdog.beat
+    )
 
 
 def _exporter(

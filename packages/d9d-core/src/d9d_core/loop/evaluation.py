@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import distributed as dist
 
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.feed import Feed
-from d9d_core.protocols import Task
+from d9d_core.protocols import Pack, Task
 from d9d_core.topology.devices import wide_dtype
 
 
@@ -23,16 +23,24 @@ class Evaluator:
         feed: evaluation data, at its start.
         packs: how many packs are measured.
         group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
+        beat: called before each pack: no sign of life for long means that something hangs.
     """
 
     def __init__(
-        self, task: Task, executor: Executor, feed: Feed, packs: int, group: dist.ProcessGroup | None = None
+        self,
+        task: Task,
+        executor: Executor,
+        feed: Feed,
+        packs: int,
+        group: dist.ProcessGroup | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._task = task
         self._executor = executor
         self._feed = feed
         self._packs = packs
         self._group = group
+        self._beat = beat
         self._start = feed.state()
 
     def run(self) -> dict[str, float]:
@@ -40,7 +48,7 @@ class Evaluator:
         coefficients = self._task.coefficients
         self._executor.stage.eval()
         with torch.no_grad():
-            parts = [self._measure(mb) for _ in range(self._packs) for mb in self._feed.next()]
+            parts = [self._measure(microbatch) for _ in range(self._packs) for microbatch in self._next()]
         self._executor.stage.train()
         self._feed.load_state(self._start)  # ends its thread until the next time
         totals = torch.stack(parts).sum(0)  # [2, terms]
@@ -50,6 +58,10 @@ class Evaluator:
         means = {t: s / w if w else 0.0 for t, s, w in zip(coefficients, sums, weights, strict=True)}
         values = {"eval/loss": sum(coefficients[term] * mean for term, mean in means.items())}
         return values | ({f"eval/{term}": mean for term, mean in means.items()} if len(means) > 1 else {})
+
+    def _next(self) -> Pack:
+        self._beat()
+        return self._feed.next()
 
     def _measure(self, microbatch: Mapping[str, Tensor]) -> Tensor:
         outputs = self._executor.forward(microbatch)

@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from d9d_core.config.job import JobConfig
 from d9d_core.protocols import DataStream, Optimizer, Pack, Subscriber
+from d9d_core.state.save_job import SaveReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,13 @@ class CheckpointStarts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSaved:
-    """The checkpoint exists."""
+    """The checkpoint exists; if it was written beside the training, some steps later.
 
-    step: int
-    path: Path
+    Attributes:
+        report: which step, where, how large, how long training waited and how long writing took.
+    """
+
+    report: SaveReport
 
 
 @dataclass(frozen=True, slots=True)

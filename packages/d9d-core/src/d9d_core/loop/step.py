@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from d9d_core.loop import events as ev
 from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.executor import Executor
@@ -21,6 +23,7 @@ class TrainStep:
         gradients: makes gradients final.
         clipper: norm, clipping and the finiteness flag.
         statistics: metrics over each logging period.
+        before_update: called before parameters change, while a checkpoint may still be copying them.
         optimizer: updates the parameters.
         lr_schedule: step -> factor on the base learning rate.
         events: observers.
@@ -34,6 +37,7 @@ class TrainStep:
         gradients: Gradients,
         clipper: Clipper,
         statistics: Statistics,
+        before_update: Callable[[], None],
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
         events: ev.Events,
@@ -44,6 +48,7 @@ class TrainStep:
         self.gradients = gradients
         self.clipper = clipper
         self.statistics = statistics
+        self.before_update = before_update
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
         self.events = events
@@ -62,6 +67,7 @@ class TrainStep:
         totals = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))
 
         self.events.emit(ev.OptimizerStepStarts(step))
+        self.before_update()
         self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
         self.optimizer.step(gate=totals.finite)  # a non-finite step changes nothing, decided on the device
         self.events.emit(ev.OptimizerStepEnds(step))

@@ -14,6 +14,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.loop import events as ev
 from d9d_core.loop.evaluation import Evaluator
 from d9d_core.loop.feed import Feed
+from d9d_core.loop.garbage import built_objects_spared
 from d9d_core.loop.interrupt import Interrupts
 from d9d_core.loop.keeper import Keeper, Progress
 from d9d_core.loop.logbook import Logbook
@@ -85,6 +86,7 @@ class Trainer:
         self.interrupts = interrupts
         self.events = events
         self.note = note
+        self._logged: dict[str, float] = {}
 
     @property
     def stage(self) -> nn.Module:
@@ -102,7 +104,7 @@ class Trainer:
             CheckpointError: a checkpoint could not be read or written.
         """
         try:
-            with self.keeper.store.opened(), generators_kept(self.topology.device):
+            with self.keeper.store.opened(), generators_kept(self.topology.device), built_objects_spared():
                 return self._train()
         finally:
             self.feed.load_state(self.feed.state())  # ends its thread; packs fetched ahead are fetched again
@@ -138,11 +140,13 @@ class Trainer:
         saved = progress.step if progress.step else None
         self.events.emit(ev.TrainingStarts(progress.step, total))
         while progress.step < total and not logbook.stop:
+            self.topology.watchdog.phase("step", progress.step)
             pack = self.feed.next()
             result = self.step(progress.step, pack)
             progress.step += 1
             speed.add(sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size)
             self._record(progress, result, logbook, speed, bar)
+            self._announce()
             at_end = progress.step == total
             if self.evaluator and job.evaluation and (at_end or progress.step % job.evaluation.every == 0):
                 logbook.drain()
@@ -155,7 +159,10 @@ class Trainer:
                 saved = progress.step
         logbook.drain()
         if saved != progress.step:
-            self._save(progress, logbook)
+            self._save(progress, logbook, wait=True)
+        self.topology.watchdog.phase("checkpoint", progress.step)
+        self.keeper.wait()
+        self._announce()
         if logbook.stop and progress.step < total:
             done = f"stopped after step {progress.step} of {total} and saved"
             self.note(f"{self.interrupts.requested or 'another rank'}: {done}; start again to continue")
@@ -178,12 +185,22 @@ class Trainer:
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
-    def _save(self, progress: Progress, logbook: Logbook) -> None:
+    def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> None:
         logbook.drain()  # no checkpoint from a step whose finiteness is unread
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
+        self.topology.watchdog.phase("checkpoint", progress.step)
         self.events.emit(ev.CheckpointStarts(progress.step))
-        path = self.keeper.save(progress)
-        self.events.emit(ev.CheckpointSaved(progress.step, path))
+        self.keeper.save(progress, self._logged, wait)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell of checkpoints that exist by now."""
+        for report in self.keeper.poll():
+            self.note(
+                f"checkpoint at step {report.step}: {report.bytes / 2**20:,.1f} MiB written in "
+                f"{report.write_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
+            )
+            self.events.emit(ev.CheckpointSaved(report))
 
     def _evaluate(self, step: int) -> None:
         assert self.evaluator is not None
@@ -193,6 +210,7 @@ class Trainer:
         self.events.emit(ev.EvaluationEnds(step, values))
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._logged.update(values)
         self.trackers.write(step, values)
         self.events.emit(ev.ValuesLogged(step, values))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -14,17 +13,7 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 
-_CHUNK = 1 << 22
 _OLD = ".old.tmp"
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal checksum of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -38,8 +27,18 @@ def sync(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON that ends up on the disk. NaN and infinity are refused: they are no JSON."""
-    path.write_text(json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n", "utf-8")
+    path.write_bytes(json_bytes(value))
     sync(path)
+
+
+def json_bytes(value: Any) -> bytes:
+    """A value as the text of a JSON file. NaN and infinity are refused: they are no JSON.
+
+    Raises:
+        TypeError: the value is nothing that JSON can hold.
+        ValueError: it holds NaN or infinity.
+    """
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def write_text(path: Path, text: str) -> None:
@@ -64,13 +63,14 @@ def published(target: Path) -> Iterator[Path]:
     try:
         yield temporary
         sync(temporary)
-        _replace(target, temporary)
+        replace(target, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _replace(target: Path, new: Path) -> None:
+def replace(target: Path, new: Path) -> None:
+    """Rename a directory, in the place of another one if there is one; if that fails, the other one stays."""
     # A directory cannot be renamed over another one, so for a moment the old one has a name of its own.
     old = target.with_name(f".{target.name}{_OLD}")
     shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,49 @@
+"""One piece of work beside the training thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """Runs a function in a thread of its own, which does not keep the process alive.
+
+    Args:
+        work: the function.
+        name: of the thread, for stack listings.
+    """
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._future: Future[T] = Future()
+        self._work = work
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has returned or raised."""
+        return self._future.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has raised."""
+        return self.done and self._future.exception() is not None
+
+    def result(self) -> T:
+        """Wait for what it returns.
+
+        Raises:
+            BaseException: what it raised.
+        """
+        return self._future.result()
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._work())
+        except BaseException as error:
+            self._future.set_exception(error)
