@@ -38,9 +38,12 @@ def test_every_layout_computes_what_one_gpu_does(
 
 
 @pytest.mark.gpus(2)
-@pytest.mark.parametrize("fault", ["double_reduction", "average_instead_of_sum", "shuffled_shard"])
-def test_a_seeded_fault_is_caught(table: ModuleType, tmp_path: Path, fault: str) -> None:
-    layouts = [layout for layout in table.LAYOUTS if layout.name == "fsdp 2"]
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [("double_reduction", "replicate 2"), ("average_instead_of_sum", "fsdp 2"), ("shuffled_shard", "fsdp 2")],
+)
+def test_a_seeded_fault_is_caught(table: ModuleType, tmp_path: Path, fault: str, name: str) -> None:
+    layouts = [layout for layout in table.LAYOUTS if layout.name == name]
     file = Path(__file__).with_name("faults.py")
     ((_, _, verdict),) = table.run(tmp_path / "corpus", layouts, ["float32"], [3], f"{file}:{fault}", "cuda")
     assert not verdict.passed
