@@ -9,6 +9,7 @@ the time in which NCCL kernels run and no other kernel does, from a profile of o
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -120,25 +121,30 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
     return validate(Job, Document(values), registry).use(registry)
 
 
+def _synchronise() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def timed(run: Callable[[], Any], steps: int) -> float:
     """Seconds per step; the longest over ranks."""
-    torch.cuda.synchronize()
+    _synchronise()
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
         run()
-    torch.cuda.synchronize()
-    taken = torch.tensor((time.perf_counter() - start) / steps, device="cuda")
+    _synchronise()
+    taken = torch.tensor((time.perf_counter() - start) / steps)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return taken.item()
 
 
 def exposed(run: Callable[[], Any]) -> tuple[float, float]:
     """Milliseconds of one step in which only NCCL kernels run, and in which any NCCL kernel runs; of this rank."""
-    torch.cuda.synchronize()
+    _synchronise()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
-        torch.cuda.synchronize()
+        _synchronise()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
@@ -167,55 +173,63 @@ def main() -> None:
     from d9d_core.loop.build import circumstances
     from d9d_core.topology.mesh import Topology
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
-    with tempfile.TemporaryDirectory() as directory:
-        job = job_of(options, directory)
-        topology = Topology(
-            sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
-            local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
-        )  # fmt: skip
-        trainer = job.build(lambda _: None, topology)
-        numbers = iter(range(10_000))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    # One directory for all ranks; nothing is saved in it.
+    directory = Path(tempfile.gettempdir(), f"d9d-bench-{os.environ['MASTER_PORT']}")
+    job = job_of(options, str(directory))
+    topology = Topology(
+        sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
+        local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
+    )  # fmt: skip
+    trainer = job.build(lambda _: None, topology)
+    numbers = iter(range(10_000))
 
-        def ours() -> Any:
-            return trainer.step(next(numbers), trainer.feed.next()).loss
+    def ours() -> Any:
+        return trainer.step(next(numbers), trainer.feed.next()).loss
 
-        plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
-        from d9d_core.loop.assemble import assemble
-        from d9d_core.loop.selection import select
-        from d9d_core.state.random import initialise
+    plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
+    from d9d_core.loop.assemble import assemble
+    from d9d_core.loop.selection import select
+    from d9d_core.state.random import initialise
 
-        alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
-        # Kernels are chosen for bfloat16, in which both compute.
-        plain_job = plain_job.model_copy(
-            update={"precision": job.precision.model_copy(update={"autocast": "bfloat16"})}
-        )
-        model = assemble(
-            plain_job, select(plain_job, job.registry), job.registry, alone, circumstances(plain_job, device)
-        ).stage
-        blocks = list(model.blocks().values())  # type: ignore[operator]
-        step = plain_step(model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), lr=1e-4)
-        model.to_empty(device=device)
-        initialise(model, job.seed, device)
+    alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
+    # Kernels are chosen for bfloat16, in which both compute.
+    plain_job = plain_job.model_copy(update={"precision": job.precision.model_copy(update={"autocast": "bfloat16"})})
+    model = assemble(
+        plain_job, select(plain_job, job.registry), job.registry, alone, circumstances(plain_job, device)
+    ).stage
+    blocks = list(model.blocks().values())  # type: ignore[operator]
+    step = plain_step(model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), lr=1e-4)
+    model.to_empty(device=device)
+    initialise(model, job.seed, device)
 
-        def theirs() -> Any:
-            return step(trainer.feed.next())
+    def theirs() -> Any:
+        return step(trainer.feed.next())
 
-        first = [(ours().item(), theirs().item()) for _ in range(3)]
-        times: dict[str, list[float]] = {"ours": [], "plain": []}
-        for _ in range(options.rounds):
-            times["ours"].append(timed(ours, options.steps))
-            times["plain"].append(timed(theirs, options.steps))
+    gc.collect()
+    gc.freeze()  # as the trainer does
+    first = [(ours().item(), theirs().item()) for _ in range(3)]
+    times: dict[str, list[float]] = {"ours": [], "plain": []}
+    for index in range(options.rounds):
+        # In turn first and second: whoever comes after a pause meets other clocks.
+        for name, run in (("ours", ours), ("plain", theirs))[:: 1 if index % 2 == 0 else -1]:
+            times[name].append(timed(run, options.steps))
+    on_gpu = device.type == "cuda"
+    communication = {}
+    if on_gpu:
+        exposed(theirs)  # the first profile of a process is slow
         communication = {"ours": exposed(ours), "plain": exposed(theirs)}
-        peak = torch.cuda.max_memory_allocated() / 2**30
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
     medians = {name: statistics.median(found) * 1e3 for name, found in times.items()}
     ratios = sorted(a / b for a, b in zip(times["ours"], times["plain"], strict=True))
     if topology.is_main:
         result = {
             "gpus": dist.get_world_size(),
-            "device": torch.cuda.get_device_name(),
+            "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "torch": torch.__version__,
             "parameters": sum(p.numel() for p in model.parameters()),
             "losses": first,

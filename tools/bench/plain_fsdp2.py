@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 Microbatches = Sequence[dict[str, Tensor]]
 
 
-def plain_step(model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, lr: float) -> Callable[..., Tensor]:
+def plain_step(model: Any, blocks: Sequence[Any], mesh: DeviceMesh, lr: float) -> Callable[..., Tensor]:
     """Wrap ``model`` and return a function from microbatches to the step's loss."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    model.set_gradient_divide_factor(1.0)
+    for unit in (*blocks, model):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(microbatches: Microbatches) -> Tensor:

@@ -75,6 +75,7 @@ class Clipper:
         # Ranks that differ along tp only compute the same loss; the last pipeline stage alone computes any.
         self._shares_loss = topology.coordinate["tp"] == 0
 
+    @torch.no_grad()
     def clip(self, loss: StageLoss, tokens: int) -> Totals:
         """Reduce the step's scalars and clip. Collective over all ranks.
 
