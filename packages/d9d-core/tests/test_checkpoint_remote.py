@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,12 +125,10 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
 
 @pytest.mark.parametrize("url", ["nosuch://x/y", "s3://bucket/x"])
 def test_an_address_that_nobody_understands_is_refused(url: str) -> None:
-    pytest.importorskip("fsspec")
-    try:
-        import s3fs  # noqa: F401
-    except ImportError:
-        with pytest.raises(CheckpointError, match=f"checkpoints cannot be kept at {url}: "):
-            CheckpointStore(url)
+    if importlib.util.find_spec("s3fs") is not None:
+        pytest.skip("this machine understands s3 addresses")
+    with pytest.raises(CheckpointError, match=f"checkpoints cannot be kept at {url}: "):
+        CheckpointStore(url)
 
 
 def test_the_job_file_takes_directories_and_addresses() -> None:

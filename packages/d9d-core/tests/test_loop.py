@@ -11,8 +11,8 @@ from d9d_core.errors import NonFiniteError
 from d9d_core.job import Job
 from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.executor import StageLoss
-from d9d_core.topology.mesh import Topology
 from d9d_core.state.checkpoint import CheckpointStore
+from d9d_core.topology.mesh import Topology
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet
 
 MakeJob = Callable[..., Job]
