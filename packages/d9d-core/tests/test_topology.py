@@ -10,6 +10,7 @@ import pytest
 import torch
 from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, JobError
+from d9d_core.loop.assemble import check_divisibility
 from d9d_core.plugin import Registry, ViewDim, ViewSpec, hookimpl
 from d9d_core.topology.grid import AXES, Grid
 from d9d_core.topology.mesh import Topology
@@ -176,3 +177,18 @@ def main_goes_first(directory: str) -> bool:
 
 def test_the_main_process_prepares_what_the_others_find(world: Any, tmp_path: Any) -> None:
     assert world(2).run(main_goes_first, str(tmp_path)) == [False, True]
+
+
+class Heads(torch.nn.Module):
+    """Says what cannot be cut."""
+
+    def divisibility(self) -> dict[str, dict[str, int]]:
+        return {"tp": {"key/value heads": 6}}
+
+
+def test_an_axis_that_does_not_divide_what_a_module_shares_out_is_refused() -> None:
+    model = torch.nn.Sequential(Heads(), Heads())
+    check_divisibility(model, Mesh(tp=3).sizes())
+    with pytest.raises(JobError) as caught:
+        check_divisibility(model, Mesh(tp=4).sizes())
+    assert str(caught.value) == "mesh.tp is 4, which does not divide the 6 key/value heads of Heads"  # once
