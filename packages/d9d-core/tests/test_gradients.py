@@ -17,6 +17,7 @@ from d9d_core.plugin import Registry, ViewSpec
 from d9d_core.protocols import GradientOwner
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
+from d9d_core.topology.simulate import simulated_world
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -69,7 +70,8 @@ def summed(bucket_elements: int, unused_on: dict[str, list[int]], microbatches: 
     width = getattr(torch, dtype)
     parameters = {f"p{i}": nn.Parameter(torch.zeros(4 + i, dtype=width)) for i in range(4)}
     ownership = settle(parameters, topology.sizes, [])
-    gradients = _with_limit(parameters, ownership, topology, bucket_elements * width.itemsize)
+    # bfloat16 adds up in float32, so that a rank without a gradient must know the format of the others.
+    gradients = _with_limit(parameters, ownership, topology, bucket_elements * 4, torch.float32)
     for index in range(microbatches):
         gradients.before_backward(last=index == microbatches - 1)
         parts = [
@@ -79,18 +81,17 @@ def summed(bucket_elements: int, unused_on: dict[str, list[int]], microbatches: 
         ]
         if parts:
             torch.stack(parts).sum().backward()
-        gradients.after_backward()
     gradients.reduce(0)
     gradients.finish()
     return {name: parameter.grad.clone() for name, parameter in parameters.items() if parameter.grad is not None}
 
 
-def _with_limit(parameters: Any, ownership: Any, topology: Topology, limit: int) -> Gradients:
+def _with_limit(parameters: Any, ownership: Any, topology: Topology, limit: int, accumulate: torch.dtype) -> Gradients:
     from d9d_core.loop import gradients as module
 
     unit, module.MIB = module.MIB, limit
     try:
-        return Gradients(parameters, ownership, topology, bucket_mib=1)
+        return Gradients(parameters, ownership, topology, bucket_mib=1, accumulate=accumulate)
     finally:
         module.MIB = unit
 
@@ -103,6 +104,9 @@ def test_gradients_outside_of_fsdp_are_summed_whatever_is_used_where(world: Any)
         (6, {"p3": [0], "p1": [1]}, 1, "float32"),  # the last bucket to fill is another one on each rank
         (6, {"p0": [0, 1]}, 2, "float32"),
         (6, {f"p{i}": [1] for i in range(4)}, 1, "float32"),  # a rank without any gradient
+        (6, {"p3": [0], "p1": [1]}, 2, "bfloat16"),
+        (6, {f"p{i}": [1] for i in range(4)}, 1, "bfloat16"),
+        (6, {f"p{i}": [0, 1] for i in range(4)}, 1, "bfloat16"),
     ]
     for case, found in zip(cases, zip(*world(2).run(all_cases, cases), strict=True), strict=True):
         _, unused, microbatches, _ = case
@@ -111,6 +115,45 @@ def test_gradients_outside_of_fsdp_are_summed_whatever_is_used_where(world: Any)
             expected = factor * sum(rank + 1 for rank in range(2) if rank not in unused.get(name, []))
             for gradients in found:
                 assert gradients[name].tolist() == [expected] * (4 + int(name[1])), (case, name)
+
+
+class Silent:
+    """A strategy that reduces by itself."""
+
+    def before_backward(self, last: bool) -> None: ...
+
+
+def launched_in_backward(reducers: int) -> bool:
+    topology = here(dp_shard=dist.get_world_size())
+    parameters = {"p": nn.Parameter(torch.zeros(4))}
+    ownership = settle(parameters, topology.sizes, [])
+    gradients = Gradients(parameters, ownership, topology, [Silent()] * reducers)
+    gradients.before_backward(last=True)
+    parameters["p"].sum().backward()
+    launched = gradients._buckets._next > 0
+    gradients.reduce(0)
+    gradients.finish()
+    assert parameters["p"].grad is not None
+    assert parameters["p"].grad.tolist() == [dist.get_world_size()] * 4
+    return launched
+
+
+def test_reductions_overlap_with_the_backward_unless_a_strategy_reduces_meanwhile(world: Any) -> None:
+    """Ranks without a gradient launch later, so over the same ranks the order would not be the same everywhere."""
+    assert world(2).run(launched_in_backward, 0) == [True] * 2
+    assert world(2).run(launched_in_backward, 1) == [False] * 2
+
+
+def test_one_gradient_is_not_summed_over_one_axis_and_maximised_over_another() -> None:
+    claims = [GradientOwner("p", "dp_replicate", "sync"), GradientOwner("p", "tp", "sync", "max")]
+    sizes = Mesh(dp_replicate=2, tp=2).sizes()
+    parameters = {"p": nn.Parameter(torch.zeros(4))}
+    topology = Topology(sizes=sizes, world_size=4, simulated=True)
+    with (
+        simulated_world(4),
+        pytest.raises(BuildError, match="'p' would be reduced by sum over dp_replicate and by max over tp"),
+    ):
+        Gradients(parameters, settle(parameters, sizes, [("s", claims)]), topology)
 
 
 def all_cases(cases: list[Any]) -> list[dict[str, Any]]:
@@ -124,7 +167,6 @@ def test_many_small_gradients_add_up_in_the_accumulation_format(accumulate: torc
     for index in range(300):
         gradients.before_backward(last=index == 299)
         (parameter * 1.0).sum().backward()
-        gradients.after_backward()
     gradients.reduce(0)
     gradients.finish()
     assert parameter.grad is not None

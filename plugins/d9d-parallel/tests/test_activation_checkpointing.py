@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from d9d_core.errors import BuildError
 from d9d_core.topology.mesh import Topology
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
+from d9d_parallel.activation_checkpointing.operators import find_operators
 from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
 from pydantic import ValidationError
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytestmark = pytest.mark.smoke
 
@@ -102,6 +107,81 @@ def test_less_is_kept_for_the_backward(make_model) -> None:
     assert saved_elements(full) < saved_elements(plain) / 3
 
 
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func.overloadpacket)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls(model: nn.Module, run: Any) -> Counter[str]:
+    with Calls() as mode:
+        run(model)
+    return mode.counts
+
+
+def test_saved_operators_run_once_and_the_others_again(make_model, loss_and_gradients) -> None:
+    plain, full, some = make_model(), make_model(), make_model()
+    apply(full)
+    apply(some, save=["aten.add*", "aten.tanh"])
+    once, twice, mixed = (calls(model, loss_and_gradients) for model in (plain, full, some))
+    assert (once["aten.tanh"], twice["aten.tanh"], mixed["aten.tanh"]) == (3, 6, 3)
+    assert once["aten.addmm"] == mixed["aten.addmm"] < twice["aten.addmm"]
+    assert once["aten.bernoulli_"] < mixed["aten.bernoulli_"]
+
+
+def test_gradients_with_saved_operators_are_the_same(make_model, loss_and_gradients) -> None:
+    plain, changed = make_model(), make_model()
+    apply(changed, save=["aten.addmm", "aten.t*"], every=2)
+    loss, gradients = loss_and_gradients(plain)
+    loss_again, gradients_again = loss_and_gradients(changed)
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(gradient, gradients_again[name]) for name, gradient in gradients.items())
+
+
+class Storages(TorchDispatchMode):
+    """Sees the memory of everything that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.seen[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def alive(self) -> int:
+        return sum(size for reference, size in self.seen.values() if not reference.expired())
+
+
+def bytes_until_the_backward(model: nn.Module) -> int:
+    with Storages() as storages:
+        loss = model(torch.ones(1024, 4))
+        before = storages.alive()
+    loss.backward()
+    return before
+
+
+def test_saved_operators_cost_their_outputs_and_nothing_else(make_model) -> None:
+    plain, full, some = make_model(), make_model(), make_model()
+    apply(full)
+    apply(some, save=["aten.tanh"])
+    costs = [bytes_until_the_backward(model) for model in (full, some, plain)]
+    assert costs == sorted(costs)
+    # [1024, 16] float32 of three blocks.
+    assert costs[1] - costs[0] == 3 * 1024 * 16 * 4
+    assert costs[0] < costs[2] / 3
+
+
 def test_deep_copy_calls_its_own_blocks(make_model, loss_and_gradients) -> None:
     model = make_model()
     apply(model)
@@ -144,6 +224,29 @@ def test_model_without_the_trait_is_an_error() -> None:
 def test_model_without_blocks_is_an_error(make_model) -> None:
     with pytest.raises(BuildError, match="found no block"):
         apply(make_model(depth=0))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hint"),
+    [
+        ("aten.mmm", "did you mean 'aten.mm'"),
+        ("aten._scaled_dot_product_flash_atention", "'aten._scaled_dot_product_flash_attention'"),
+        ("mm", "names look like 'aten.mm'"),
+    ],
+)
+def test_a_pattern_for_operators_without_a_match_is_an_error_with_near_names(make_model, pattern, hint) -> None:
+    model = make_model()
+    with pytest.raises(BuildError, match=re.escape(f"the pattern '{pattern}' in 'save' matches no operator")) as error:
+        apply(model, save=["aten.mm", pattern])
+    assert hint in str(error.value)
+    assert all("forward" not in vars(block) for block in model.blocks().values())  # nothing is half done
+
+
+def test_patterns_find_all_overloads_of_registered_operators() -> None:
+    """The dispatcher's list of names is private; this fails when it changes."""
+    assert torch.ops.aten.mm.default in find_operators("aten.mm")
+    assert {operator.overloadpacket for operator in find_operators("aten.?mm")} >= {torch.ops.aten.bmm}
+    assert len(find_operators("*")) > 2000
 
 
 @pytest.mark.parametrize(("field", "value"), [("every", 0), ("match", []), ("mode", "full")])

@@ -31,8 +31,8 @@ def compiled(model: nn.Module) -> tuple[str, ...]:
     return Compile(config).apply(model, Topology()).modules
 
 
-def checkpointed(model: nn.Module) -> None:
-    ActivationCheckpointing(ActivationCheckpointingConfig()).apply(model, Topology())
+def checkpointed(model: nn.Module, *save: str) -> None:
+    ActivationCheckpointing(ActivationCheckpointingConfig(save=save)).apply(model, Topology())
 
 
 def graphs() -> int:
@@ -46,14 +46,14 @@ def without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("with_checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, [], ["aten.addmm"]])
 def test_outputs_and_gradients_are_those_of_the_plain_model(
-    make_model, loss_and_gradients, with_checkpointing: bool
+    make_model, loss_and_gradients, checkpointing: list[str] | None
 ) -> None:
     # Depth 10 is more than Dynamo's limit of 8 recompilations: alike blocks must share graphs.
     plain, changed = without_dropout(make_model(depth=10)), without_dropout(make_model(depth=10))
-    if with_checkpointing:
-        checkpointed(changed)
+    if checkpointing is not None:
+        checkpointed(changed, *checkpointing)
     names = compiled(changed)
     loss, gradients = loss_and_gradients(plain)
     loss_again, gradients_again = loss_and_gradients(changed)
@@ -91,6 +91,20 @@ def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
     compiled(plain)
     compiled(changed)
     assert saved_elements(changed) < saved_elements(plain)
+
+
+def test_saved_operators_run_once_in_compiled_blocks_too(make_model, loss_and_gradients) -> None:
+    def calls(*save: str) -> int:
+        torch.compiler.reset()
+        model = without_dropout(make_model())
+        checkpointed(model, *save)
+        compiled(model)
+        loss_and_gradients(model)  # compiles
+        with torch.profiler.profile(acc_events=True) as profile:
+            loss_and_gradients(model)
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::tanh")
+
+    assert (calls(), calls("aten.tanh")) == (6, 3)
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,15 @@ class TestFsdpWithCheckpointing(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"
     meshes = ({"dp_shard": 2},)
-    beside = ("activation_checkpointing",)
+    beside = ({"name": "activation_checkpointing", "save": ["aten.mm"]},)
 
 
 class TestFsdpWithCompile(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"
     meshes = ({"dp_shard": 2},)
-    beside = ({"name": "compile", "backend": "aot_eager"}, {"name": "activation_checkpointing", "every": 2})
+    beside = (
+        {"name": "compile", "backend": "aot_eager"},
+        {"name": "activation_checkpointing", "every": 2, "save": ["aten.mm"]},
+    )
     model = {"dropout": 0.0}  # Dynamo draws other numbers than eager torch

@@ -11,28 +11,50 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 
-def reduce_unused_parameters(root: nn.Module) -> None:
-    """Have every FSDP2 unit under ``root`` count a missing gradient as zeros.
+def prepare_fsdp_gradients(root: nn.Module) -> None:
+    """Have every FSDP2 unit under ``root`` count a missing gradient as zeros, and add up in ``Tensor.grad_dtype``.
 
     FSDP2 reduces the gradients that exist on a rank. If a parameter has one on some ranks only, ranks would reduce
     buffers of different sizes: wrong sums or a hang.
     """
-    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        if hasattr(unit, "set_reduce_scatter_unused_params"):  # newer than 2.11
+    for unit in [module for module in root.modules() if isinstance(module, FSDPModule)]:
+        if hasattr(unit, "set_reduce_scatter_unused_params"):  # newer than 2.11; `grad_dtype` needs nothing there
             unit.set_reduce_scatter_unused_params(True, recurse=False)
             continue
-        group = unit._get_fsdp_state()._fsdp_param_group  # noqa: SLF001 - 2.11 has no public way
-        if group is not None:
-            hook = partial(_post_backward_with_zeros, group, group.post_backward)
-            group.post_backward = hook  # type: ignore[method-assign]
+        _patch_fsdp_group(unit._get_fsdp_state()._fsdp_param_group)  # noqa: SLF001 - 2.11 has no public way
 
 
-def _post_backward_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    for parameter in group.fsdp_params if group.reduce_grads else ():
-        # A unit that never ran a forward has no whole parameters yet, on any rank.
-        if not hasattr(parameter, "_unsharded_param") or not parameter.sharded_param.requires_grad:
-            continue
-        if parameter.unsharded_accumulated_grad is None and parameter.unsharded_param.grad is None:
-            parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+# What follows uses private parts of torch 2.11. Where they do not fit, test_partly_used.py of d9d-parallel fails.
+
+
+def _patch_fsdp_group(group: Any) -> None:
+    if group is not None:  # a unit without parameters of its own has none
+        group._init_mp_dtypes = partial(_with_grad_dtype, group, group._init_mp_dtypes)  # noqa: SLF001
+        group.post_backward = partial(_with_zeros, group, group.post_backward)
+
+
+def _with_grad_dtype(group: Any, init_mp_dtypes: Callable[[], None]) -> None:
+    init_mp_dtypes()
+    for parameter in group.fsdp_params:
+        wide = parameter.sharded_param.grad_dtype
+        if parameter.sharded_param.requires_grad and wide != parameter.orig_dtype:
+            parameter.reduce_dtype = wide  # of microbatches that wait
+            group._reduce_dtype = group.mp_policy.reduce_dtype or wide  # noqa: SLF001
+            group._orig_dtype = wide  # of what is reduced  # noqa: SLF001
+
+
+def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    # A unit that never ran a forward has no whole parameters yet, on any rank.
+    if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+        return
+    if group.reduce_grads:
+        # What waited is in the format of the reduction, and one reduction takes one format.
+        waited = any(parameter.unsharded_accumulated_grad is not None for parameter in group.fsdp_params)
+        for parameter in group.fsdp_params:
+            if not parameter.sharded_param.requires_grad or parameter.unsharded_accumulated_grad is not None:
+                continue
+            if parameter.unsharded_param.grad is None:
+                parameter.unsharded_param.grad = torch.zeros_like(parameter.unsharded_param)
+            if waited:
+                parameter.to_accumulated_grad_if_needed()
     post_backward(*unused)

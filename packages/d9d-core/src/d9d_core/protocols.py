@@ -243,12 +243,11 @@ class GradientOwner:
 class Reducer(Protocol):
     """Reduces gradients over ranks while a backward runs, and is told which one is coming."""
 
-    def before_backward(self, last: bool, complete: bool) -> None:
+    def before_backward(self, last: bool) -> None:
         """A backward of the stage is about to start.
 
         Args:
             last: it is the last of the step; when it has ended, all gradients are reduced or being reduced.
-            complete: gradients are read right after it, so the device must wait for reductions that it starts.
         """
         ...
 

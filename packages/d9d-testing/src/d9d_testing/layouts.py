@@ -10,6 +10,7 @@ import runpy
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from d9d_core.config.document import Document
 from d9d_core.config.load import validate
 from d9d_core.job import Job
 from d9d_core.plugin import Registry
+from d9d_core.plugin.single_file import file_plugin
 from d9d_core.topology.mesh import Topology
 from d9d_core.verify.compare import Verdict, compare
 from d9d_core.verify.layouts import Layout
-from d9d_core.verify.measure import Measurement, measure
+from d9d_core.verify.measure import Measurement, Witness, measure
 from d9d_core.verify.run import narrowest_dtype
 from torch import distributed as dist
 
@@ -33,7 +35,7 @@ class Harness:
 
     Attributes:
         values: the job file; mesh and parallel are those of each layout.
-        plugins: modules whose records the job may name.
+        plugins: whose records the job may name: modules, or paths of single-file plugins.
         steps: optimizer steps.
     """
 
@@ -49,12 +51,13 @@ class Harness:
             fault: ``file.py:function``, called with each job on every rank before it is built.
         """
         found: dict[int, Measurement] = {}
-        for ranks in sorted({layout.ranks for layout in layouts}):
-            here = [index for index, layout in enumerate(layouts) if layout.ranks == ranks]
-            jobs = [self._job_values(layouts[index]) for index in here]
-            world = World(ranks, timeout=180.0, backend=self._backend())
-            results = world.run(measure_all, jobs, list(self.plugins), self.steps, fault)[0]
-            found |= {index: Measurement(**result) for index, result in zip(here, results, strict=True)}
+        with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
+            for ranks in sorted({layout.ranks for layout in layouts}):
+                here = [index for index, layout in enumerate(layouts) if layout.ranks == ranks]
+                jobs = [{"run": {"dir": directory}, **self._job_values(layouts[index])} for index in here]
+                world = World(ranks, timeout=180.0, backend=self._backend())
+                results = world.run(measure_all, jobs, list(self.plugins), self.steps, fault)[0]
+                found |= {index: Measurement(**result) for index, result in zip(here, results, strict=True)}
         return [found[index] for index in range(len(layouts))]
 
     def compare(
@@ -77,6 +80,41 @@ class Harness:
             compare(layout.name, measured, expected, narrowest_dtype(_with_defaults(self._job_values(layout))))
             for layout, measured in zip(layouts, found, strict=True)
         ]
+
+    def compare_resumed(self, first: Layout, second: Layout, reference: Layout | None = None) -> Verdict:
+        """How far a run that changes its layout half-way is from one that does not, by default in one process.
+
+        The job's learning rate must not depend on the number of steps: the first half is a job of its own.
+
+        Args:
+            first: runs half of the steps and saves.
+            second: continues from there.
+            reference: what the whole run is compared with.
+
+        Raises:
+            RankFailedError: a rank raised; among others, if the second layout cannot load what the first saved.
+        """
+        reference = reference or Layout("one process", {}, ())
+        expected, half = self.measure([reference])[0], self.steps // 2
+        parts = []
+        with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
+            for layout, steps in ((first, half), (second, self.steps)):
+                job = self._job_values(layout) | {"run": {"name": "resumed", "dir": directory}, "steps": steps}
+                world = World(layout.ranks, timeout=180.0, backend=self._backend())
+                parts.append(Measurement(**world.run(train_part, job, list(self.plugins))[0]))
+        done = len(parts[0].losses)
+        assert [done, len(parts[1].losses)] == [half, self.steps - half], (
+            "the second half did not resume from the first"
+        )
+        together = Measurement(
+            parts[0].losses + parts[1].losses,
+            parts[0].grad_norms + parts[1].grad_norms,
+            parts[0].weights,
+            parts[0].gradients + parts[1].gradients,
+        )
+        dtypes = [narrowest_dtype(_with_defaults(self._job_values(layout))) for layout in (first, second)]
+        name = f"{first.name}, then {second.name}"
+        return compare(name, together, expected, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
 
     def _backend(self) -> str:
         return "gloo" if self.values.get("device", "cpu") == "cpu" else "cpu:gloo,cuda:nccl"
@@ -101,21 +139,35 @@ def measure_all(
 ) -> list[dict[str, Any]]:
     """Measure several jobs one after the other; runs on every rank of a world."""
     found = []
-    with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
-        for values in jobs:
-            job = job_of({"run": {"dir": directory}, **values}, plugins)
-            if fault is not None:
-                file, _, function = fault.rpartition(":")
-                runpy.run_path(file)[function](job)
-            found.append(vars(measure(job, topology_here(job), steps)))
-
+    for values in jobs:
+        job = job_of(values, plugins)
+        if fault is not None:
+            file, _, function = fault.rpartition(":")
+            runpy.run_path(file)[function](job)
+        found.append(vars(measure(job, topology_here(job), steps)))
     return found
 
 
+def train_part(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, Any]:
+    """Train a job to its end, from its newest checkpoint if it has one; runs on every rank of a world."""
+    job = job_of(values, plugins)
+    topology = topology_here(job)
+    witness = Witness(topology)
+    job.build(lambda _text: None, topology, observers=[witness]).train()
+    return vars(witness.measurement)
+
+
 def job_of(values: Mapping[str, Any], plugins: Sequence[str]) -> Job:
-    """A validated job over exactly these plugins."""
-    registry = Registry.of(*map(importlib.import_module, plugins))
+    """A validated job over exactly these plugins: modules, or paths of single-file plugins."""
+    registry = Registry.of(*map(_plugin_module, plugins))
     return validate(Job, Document(dict(values)), registry).use(registry)
+
+
+def _plugin_module(plugin: str) -> object:
+    if not plugin.endswith(".py"):
+        return importlib.import_module(plugin)
+    _, load = file_plugin(Path(plugin))
+    return load()
 
 
 def topology_here(job: Job) -> Topology:

@@ -44,7 +44,7 @@ class Bucket:
         for member in self.members:
             parameter = member.parameter
             if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
             parts.append(local(parameter.grad).reshape(-1))
         self._flat = torch.cat(parts)
         first = self.members[0]
@@ -71,13 +71,15 @@ class Buckets:
     Args:
         members: in order of registration.
         limit: bytes of a bucket; a larger gradient gets one of its own.
+        overlap: launch during the backward. Only if nothing else reduces over the same ranks meanwhile: a rank without
+            some gradient launches later than the others, so they would disagree about which reduction comes first.
     """
 
-    def __init__(self, members: Iterable[Member], limit: int) -> None:
+    def __init__(self, members: Iterable[Member], limit: int, overlap: bool = True) -> None:
         self._buckets = _fill(list(members)[::-1], limit)
         self._armed = False
         self._next = 0
-        for index, bucket in enumerate(self._buckets):
+        for index, bucket in enumerate(self._buckets if overlap else ()):
             for member in bucket.members:
                 member.parameter.register_post_accumulate_grad_hook(self._arrival(index))  # type: ignore[no-untyped-call]
 

@@ -124,7 +124,6 @@ class Executor:
         state.backwards[action.stage] -= 1
         self._gradients.before_backward(last=state.backwards[action.stage] == 0)
         state.pending.pop(action.microbatch).backward()  # type: ignore[no-untyped-call]
-        self._gradients.after_backward()
 
     def _reduce(self, action: Action, _state: StepState) -> None:
         self._gradients.reduce(action.stage)

@@ -53,6 +53,15 @@ def reason(error: BaseException) -> str:
     return text if isinstance(error, CheckpointError | OSError) and text else f"{type(error).__name__}: {text}"
 
 
+def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bool:
+    """Whether what came out of torch's checkpoint functions failed on some rank, in the checkpoint itself.
+
+    With several ranks, torch collects such failures on all of them. Anything else is the connection to another rank,
+    which may have died: no error of the checkpoint, and a reason to start again.
+    """
+    return isinstance(error, CheckpointException) or (group is None and isinstance(error, Exception))
+
+
 def _broadcast(text: str, group: dist.ProcessGroup) -> str:
     """The first rank's text."""
     content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

@@ -259,7 +259,7 @@ class CheckpointStore:
         """Wait without letting a failed save hide another error."""
         try:
             self.wait()
-        except CheckpointError as second:
+        except Exception as second:  # the connection to another rank, too
             error.add_note(f"besides, {second}")
 
     def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Part], list[Any]]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from d9d_core.errors import CheckpointError
 from d9d_core.state import dcp_save
-from d9d_core.state.agreement import reason
+from d9d_core.state.agreement import is_known_to_all, reason
 from d9d_core.state.pieces import Part
 from d9d_core.state.prune import Pruner
 from d9d_core.state.storage import Storage
@@ -81,7 +80,7 @@ class SaveJob:
         except BaseException as error:
             if self.rank == 0:
                 draft.discard()  # every rank has stopped writing
-            if isinstance(error, CheckpointException | Exception):
+            if is_known_to_all(error, self.group):
                 raise CheckpointError(unwritten(location, reason(error))) from error
             raise
         took = time.perf_counter() - began

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from d9d_core.errors import CheckpointError
 from d9d_core.state import dcp_load
-from d9d_core.state.agreement import on_all, on_main, reason
+from d9d_core.state.agreement import is_known_to_all, on_all, on_main, reason
 from d9d_core.state.manifest import VALUES
 from d9d_core.state.pieces import describe
 from d9d_core.state.storage import Storage
@@ -72,5 +71,7 @@ class Checkpoint:
         planner = dcp_load.WindowPlanner(parts, frozenset(optional), table)
         try:
             dcp_load.load(planner, dcp_load.WindowReader(self._storage, self.name, table), self._group)
-        except (CheckpointException, Exception) as error:
-            raise CheckpointError(f"{self.location} cannot be loaded: {reason(error)}") from error
+        except BaseException as error:
+            if is_known_to_all(error, self._group):
+                raise CheckpointError(f"{self.location} cannot be loaded: {reason(error)}") from error
+            raise

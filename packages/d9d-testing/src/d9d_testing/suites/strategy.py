@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from d9d_core.config.job import Mesh
-from d9d_core.errors import D9dError
 from d9d_core.plugin.records import StrategySpec
+from d9d_core.protocols import Applied
 from d9d_core.topology.mesh import Topology
 from d9d_core.topology.simulate import simulated_world
 from d9d_core.verify.layouts import Layout
@@ -34,10 +35,10 @@ class StrategySuite:
     Every test runs the toy job of d9d-testing, whose model has blocks, an unused parameter and dropout.
 
     Attributes:
-        plugin: the module that declares it.
+        plugin: the module that declares it, or the path of a single-file plugin.
         target: its name.
-        meshes: the meshes it is tested on; small, as every rank is a process.
-        settings: fields of its config, one mapping for each variation to test.
+        meshes: the meshes it is tested on; small, as every rank is a process. Runs are resumed on the last one.
+        settings: fields of its config, one mapping for each variation to test. Runs are resumed with the first one.
         beside: further strategies of the job, as a job file lists them.
         model: fields of the toy model.
     """
@@ -49,48 +50,71 @@ class StrategySuite:
     beside: ClassVar[Sequence[Any]] = ()
     model: ClassVar[Mapping[str, Any]] = {}
 
+    def test_every_axis_of_its_record_is_tested(self) -> None:
+        """On one rank, a forgotten reduction shows nothing."""
+        missing = self.spec().axes - {axis for mesh in self.meshes for axis, size in mesh.items() if size > 1}
+        assert not missing, f"give {type(self).__name__}.meshes one with two or more ranks along {sorted(missing)}"
+
     @pytest.mark.parametrize("microbatch", [4, 1], ids=["one-microbatch", "several-microbatches"])
     def test_loss_gradients_and_updates_are_those_of_one_process(self, microbatch: int) -> None:
         """Three optimizer steps; weights after a step show in the gradients of the next."""
-        # 24 samples in microbatches of 4 are one microbatch on 6 ranks: choose the batch by the mesh instead.
         for mesh in self.meshes:
-            ranks = Mesh(**mesh).data_parallel_size
-            harness = Harness(self.job_values(batch={"size": 4 * ranks, "microbatch": microbatch}), self.plugins())
-            layouts = [Layout(f"{mesh} {s}", mesh, self.parallel(s)) for s in self.settings]
-            assert_passed(harness.compare(layouts))
+            layouts = [self.layout(mesh, settings) for settings in self.settings]
+            assert_passed(self.harness(mesh, microbatch).compare(layouts))
+
+    def test_a_run_continues_in_one_process_and_back(self) -> None:
+        """What is saved in its layout goes on in one process as if nothing had happened, and the other way round."""
+        mesh = self.meshes[-1]
+        harness, plain = self.harness(mesh, microbatch=2), Layout("one process", {}, ())
+        mine = self.layout(mesh, self.settings[0])
+        assert_passed([harness.compare_resumed(mine, plain), harness.compare_resumed(plain, mine)])
 
     def test_names_and_shapes_of_parameters_stay(self) -> None:
         """Checkpoints and optimizers know parameters by name."""
-        for mesh in self.meshes:
-            with torch.device("meta"):
-                plain = ToyModel(self.toy_model())
-            expected = {name: parameter.shape for name, parameter in plain.named_parameters()}
-            stage, _ = self.applied(mesh)
-            assert {name: parameter.shape for name, parameter in stage.named_parameters()} == expected
+        with torch.device("meta"):
+            plain = ToyModel(self.toy_model())
+        expected = {name: tuple(parameter.shape) for name, parameter in plain.named_parameters()}
+        for mesh, settings in product(self.meshes, self.settings):
+            stage, _ = self.applied(mesh, settings)
+            found = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
+            gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+            assert gone == new == [], f"{mesh} {settings}: parameters must keep their names; gone {gone}, new {new}"
+            other = {name: (shape, found[name]) for name, shape in expected.items() if shape != found[name]}
+            assert not other, f"{mesh} {settings}: parameters must keep their whole shapes (before, after): {other}"
+
+    def test_nothing_is_allocated(self) -> None:
+        """The model is on the meta device until all strategies were applied, and so it stays."""
+        for mesh, settings in product(self.meshes, self.settings):
+            stage, _ = self.applied(mesh, settings)
+            tensors = [*stage.named_parameters(), *stage.named_buffers()]
+            here = [name for name, tensor in tensors if tensor.device.type != "meta"]
+            assert not here, (
+                f"{mesh} {settings}: allocates {here}; the build does that, once all strategies are applied"
+            )
 
     def test_it_says_what_it_changed_and_whose_gradients_it_reduces(self) -> None:
-        """Modules and parameters that exist; axes that the record declares, or that lie inside them."""
-        for mesh in self.meshes:
-            stage, outcome = self.applied(mesh)
+        """Modules and parameters that exist, and mesh axes."""
+        for mesh, settings in product(self.meshes, self.settings):
+            stage, outcome = self.applied(mesh, settings)
             modules, parameters = dict(stage.named_modules()), dict(stage.named_parameters())
-            assert outcome.modules
-            assert set(outcome.modules) <= modules.keys()
-            assert {claim.parameter for claim in outcome.gradients} <= parameters.keys()
-            assert {claim.axis for claim in outcome.gradients} <= Mesh().sizes().keys()
-
-    def test_without_it_its_axes_are_refused(self) -> None:
-        """Ranks along an axis that nothing uses would all do the same work."""
-        for axis in self.spec().axes:
-            job = job_of(self.job_values(mesh={axis: 2}, parallel=list(self.beside)), self.plugins())
-            with pytest.raises(D9dError, match=f"mesh.{axis} is 2, but nothing in the job uses that axis"):
-                job.plan()
+            where = f"{mesh} {settings}: Applied"
+            assert outcome.modules, f"{where}.modules is empty; a strategy that changes nothing is an error"
+            for what, named, known in (
+                ("modules names", outcome.modules, modules),
+                ("gradients names parameters", [claim.parameter for claim in outcome.gradients], parameters),
+                ("gradients names axes", [claim.axis for claim in outcome.gradients], Mesh().sizes()),
+                ("on_host names", outcome.on_host, parameters),
+            ):
+                unknown = sorted(set(named) - set(known))
+                assert not unknown, f"{where}.{what} that do not exist: {unknown}"
 
     def test_the_plan_of_a_large_job_needs_no_processes(self) -> None:
         """``d9d check`` applies it to the model in a simulated world."""
-        for axis in self.spec().axes:
-            mesh = {axis: 64}
+        axes = self.spec().axes
+        for mesh in [{axis: 64} for axis in sorted(axes)] or [{}]:
             values = self.job_values(mesh=mesh, parallel=self.parallel(self.settings[0]), batch={"size": 64})
-            assert job_of(values, self.plugins()).plan().assembly.applied
+            names = [chosen.spec.name for chosen, _ in job_of(values, self.plugins()).plan().assembly.applied]
+            assert self.target in names, f"{mesh}: applied were {names}"
 
     # --- what subclasses may use
 
@@ -130,12 +154,21 @@ class StrategySuite:
             **sections,
         }
 
-    def applied(self, mesh: Mapping[str, int]) -> tuple[torch.nn.Module, Any]:
+    def layout(self, mesh: Mapping[str, int], settings: Mapping[str, Any]) -> Layout:
+        """The strategy on a mesh."""
+        return Layout(f"{dict(mesh)} {dict(settings)}", mesh, self.parallel(settings))
+
+    def harness(self, mesh: Mapping[str, int], microbatch: int) -> Harness:
+        """The toy job with four samples per step and data-parallel rank."""
+        batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": microbatch}
+        return Harness(self.job_values(batch=batch), self.plugins())
+
+    def applied(self, mesh: Mapping[str, int], settings: Mapping[str, Any]) -> tuple[torch.nn.Module, Applied]:
         """The toy model on the meta device after the strategy, in a simulated world, and what the strategy says."""
         job = job_of(
             self.job_values(
                 mesh=dict(mesh),
-                parallel=self.parallel(self.settings[0]),
+                parallel=self.parallel(settings),
                 batch={"size": Mesh(**mesh).data_parallel_size},
             ),
             self.plugins(),
@@ -145,4 +178,5 @@ class StrategySuite:
         sizes = job.mesh.sizes()
         topology = Topology(sizes=sizes, world_size=job.mesh.world_size, views=job.views(), simulated=True)
         with simulated_world(job.mesh.world_size):
-            return stage, self.spec().build.load()(job.parallel[-1]).apply(stage, topology)
+            applied: Applied = self.spec().build.load()(job.parallel[-1]).apply(stage, topology)
+        return stage, applied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,7 +79,10 @@ class NamedOptimizer(ABC):
             names = [name for name in group.names if self._parameters[name].grad is not None]
             wide = [name for name in names if self._dtype(self._parameters[name]) != self._parameters[name].dtype]
             if same := [name for name in names if name not in wide]:
-                self._update(group, self._batch(same, state), self._lr_of(group), found_inf)
+                batch = self._batch(same, state)
+                # Gradients may have added up in a wider format; the fused kernels take one.
+                grads = [grad.to(param.dtype) for param, grad in zip(batch.params, batch.grads, strict=True)]
+                self._update(group, replace(batch, grads=grads), self._lr_of(group), found_inf)
             for name in wide:  # one by one, so that there is a wide copy of one parameter only
                 self._update_wide(group, name, state, found_inf)
 

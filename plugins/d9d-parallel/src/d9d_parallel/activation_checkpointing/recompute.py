@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from d9d_parallel.activation_checkpointing.operators import Contexts
+
 
 class Recomputed:
     """Calls a module's forward, forgets what it computed, and computes it again in the backward.
@@ -20,22 +22,35 @@ class Recomputed:
     Args:
         forward: the module's forward until now.
         preserve_rng_state: whether random numbers must repeat.
+        contexts: decide which operators keep their outputs, if any does; see :func:`operators.keeping`.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, preserve_rng_state: bool) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], *, preserve_rng_state: bool, contexts: Contexts | None = None
+    ) -> None:
         self.forward = forward
         self.preserve_rng_state = preserve_rng_state
+        self.contexts = contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the forward."""
+        # Dynamo refuses torch's own default for `context_fn`, so it is passed only where there is one.
+        if self.contexts is not None:
+            kwargs["context_fn"] = self.contexts
         return checkpoint(
             self.forward, *args, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, **kwargs
         )
 
 
-def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True) -> None:
-    """Make one module compute its forward again in the backward, in place."""
-    module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state)
+def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, contexts: Contexts | None = None) -> None:
+    """Make one module compute its forward again in the backward, in place.
+
+    Args:
+        module: whose forward.
+        preserve_rng_state: whether random numbers must repeat.
+        contexts: decide which operators keep their outputs, if any does; see :func:`operators.keeping`.
+    """
+    module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state, contexts=contexts)
 
 
 def is_checkpointed(module: nn.Module) -> bool:

@@ -11,12 +11,13 @@ from d9d_core.topology.mesh import Topology
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
+from d9d_parallel.activation_checkpointing.operators import keeping
 from d9d_parallel.activation_checkpointing.recompute import checkpoint_module, is_checkpointed
 from d9d_parallel.blocks import find_blocks
 
 
 class ActivationCheckpointing:
-    """Keeps only the inputs of the chosen blocks; their activations are computed again in the backward."""
+    """Keeps only the inputs of the chosen blocks, and what chosen operators return; the backward computes the rest."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:
         self._config = config
@@ -25,7 +26,7 @@ class ActivationCheckpointing:
         """Change the forward of the chosen blocks in place.
 
         Raises:
-            BuildError: the stage has no blocks, a pattern matches none, or a block is checkpointed already.
+            BuildError: the stage has no blocks, a pattern matches nothing, or a block is checkpointed already.
         """
         blocks = find_blocks(stage, self._config.name)
         chosen = choose(list(blocks), self._config.match, self._config.every)
@@ -35,8 +36,9 @@ class ActivationCheckpointing:
                     f"strategy '{self._config.name}' would checkpoint block '{name}' a second time; "
                     "let the 'match' patterns of its entries in 'parallel' name different blocks"
                 )
+        contexts = keeping(self._config.save)
         for name in chosen:
-            checkpoint_module(blocks[name], preserve_rng_state=self._config.preserve_rng_state)
+            checkpoint_module(blocks[name], preserve_rng_state=self._config.preserve_rng_state, contexts=contexts)
         return Applied(modules=tuple(chosen))
 
 

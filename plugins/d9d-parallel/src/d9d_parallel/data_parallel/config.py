@@ -16,20 +16,22 @@ class DataParallelConfig(PluginConfig):
     compute_dtype: Dtype | None = None
     """Format of parameters and inputs in forward and backward; that of ``precision.parameters`` if absent."""
     reduce_dtype: Dtype | None = None
-    """Format in which gradients are summed over ranks; ``compute_dtype`` if absent."""
+    """Format in which gradients are summed over ranks; if absent, the widest of ``compute_dtype``, the parameters'
+    format and ``gradients.accumulate``."""
     output_dtype: Dtype | None = None
     """Format that the model's floating-point outputs are cast to; as they come if absent."""
     defer: Literal["nothing", "all_reduce", "everything"] = "nothing"
     """What waits for the last microbatch: ``all_reduce`` keeps sums over one shard group, ``everything`` whole
-    gradients of all parameters; less communication for more memory."""
+    gradients of all parameters; less communication for more memory. What waits adds up in ``reduce_dtype``."""
     forward_prefetch: NonNegativeInt = 0
-    """Blocks whose parameters are requested ahead in the forward; 0 leaves it to FSDP2, which is one behind."""
+    """Blocks whose parameters are requested ahead in the forward; 0 requests each when the host gets there."""
     backward_prefetch: NonNegativeInt = 0
     """The same in the backward; 0 leaves it to FSDP2, which requests one block ahead."""
     offload: bool = False
     """Keep parameters, gradients and optimizer state in the host's memory, and compute on the device."""
     ignore: tuple[str, ...] = ()
-    """Patterns over parameter names that stay whole on every rank; their gradients are summed in buckets."""
+    """Patterns over parameter names that stay whole on every rank, in their own format; their gradients are summed in
+    buckets."""
 
 
 class ReplicateConfig(DataParallelConfig):

@@ -19,14 +19,13 @@ class FsdpReducer:
         self._root = root
         self._defer = defer
 
-    def before_backward(self, last: bool, complete: bool) -> None:
+    def before_backward(self, last: bool) -> None:
         """Set what the coming backward reduces.
 
         Args:
             last: it is the last of the step.
-            complete: gradients are read right after it, so it must wait for its reductions (on the device).
         """
-        self._root.set_is_last_backward(last or complete)
+        self._root.set_is_last_backward(last)
         if self._defer == "everything":
             self._root.set_requires_gradient_sync(last)
         elif self._defer == "all_reduce":

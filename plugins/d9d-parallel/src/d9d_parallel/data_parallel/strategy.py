@@ -8,11 +8,12 @@ everything it wraps, and there is one code path for all layouts.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from itertools import pairwise
 
 import torch
-from d9d_core.compat import reduce_unused_parameters
+from d9d_core.compat import prepare_fsdp_gradients
 from d9d_core.errors import BuildError
 from d9d_core.protocols import Applied, GradientOwner
 from d9d_core.topology.mesh import Topology
@@ -41,7 +42,7 @@ class Replicate:
             BuildError: the stage has no blocks, or a pattern matches no parameter.
         """
         mesh = topology.mesh("dense", "dp_replicate", "fsdp")
-        # Shards of one rank are views of whole parameters; freeing them would only mean copying them again.
+        # FSDP2 copies parameters for the forward, also where there is nothing to gather: once is enough.
         return wrap(stage, mesh, self._config, reshard_after_forward=False)
 
 
@@ -92,16 +93,14 @@ def wrap(
         reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
     Raises:
-        BuildError: the stage has no blocks, a pattern matches no parameter, or the group size does not divide.
+        BuildError: the stage has no blocks, a pattern matches no parameter, the group size does not divide, or units
+            share a parameter.
     """
     blocks = find_blocks(stage, config.name)
+    _check_ties(stage, blocks, config.name)
     ignored = _ignored(stage, config)
     _check_group(reshard_after_forward, mesh, config.name)
-    policy = MixedPrecisionPolicy(
-        param_dtype=_dtype(config.compute_dtype),
-        reduce_dtype=_dtype(config.reduce_dtype),
-        output_dtype=None,
-    )
+    policy = MixedPrecisionPolicy(_dtype(config.compute_dtype), _reduce_dtype(stage, config))
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, _dtype(config.output_dtype))
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
@@ -128,7 +127,8 @@ def wrap(
         # A divisor of one and plain sums: FSDP2 would average, and gloo knows no scaled sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    reduce_unused_parameters(stage)
+    prepare_fsdp_gradients(stage)
+    stage.register_forward_hook(_reshard_without_backward)
     _prefetch([block for block in blocks.values() if isinstance(block, FSDPModule)], config)
     owners = (
         GradientOwner(name, axis, "fsdp")
@@ -164,6 +164,28 @@ def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: 
     )
 
 
+def _check_ties(stage: nn.Module, blocks: Mapping[str, nn.Module], strategy: str) -> None:
+    unit_of = {id(module): name for name, block in blocks.items() for module in block.modules()}
+    seen: dict[int, tuple[str, str]] = {}
+    for owner, module in stage.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(owner, recurse=False):
+            unit = unit_of.get(id(module), "")
+            other, where = seen.setdefault(id(parameter), (name, unit))
+            if where != unit:
+                raise BuildError(
+                    f"strategy '{strategy}': '{other}' and '{name}' are one parameter, but blocks are gathered and "
+                    "freed one by one; tie weights within one block or outside of blocks only"
+                )
+
+
+def _reshard_without_backward(stage: nn.Module, _inputs: object, _outputs: object) -> None:
+    """After an evaluation, what the backward would free is freed, and parameters are sharded ones again."""
+    if not torch.is_grad_enabled():
+        for unit in stage.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+
 def _prefetch(blocks: list[FSDPModule], config: DataParallelConfig) -> None:
     if config.forward_prefetch:
         for ahead in _windows(blocks, config.forward_prefetch):
@@ -175,6 +197,17 @@ def _prefetch(blocks: list[FSDPModule], config: DataParallelConfig) -> None:
 
 def _windows(blocks: list[FSDPModule], depth: int) -> Iterable[list[FSDPModule]]:
     return (blocks[index : index + depth + 1] for index, _ in enumerate(pairwise(blocks)))
+
+
+def _reduce_dtype(stage: nn.Module, config: DataParallelConfig) -> torch.dtype | None:
+    """The format of sums over ranks; ``None`` is that of the gradients as they add up."""
+    compute = _dtype(config.compute_dtype)
+    if config.reduce_dtype is not None or compute is None:
+        return _dtype(config.reduce_dtype)
+    stored = {parameter.dtype for parameter in stage.parameters() if parameter.requires_grad}
+    wide = reduce(torch.promote_types, stored, compute)
+    # Said aloud, because torch 2.11 would take the compute format, and later releases that of the parameters.
+    return None if stored <= {compute} else wide
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

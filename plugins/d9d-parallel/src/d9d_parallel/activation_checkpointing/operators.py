@@ -1,0 +1,70 @@
+"""Choosing, by operator, what a checkpointed block keeps although it is computed again."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
+
+#: Makes the contexts in which a block's forward and its repetition run.
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+class KeepOutputs:
+    """The policy of torch's selective checkpointing: keep the outputs of some operators.
+
+    Args:
+        operators: their overloads.
+    """
+
+    def __init__(self, operators: Iterable[OpOverload]) -> None:
+        self.operators = frozenset(operators)
+
+    def __call__(
+        self, _context: SelectiveCheckpointContext, operator: object, *_args: object, **_kwargs: object
+    ) -> CheckpointPolicy:
+        """What happens to the outputs of one call."""
+        return CheckpointPolicy.MUST_SAVE if operator in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeping(patterns: Iterable[str]) -> Contexts | None:
+    """Contexts for blocks that keep what matches; ``None`` without patterns.
+
+    Blocks should share the result: Dynamo compiles anew for another one.
+
+    Args:
+        patterns: over operator names, such as ``aten.mm``.
+
+    Raises:
+        BuildError: a pattern matches no operator that is registered now.
+    """
+    chosen = [operator for pattern in patterns for operator in find_operators(pattern)]
+    # Dynamo takes a function or a partial, and looks at neither's inside.
+    return partial(create_selective_checkpoint_contexts, KeepOutputs(chosen)) if chosen else None
+
+
+def find_operators(pattern: str) -> list[OpOverload]:
+    """All overloads of the registered operators whose ``namespace.name`` matches.
+
+    Raises:
+        BuildError: there is none.
+    """
+    # torch.ops lists only what was used before, so this asks the dispatcher; private, so a test pins it.
+    registered = {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
+    matched = sorted(fnmatch.filter(registered, pattern))
+    if not matched:
+        near = difflib.get_close_matches(pattern, sorted(registered), n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "names look like 'aten.mm'"
+        raise BuildError(
+            f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'save' matches no operator; {hint}"
+        )
+    packets = [getattr(getattr(torch.ops, space), name) for space, _, name in (n.partition(".") for n in matched)]
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
