@@ -255,3 +255,17 @@ def test_lr_scale_multiplies_the_base_rate_of_its_group_only(device: str) -> Non
     torch.testing.assert_close(named["layer.weight"].detach(), before["layer.weight"] - 0.25)
     torch.testing.assert_close(named["embed.weight"].detach(), before["embed.weight"] - 0.025)
     assert optimizer.lr == 0.25
+
+
+@pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
+def test_gradients_may_be_wider_than_parameters(state_dtype: str, device: str) -> None:
+    narrow, wide = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16, device=device)) for _ in "ab")
+    wide.grad_dtype = torch.float32
+    gradient = torch.linspace(-1, 1, 8, device=device).bfloat16()
+    narrow.grad, wide.grad = gradient, gradient.float()
+    for parameter in (narrow, wide):
+        optimizer = AdamW(AdamWConfig(lr=0.1, state_dtype=state_dtype), {"p": parameter})
+        optimizer.init_state()
+        optimizer.step(torch.tensor(True, device=device))
+    assert not torch.equal(narrow, torch.ones_like(narrow))
+    assert torch.equal(narrow, wide)
