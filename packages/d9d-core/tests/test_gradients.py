@@ -218,17 +218,18 @@ def test_the_norm_is_that_of_the_whole_gradient_on_any_mesh(world: Any, p: float
         torch.testing.assert_close(clipped, whole * factor)
 
 
-def flagged() -> tuple[bool, bool]:
+def flagged(p: float) -> tuple[bool, bool]:
     topology = here(dp_shard=2)
     sharded = distribute_tensor(torch.zeros(4), topology.mesh("dense", "fsdp"), [Shard(0)], src_data_rank=None)
     parameter = nn.Parameter(sharded)
     parameter.grad = sharded.clone()
     if topology.rank == 1:
         local(parameter.grad)[0] = math.nan
-    clipper = Clipper({"p": parameter}, {"a": 1.0}, topology, 1.0, 2.0, stop=lambda: topology.rank == 1)
+    clipper = Clipper({"p": parameter}, {"a": 1.0}, topology, 1.0, p, stop=lambda: topology.rank == 1)
     totals = clipper.clip(StageLoss({"a": torch.ones(())}), tokens=1)
     return bool(totals.finite), bool(totals.stop)
 
 
-def test_one_rank_that_stops_or_is_not_finite_is_known_to_all(world: Any) -> None:
-    assert world(2).run(flagged) == [(False, True)] * 2
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_one_rank_that_stops_or_is_not_finite_is_known_to_all(world: Any, p: float) -> None:
+    assert world(2).run(flagged, p) == [(False, True)] * 2

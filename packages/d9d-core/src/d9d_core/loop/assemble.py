@@ -70,7 +70,7 @@ def assemble(
     assert isinstance(stage, nn.Module)
     check_divisibility(stage, job.mesh.sizes())
     peft: PeftMethod | None = None
-    trainable = frozenset(name for name, _ in stage.named_parameters())
+    trainable = frozenset(name for name, parameter in stage.named_parameters() if parameter.requires_grad)
     if selection.peft and job.peft:
         peft = build_part(selection.peft, job.peft)
         assert peft is not None

@@ -197,9 +197,22 @@ def materialise(assembly: Assembly, seed: int, device: torch.device) -> nn.Modul
     def allocate(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device)
 
+    tied = _tied(stage)
     stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
+    for name, first in tied.items():
+        owner, _, leaf = name.rpartition(".")
+        if stage.get_parameter(name) is not stage.get_parameter(first):  # each got memory of its own
+            setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
     initialise(stage, seed, device)
     return stage.train()
+
+
+def _tied(stage: nn.Module) -> dict[str, str]:
+    """Name of a parameter that has several -> the first of them."""
+    first: dict[int, str] = {}
+    names = stage.named_parameters(remove_duplicate=False)
+    found = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+    return {name: original for name, original in found.items() if name != original}
 
 
 def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int], int]:

@@ -87,18 +87,22 @@ class Clipper:
         """
         device = self._topology.device
         share = 1.0 if self._shares_loss else 0.0
+        counted = share if self._topology.coordinate["pp"] == 0 else 0.0  # every stage sees the same tokens
         # Filled by a kernel: copying a host value would have to wait for it.
-        flags = (tokens * share, float(self.stop()))
+        flags = (tokens * counted, float(self.stop()))
         host = [torch.full((1,), flag, dtype=wide_dtype(device), device=device) for flag in flags]
         terms = torch.stack([loss.terms[term] for term in self._coefficients]).to(wide_dtype(device)) * share
         power = self._power(device)
         maximum = math.isinf(self._p)
-        scalars = torch.cat([terms, *host] if maximum else [terms, *host, power.reshape(1)])
+        # Reductions to a maximum may drop a NaN, so it is counted.
+        last = torch.isnan(power).to(power.dtype) if maximum else power
+        scalars = torch.cat([terms, *host, last.reshape(1)])
         if self._topology.world_size > 1:
             dist.all_reduce(scalars, group=self._topology.world)
             if maximum:
                 dist.all_reduce(power, dist.ReduceOp.MAX, group=self._topology.world)
-        norm = (power if maximum else scalars[-1] ** (1 / self._p)).float()
+        norm = torch.where(scalars[-1] > 0, torch.nan, power) if maximum else scalars[-1] ** (1 / self._p)
+        norm = norm.float()
         means = dict(zip(self._coefficients, scalars.float(), strict=False))
         total = torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
         if self._max_norm is not None:

@@ -19,6 +19,7 @@ class Interrupts:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
+        self.requested = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._request)

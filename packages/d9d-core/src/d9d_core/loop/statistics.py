@@ -113,7 +113,7 @@ class Statistics:
     def _compute(self, metric: Metric) -> Mapping[str, Tensor]:
         if self._group is None:
             return metric.compute()
-        own = metric.state()
+        own = {key: tensor.clone() for key, tensor in metric.state().items()}  # a metric may load in place
         metric.load_state(self._merged(metric))
         values = metric.compute()
         metric.load_state(own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -105,9 +105,13 @@ class Trainer:
         """
         try:
             with self.keeper.store.opened(), generators_kept(self.topology.device), built_objects_spared():
-                return self._train()
-        finally:
-            self.feed.load_state(self.feed.state())  # ends its thread; packs fetched ahead are fetched again
+                outcome = self._train()
+        except BaseException:
+            with suppress(Exception):  # the first error counts
+                self.feed.load_state(self.feed.state())
+            raise
+        self.feed.load_state(self.feed.state())  # ends its thread; packs fetched ahead are fetched again
+        return outcome
 
     def _train(self) -> Outcome:
         progress, tracker_states = self.keeper.restore()

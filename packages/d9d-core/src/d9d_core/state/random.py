@@ -68,14 +68,15 @@ def _whole_parameters(module: nn.Module, device: torch.device) -> Iterator[None]
     own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
     sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
     for name, parameter in sharded.items():
-        own[name] = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device))
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        own[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     try:
         yield
         for name, parameter in sharded.items():
-            whole = own[name]
-            assert whole is not None
+            drawn = own[name]
+            assert drawn is not None
             # Without a source rank, nothing is communicated: all ranks drew the same values.
-            part = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            part = distribute_tensor(drawn.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
             local(parameter).copy_(local(part))
     finally:
         own.update(sharded)

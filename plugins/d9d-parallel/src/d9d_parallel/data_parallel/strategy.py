@@ -134,7 +134,7 @@ def wrap(
         GradientOwner(name, axis, "fsdp")
         for name, parameter in stage.named_parameters()
         if name not in ignored
-        for axis in DATA_AXES
+        for axis in DATA_AXES[-mesh.ndim - 1 :]  # a mesh without replicas reduces over none
     )
     return Applied(
         modules=(*blocks, ""),
