@@ -79,7 +79,7 @@ class SaveJob:
             size = dcp_save.save(dcp_save.PiecePlanner(ready), writer, self.group)
         except BaseException as error:
             if self.rank == 0:
-                draft.discard()  # every rank has stopped writing
+                draft.discard()  # every rank has stopped writing, or will be stopped
             if is_known_to_all(error, self.group):
                 raise CheckpointError(unwritten(location, reason(error))) from error
             raise
