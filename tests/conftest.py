@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -42,6 +44,18 @@ def small_job(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def table() -> ModuleType:
+    """The tool that runs one job in many layouts."""
+    file = Path(__file__).parents[1] / "tools" / "layout_table.py"
+    spec = importlib.util.spec_from_file_location("layout_table", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,18 +11,7 @@ import torch
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-
-
-@pytest.fixture(scope="module")
-def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layout_table", ROOT / "tools" / "layout_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.gpus(2)

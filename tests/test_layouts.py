@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from d9d_core.verify.layouts import Layout
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layout_table", ROOT / "tools" / "layout_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
