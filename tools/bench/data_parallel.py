@@ -101,7 +101,9 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
         "run": {"dir": directory},
         "steps": 10_000,
         "mesh": {"dp_replicate": options.replicate, "dp_shard": options.shard},
-        "parallel": [{"name": "hsdp", "compute_dtype": "bfloat16", "defer": "all_reduce"}],
+        "parallel": [
+            {"name": "hsdp", "compute_dtype": "bfloat16", "reduce_dtype": options.reduce, "defer": "all_reduce"},
+        ],
         "batch": {"size": ranks * options.samples * options.microbatches, "microbatch": options.samples},
         "model": {
             "name": "qwen3", "vocab_size": options.vocabulary, "hidden_size": options.hidden,
@@ -169,6 +171,7 @@ def main() -> None:
         ("sequence", 4096), ("vocabulary", 32768), ("steps", 8), ("rounds", 6),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--reduce", default="float32", help="number format in which both sum gradients over ranks")
     options = parser.parse_args()
     from d9d_core.loop.build import circumstances
     from d9d_core.topology.mesh import Topology
@@ -203,7 +206,9 @@ def main() -> None:
         plain_job, select(plain_job, job.registry), job.registry, alone, circumstances(plain_job, device)
     ).stage
     blocks = list(model.blocks().values())  # type: ignore[operator]
-    step = plain_step(model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), lr=1e-4)
+    step = plain_step(
+        model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), 1e-4, getattr(torch, options.reduce)
+    )
     model.to_empty(device=device)
     initialise(model, job.seed, device)
 

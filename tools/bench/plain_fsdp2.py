@@ -14,9 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 Microbatches = Sequence[dict[str, Tensor]]
 
 
-def plain_step(model: Any, blocks: Sequence[Any], mesh: DeviceMesh, lr: float) -> Callable[..., Tensor]:
+def plain_step(
+    model: Any, blocks: Sequence[Any], mesh: DeviceMesh, lr: float, reduce: torch.dtype
+) -> Callable[..., Tensor]:
     """Wrap ``model`` and return a function from microbatches to the step's loss."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
