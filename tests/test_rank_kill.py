@@ -100,8 +100,11 @@ def started_by(launcher: int) -> dict[int, int]:
     found = {}
     # Of all its threads: the agent may start processes from any of them.
     for file in Path(f"/proc/{launcher}/task").glob("*/children"):
-        for pid in file.read_text().split():
-            with suppress(ProcessLookupError, FileNotFoundError):  # it may end meanwhile
+        children = []
+        with suppress(ProcessLookupError, FileNotFoundError):  # the thread may end meanwhile
+            children = file.read_text().split()
+        for pid in children:
+            with suppress(ProcessLookupError, FileNotFoundError):  # and so may the child
                 if match := re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes()):
                     found[int(match[1])] = int(pid)
     return found
