@@ -1,0 +1,67 @@
+"""State graphs: how the tensors of one checkpoint layout become those of another.
+
+A :class:`Mapper` is a description, composed of leaves. Bound to the names and shapes that a checkpoint holds it becomes
+a :class:`StateGraph`, which knows before any tensor is read what each output consists of, which outputs belong together
+and in which order they come. Most mappers invert by themselves::
+
+    def from_hugging_face(layers: int) -> Mapper:
+        return Parallel(
+            Rename("model.embed_tokens.weight", "embedding.weight"),
+            Rename("model.layers.{layer}.input_layernorm.weight", "layers.{layer}.norm.weight"),
+            *(
+                Stack([f"model.layers.{n}.experts.{e}.up.weight" for e in range(8)], f"layers.{n}.experts.up")
+                for n in range(layers)
+            ),
+        )
+
+    to_hugging_face = from_hugging_face(2).inverse()
+"""
+
+from d9d_core.state.mapper.base import Mapper
+from d9d_core.state.mapper.compose import Connect, Parallel, Prefix, Sequential, Shard
+from d9d_core.state.mapper.graph import StateGraph
+from d9d_core.state.mapper.groups import Group
+from d9d_core.state.mapper.leaves import (
+    Cast,
+    Compute,
+    Distribute,
+    Drop,
+    Fresh,
+    Gather,
+    Identity,
+    Rename,
+    Select,
+    Share,
+    Squeeze,
+    Transpose,
+    Unsqueeze,
+)
+from d9d_core.state.mapper.merging import Chunk, Concatenate, Stack, Unstack
+
+__all__ = [
+    "Cast",
+    "Chunk",
+    "Compute",
+    "Concatenate",
+    "Connect",
+    "Distribute",
+    "Drop",
+    "Fresh",
+    "Gather",
+    "Group",
+    "Identity",
+    "Mapper",
+    "Parallel",
+    "Prefix",
+    "Rename",
+    "Select",
+    "Sequential",
+    "Shard",
+    "Share",
+    "Squeeze",
+    "Stack",
+    "StateGraph",
+    "Transpose",
+    "Unsqueeze",
+    "Unstack",
+]

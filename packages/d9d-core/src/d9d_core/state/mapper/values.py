@@ -1,0 +1,450 @@
+"""Tensors that are described but not read: where each number of an output comes from.
+
+A value answers three questions: what it will look like (``spec``), what the whole of it is (:meth:`Value.tensor`), and
+what a window of it is (:meth:`Value.read`), which asks its own inputs for windows only. So a rank that holds one shard
+reads one shard, whatever lies between the file and the parameter.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from d9d_core.errors import CheckpointError
+from d9d_core.topology.local import full
+from d9d_core.traits import TensorSpec
+
+
+class TensorSource(Protocol):
+    """Something that tensors are read from by windows."""
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype."""
+        ...
+
+
+class Value(ABC):
+    """A tensor that does not exist yet."""
+
+    spec: TensorSpec
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Value, ...]:
+        """What it is made of."""
+
+    @abstractmethod
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        """The whole, from whole tensors; a view of them where it can be. Collective where a tensor is gathered."""
+
+    @abstractmethod
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        """Fill ``into`` with the window of its shape at ``offset``, from windows of the source."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """A formula over names."""
+
+    def sources(self) -> list[str]:
+        """The names it is made of, in order, each once."""
+        return list(dict.fromkeys(_sources(self)))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether neighbouring rows of the whole come from neighbouring bytes of the source."""
+        return all(part.keeps_rows for part in self.parts)
+
+
+def _sources(value: Value) -> Iterator[str]:
+    if isinstance(value, Source):
+        yield value.name
+    for part in value.parts:
+        yield from _sources(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Source(Value):
+    """A tensor of the checkpoint."""
+
+    name: str
+    spec: TensorSpec
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return ()
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return find(self.name)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        source.read(self.name, offset, into)
+
+    def text(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted(Value):
+    """Dimensions in another order: dimension ``k`` is ``dims[k]`` of the original."""
+
+    of: Value
+    dims: tuple[int, ...]
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.of.spec.shape[dim] for dim in self.dims)
+        object.__setattr__(self, "spec", TensorSpec(shape, self.of.spec.dtype))
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    @property
+    def keeps_rows(self) -> bool:
+        return False
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).permute(self.dims)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        back = [self.dims.index(dim) for dim in range(len(self.dims))]
+        self.of.read(source, [offset[dim] for dim in back], into.permute(back))
+
+    def text(self) -> str:
+        return f"transpose({self.of.text()}, {', '.join(map(str, self.dims))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsqueezed(Value):
+    """With a dimension of size one more."""
+
+    of: Value
+    dim: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of.spec.shape)
+        shape.insert(self.dim, 1)
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).unsqueeze(self.dim)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        if into.numel():
+            inner = [*offset[: self.dim], *offset[self.dim + 1 :]]
+            self.of.read(source, inner, into.squeeze(self.dim))
+
+    def text(self) -> str:
+        return f"unsqueeze({self.of.text()}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Squeezed(Value):
+    """Without a dimension of size one."""
+
+    of: Value
+    dim: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of.spec.shape)
+        del shape[self.dim]
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).squeeze(self.dim)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        self.of.read(source, [*offset[: self.dim], 0, *offset[self.dim :]], into.unsqueeze(self.dim))
+
+    def text(self) -> str:
+        return f"squeeze({self.of.text()}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced(Value):
+    """Indices ``start`` to ``start + length`` of a dimension."""
+
+    of: Value
+    dim: int
+    start: int
+    length: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of.spec.shape)
+        shape[self.dim] = self.length
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).narrow(self.dim, self.start, self.length)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        moved = [*offset]
+        moved[self.dim] += self.start
+        self.of.read(source, moved, into)
+
+    def text(self) -> str:
+        before = ":, " * self.dim
+        return f"{self.of.text()}[{before}{self.start}:{self.start + self.length}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Value):
+    """Several, one after the other along a dimension."""
+
+    of: tuple[Value, ...]
+    dim: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of[0].spec.shape)
+        shape[self.dim] = sum(part.spec.shape[self.dim] for part in self.of)
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of[0].spec.dtype))
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.of
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return torch.cat([part.tensor(find) for part in self.of], self.dim)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        first, last = offset[self.dim], offset[self.dim] + into.shape[self.dim]
+        begin = 0
+        for part in self.of:
+            end = begin + part.spec.shape[self.dim]
+            start, stop = max(first, begin), min(last, end)
+            if start < stop:
+                inner = [*offset]
+                inner[self.dim] = start - begin
+                part.read(source, inner, into.narrow(self.dim, start - first, stop - start))
+            begin = end
+
+    def text(self) -> str:
+        shown = [part.text() for part in (self.of if len(self.of) < 4 else (self.of[0], self.of[1], self.of[-1]))]
+        if len(self.of) > 3:
+            shown.insert(2, f"... {len(self.of) - 3} more")
+        return f"concatenate({', '.join(shown)}; {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Value):
+    """In another number format."""
+
+    of: Value
+    dtype: torch.dtype
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", TensorSpec(self.of.spec.shape, self.dtype))
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).to(self.dtype)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        if into.dtype == self.dtype:  # a source converts what it reads
+            self.of.read(source, offset, into)
+        else:  # numbers must pass through this format
+            here = torch.empty(into.shape, dtype=self.dtype)
+            self.of.read(source, offset, here)
+            into.copy_(here)
+
+    def text(self) -> str:
+        return f"cast({self.of.text()}, {str(self.dtype).removeprefix('torch.')})"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Value):
+    """All of a tensor that is sharded over ranks. Computing it is collective over its mesh."""
+
+    of: Value
+
+    @property
+    def spec(self) -> TensorSpec:  # type: ignore[override]
+        return self.of.spec
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return full(self.of.tensor(find))
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        self.of.read(source, offset, into)  # files hold whole tensors
+
+    def text(self) -> str:
+        return f"gather({self.of.text()})"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Value):
+    """Sharded over a mesh. Nothing is communicated: each rank keeps its part."""
+
+    of: Value
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def spec(self) -> TensorSpec:  # type: ignore[override]
+        return self.of.spec
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+    def tensor(self, find: Callable[[str], Tensor]) -> DTensor:
+        return distribute_tensor(self.of.tensor(find), self.mesh, self.placements, src_data_rank=None)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        self.of.read(source, offset, into)
+
+    def text(self) -> str:
+        return f"distribute({self.of.text()}, {', '.join(map(str, self.placements))})"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A function over whole tensors, shared by the values that it returns."""
+
+    function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    inputs: Mapping[str, Value]
+    label: str
+
+    def run(self, find: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        """Evaluate all inputs and call."""
+        return self.function({name: value.tensor(find) for name, value in self.inputs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Value):
+    """What a function makes of whole tensors; even a window of it needs all its inputs."""
+
+    call: Call
+    output: str
+    spec: TensorSpec
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return tuple(self.call.inputs.values())
+
+    @property
+    def keeps_rows(self) -> bool:
+        return False
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        made = self.call.run(find)[self.output]
+        found = TensorSpec(tuple(made.shape), made.dtype)
+        if found != self.spec:
+            raise CheckpointError(f"{self.text()} gives {found}, but declares {self.spec}")
+        return made
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        known: dict[str, Tensor] = {}
+        specs: dict[str, TensorSpec] = {s.name: s.spec for s in _leaves(self)}
+
+        def find(name: str) -> Tensor:
+            if name not in known:
+                known[name] = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+                source.read(name, [0] * known[name].ndim, known[name])
+            return known[name]
+
+        window: Any = tuple(slice(o, o + n) for o, n in zip(offset, into.shape, strict=True))
+        into.copy_(self.tensor(find)[window])
+
+    def text(self) -> str:
+        return f"{self.call.label}({', '.join(value.text() for value in self.call.inputs.values())}).{self.output}"
+
+
+def _leaves(value: Value) -> Iterator[Source]:
+    if isinstance(value, Source):
+        yield value
+    for part in value.parts:
+        yield from _leaves(part)
+
+
+# --- what undoes what: a mapper followed by its inverse leaves nothing but names
+
+
+def permuted(value: Value, dims: Sequence[int]) -> Value:
+    """Reorder dimensions."""
+    if isinstance(value, Permuted):
+        before = value.dims
+        value, dims = value.of, [before[dim] for dim in dims]
+    return value if list(dims) == list(range(len(dims))) else Permuted(value, tuple(dims))
+
+
+def squeezed(value: Value, dim: int) -> Value:
+    """Remove a dimension of size one."""
+    return value.of if isinstance(value, Unsqueezed) and value.dim == dim else Squeezed(value, dim)
+
+
+def unsqueezed(value: Value, dim: int) -> Value:
+    """Add a dimension of size one."""
+    return value.of if isinstance(value, Squeezed) and value.dim == dim else Unsqueezed(value, dim)
+
+
+def converted(value: Value, dtype: torch.dtype) -> Value:
+    """Change the number format."""
+    return value if value.spec.dtype == dtype else Converted(value, dtype)
+
+
+def sliced(value: Value, dim: int, start: int, length: int) -> Value:
+    """Part of a dimension. Parts of what was joined are looked up, so that no value grows with its neighbours."""
+    if start == 0 and length == value.spec.shape[dim]:
+        return value
+    if isinstance(value, Sliced) and value.dim == dim:
+        return Sliced(value.of, dim, value.start + start, length)
+    if isinstance(value, Joined) and value.dim == dim:
+        found, begin = [], 0
+        for part in value.of:
+            size = part.spec.shape[dim]
+            first, last = max(start, begin), min(start + length, begin + size)
+            if first < last:
+                found.append(sliced(part, dim, first - begin, last - first))
+            begin += size
+        return joined(found, dim) if found else Sliced(value, dim, start, length)
+    return Sliced(value, dim, start, length)
+
+
+def joined(values: Sequence[Value], dim: int) -> Value:
+    """Concatenate. Neighbouring slices of one value become one slice again."""
+    merged: list[Value] = []
+    for value in values:
+        last = merged[-1] if merged else None
+        if (
+            isinstance(value, Sliced)
+            and isinstance(last, Sliced)
+            and value.of is last.of
+            and value.dim == last.dim == dim
+            and last.start + last.length == value.start
+        ):
+            merged[-1] = sliced(value.of, dim, last.start, last.length + value.length)
+        else:
+            merged.append(value)
+    return merged[0] if len(merged) == 1 else Joined(tuple(merged), dim)
