@@ -6,10 +6,10 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.protocols import Stage
-from d9d_core.traits import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle
+from d9d_core.traits import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle, modules_with
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.embedding import TokenEmbedding
-from d9d_nn.head import CausalLMHead
+from d9d_nn.heads.causal_lm import CausalLMHead
 from d9d_nn.initialization import Initialization
 from d9d_nn.linear import Linear
 from d9d_nn.rms_norm import RMSNorm
@@ -48,6 +48,42 @@ def test_head_norms_make_attention_blind_to_the_scale_of_queries() -> None:
     with torch.no_grad():
         layer.q_proj.weight.mul_(16)
     torch.testing.assert_close(layer(hidden, rotation, None), before, rtol=1e-4, atol=1e-5)
+
+
+def test_biases_are_optional_and_start_at_zero() -> None:
+    torch.manual_seed(0)
+    layer = GroupedQueryAttention(
+        32, query_heads=4, key_value_heads=2, head_dim=6, std=0.2, output_std=0.2, head_norm_eps=1e-6, bias=True
+    )
+    biases = {name: p for name, p in layer.named_parameters() if name.endswith("bias")}
+    assert {name: tuple(p.shape) for name, p in biases.items()} == {
+        "q_proj.bias": (24,),
+        "k_proj.bias": (12,),
+        "v_proj.bias": (12,),
+        "o_proj.bias": (32,),
+    }
+    hidden, rotation = torch.randn(1, 5, 32), RotaryEmbedding(6, theta=1e4)(torch.arange(5).unsqueeze(0))
+    assert torch.equal(layer(hidden, rotation, None), attention_layer()(hidden, rotation, None))
+    with torch.no_grad():
+        for bias in biases.values():
+            bias.fill_(1.0)
+    assert not torch.allclose(layer(hidden, rotation, None), attention_layer()(hidden, rotation, None))
+    for module in modules_with(layer, LateInit).values():
+        module.reset_parameters()
+    assert not any(bias.any() for bias in biases.values())
+
+
+def test_a_window_hides_what_is_further_back() -> None:
+    layer = GroupedQueryAttention(
+        32, query_heads=4, key_value_heads=2, head_dim=6, std=0.2, output_std=0.2, head_norm_eps=1e-6, window=3
+    )
+    assert layer.core.attention.static["window"] == 3
+    hidden, rotation = torch.randn(1, 6, 32), RotaryEmbedding(6, theta=1e4)(torch.arange(6).unsqueeze(0))
+    changed = hidden.clone()
+    changed[:, 1] += 1.0
+    before, after = layer(hidden, rotation, None), layer(changed, rotation, None)
+    differs = (before != after).any(dim=-1)[0].tolist()
+    assert differs == [False, True, True, True, False, False]
 
 
 def test_a_tensor_parallel_rank_may_hold_some_heads() -> None:
@@ -95,26 +131,6 @@ def test_weights_start_with_the_standard_deviation_asked_for() -> None:
 def test_depth_scaling_is_optional() -> None:
     assert Initialization().output_std(8) == pytest.approx(0.02 / math.sqrt(16))
     assert Initialization(std=0.1, depth_scaled=False).output_std(8) == 0.1
-
-
-def test_head_returns_losses_with_targets_and_logits_without() -> None:
-    torch.manual_seed(0)
-    head = CausalLMHead(8, 20, std=0.5)
-    hidden, targets = torch.randn(2, 3, 8), torch.randint(20, (2, 3))
-    logits = head(hidden)["logits"]
-    loss = head(hidden, targets)["token_loss"]
-    assert_close_values(loss, -logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1))
-
-
-def test_tied_head_has_no_parameter_and_needs_the_weight() -> None:
-    tied, hidden, weight = CausalLMHead(8, 20, std=0.5, tied=True), torch.randn(2, 3, 8), torch.randn(20, 8)
-    tied.reset_parameters()
-    assert not list(tied.parameters())
-    assert_close_values(tied(hidden, tied_weight=weight)["logits"], hidden @ weight.T)
-    with pytest.raises(ValueError, match="tied_weight"):
-        tied(hidden)
-    with pytest.raises(ValueError, match="tied_weight"):
-        CausalLMHead(8, 20, std=0.5)(hidden, tied_weight=weight)
 
 
 @given(layers=st.integers(1, 100), count=st.integers(1, 20))

@@ -6,18 +6,21 @@ from torch import nn
 
 
 class Linear(nn.Linear):
-    """``x @ weight.T``, without bias; weight [out_features, in_features].
+    """``x @ weight.T + bias``; weight [out_features, in_features], bias [out_features] if there is one.
 
     Args:
         in_features: features of the input.
         out_features: features of the output.
         std: standard deviation of the initial weights.
+        bias: whether there is a bias; it starts at zero.
     """
 
-    def __init__(self, in_features: int, out_features: int, *, std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, *, std: float, bias: bool = False) -> None:
         self.std = std  # before the base constructor, which calls reset_parameters
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, std)."""
+        """Draw the weight from N(0, std); zero the bias."""
         nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)

@@ -1,4 +1,4 @@
-"""What d9d-nn offers: the task causal_lm, its metric, and backends of the ops that PyTorch itself has fused."""
+"""What d9d-nn offers: the tasks causal_lm and classification, a metric, and backends of ops that PyTorch has fused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ D9D_API = 1
 
 @hookimpl
 def d9d_tasks() -> Iterable[TaskSpec]:
-    """Next-token prediction."""
+    """Next-token prediction, and one label per sample."""
     yield TaskSpec(
         name="causal_lm",
         summary="Next-token prediction; one loss term, cross_entropy.",
         config=Ref("d9d_nn.causal_lm.config:CausalLMConfig"),
         build=Ref("d9d_nn.causal_lm.task:CausalLM"),
         requires=frozenset({"model:causal_lm"}),
+    )
+    yield TaskSpec(
+        name="classification",
+        summary="One label per sample; one loss term, cross_entropy.",
+        config=Ref("d9d_nn.classification.config:ClassificationConfig"),
+        build=Ref("d9d_nn.classification.task:Classification"),
+        # Which heads a model has is its config's choice, not its record's: the task's check looks there.
     )
 
 
@@ -37,10 +44,25 @@ def d9d_kernels() -> Iterable[KernelSpec]:
     """Ops that PyTorch has fused."""
     yield KernelSpec(
         name="sdpa",
-        summary="torch scaled_dot_product_attention: fused, grouped heads, documents by a mask.",
+        summary="torch scaled_dot_product_attention: fused, grouped heads, documents and windows by a mask.",
         op="attention",
         supports=Ref("d9d_nn.ops.sdpa:supports"),
         build=Ref("d9d_nn.ops.sdpa:build"),
+    )
+    for name, kernel in (("flash", "FLASH"), ("cudnn", "CUDNN"), ("efficient", "EFFICIENT")):
+        yield KernelSpec(
+            name=f"sdpa_{name}",
+            summary=f"sdpa held to torch's {name} kernel; CUDA only, never chosen by itself.",
+            op="attention",
+            supports=Ref(f"d9d_nn.ops.sdpa_pinned:{kernel}.supports"),
+            build=Ref(f"d9d_nn.ops.sdpa_pinned:{kernel}.build"),
+        )
+    yield KernelSpec(
+        name="flex",
+        summary="torch flex_attention: skips what documents and windows hide; CUDA only, never chosen by itself.",
+        op="attention",
+        supports=Ref("d9d_nn.ops.flex:supports"),
+        build=Ref("d9d_nn.ops.flex:build"),
     )
     yield KernelSpec(
         name="torch",
@@ -53,8 +75,8 @@ def d9d_kernels() -> Iterable[KernelSpec]:
 
 @hookimpl
 def d9d_capabilities() -> Iterable[CapabilitySpec]:
-    """What the task asks of a model."""
+    """What the task causal_lm asks of a model."""
     yield CapabilitySpec(
         token="model:causal_lm",  # noqa: S106 - a capability token
-        summary="the model's last stage turns hidden states and targets into token_loss; see d9d_nn.head",
+        summary="the model's last stage turns hidden states and targets into token_loss; see d9d_nn.heads.causal_lm",
     )

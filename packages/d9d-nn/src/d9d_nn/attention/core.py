@@ -6,11 +6,13 @@ Shapes: B samples, S positions, N query heads, K key/value heads, D features of 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from d9d_core.ops import OpSlot
 from torch import Tensor, nn
 
-from d9d_nn.ops.attention import attention
+from d9d_nn.attention.masks import AttentionMasks
+from d9d_nn.ops.attention_slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
@@ -20,34 +22,39 @@ class AttentionCore(nn.Module):
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
+        window: how many positions a query sees, its own included; ``None`` for all.
     """
 
-    def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int) -> None:
+    def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None = None) -> None:
         super().__init__()
-        self.attention = OpSlot(
-            "attention",
-            attention,
-            query_heads=query_heads,
-            key_value_heads=key_value_heads,
-            head_dim=head_dim,
-            causal=True,
+        self.attention = AttentionSlot(
+            query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
         )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """The attention itself."""
         return {"attention": self.attention}
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Tensor | None = None
+    ) -> Tensor:
         """See :func:`d9d_nn.ops.attention.attention`.
 
         Args:
             query: [B, S, N, D].
             key: [B, S, K, D].
             value: [B, S, K, D].
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
 
         Returns:
             [B, S, N, D].
         """
-        out: Tensor = self.attention(query, key, value, documents)
+        if isinstance(documents, AttentionMasks):
+            if self.attention.mask_key in documents.prepared:
+                return self._attend(query, key, value, documents.prepared[self.attention.mask_key])
+            documents = documents.documents  # a layer that the model did not find, as one that replaced another
+        return self._attend(query, key, value, self.attention.prepare(documents, query.shape[1], query.device))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        out: Tensor = self.attention(query, key, value, mask)
         return out

@@ -12,6 +12,7 @@ from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.attention.core import AttentionCore
+from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.linear import Linear
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
@@ -29,6 +30,8 @@ class GroupedQueryAttention(nn.Module):
         std: initial standard deviation of the query, key and value projections.
         output_std: initial standard deviation of the output projection.
         head_norm_eps: RMSNorm of each query and key head before the rotation, with this epsilon; ``None`` for no norm.
+        bias: whether the four projections have biases; they start at zero.
+        window: how many positions a token sees, its own included; ``None`` for all earlier ones.
     """
 
     def __init__(
@@ -41,17 +44,21 @@ class GroupedQueryAttention(nn.Module):
         std: float,
         output_std: float,
         head_norm_eps: float | None = None,
+        bias: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self._heads = {"query heads": query_heads, "key/value heads": key_value_heads}
-        self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std)
-        self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std)
-        self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std)
-        self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std)
+        self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std, bias=bias)
+        self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias=bias)
+        self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias=bias)
+        self.o_proj = Linear(query_heads * head_dim, hidden_size, std=output_std, bias=bias)
         self.q_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
         self.k_norm = None if head_norm_eps is None else RMSNorm(head_dim, eps=head_norm_eps)
-        self.core = AttentionCore(query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim)
+        self.core = AttentionCore(
+            query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
+        )
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
@@ -67,7 +74,7 @@ class GroupedQueryAttention(nn.Module):
         return {"tp": self._heads}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Heads are split; the head norms see split heads and stay whole."""
+        """Heads are split; the head norms see split heads and stay whole. Who splits o_proj adds its bias once."""
         return {
             "q_proj": TensorStyle.COLUMN,
             "k_proj": TensorStyle.COLUMN,
@@ -75,13 +82,13 @@ class GroupedQueryAttention(nn.Module):
             "o_proj": TensorStyle.ROW,
         }
 
-    def forward(self, hidden: Tensor, rotation: Rotation, documents: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
         """Mix tokens of the same document.
 
         Args:
             hidden: [B, S, H].
             rotation: of each position.
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
 
         Returns:
             [B, S, H].

@@ -13,6 +13,9 @@ class CausalLMConfig(PluginConfig):
     name: Literal["causal_lm"] = "causal_lm"
     """Selects the plugin."""
 
+    head: str | None = None
+    """The model's head to train, of kind causal_lm; needed if the model has several heads."""
+
 
 class PerplexityConfig(PluginConfig):
     """Exponential of the mean token loss."""

@@ -14,6 +14,7 @@ from d9d_core.protocols import Microbatch, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
+from d9d_nn.heads.choice import choose_head, exceeded, read_output
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -23,10 +24,10 @@ class CausalLM:
     """One loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
 
     Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]. The
-    model's last stage returns ``token_loss`` float32 [B, S].
+    model's last stage returns ``token_loss`` float32 [B, S], as ``<head>/token_loss`` if it has several heads.
 
     Args:
-        config: has no settings yet.
+        config: which head.
     """
 
     def __init__(self, config: CausalLMConfig) -> None:
@@ -38,22 +39,13 @@ class CausalLM:
         return {_TERM: 1.0}
 
     def check(self, model: Any, facts: State) -> None:
-        """Compare vocabulary and sequence length of model and data, as far as both state them.
+        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
 
         Raises:
-            JobError: the data has token ids or positions that the model has not.
+            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
         """
-        problems = [
-            f"model.{field}: the model has {have} {what}, the data has {need}; "
-            f"set model.{field} to {need} or more, or {otherwise}"
-            for field, fact, what, otherwise in (
-                ("vocab_size", "vocab_size", "token ids", "give the data a smaller vocabulary"),
-                ("max_positions", "sequence_length", "positions", "lower data.sequence_length"),
-            )
-            if isinstance(have := getattr(model, field, None), int)
-            and isinstance(need := facts.get(fact), int)
-            and need > have
-        ]
+        choose_head(model, "causal_lm", self.config.head)
+        problems = exceeded(model, facts)
         if problems:
             raise JobError("\n".join(problems))
 
@@ -71,9 +63,14 @@ class CausalLM:
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """The sum of the token losses; ignored targets have none."""
-        return {_TERM: outputs["token_loss"].sum()}
+        """The sum of the token losses; ignored targets have none.
+
+        Raises:
+            JobError: the model has no such output.
+        """
+        return {_TERM: read_output(outputs, "token_loss", self.config.head).sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """``token_loss`` and ``targets``."""
-        return {"token_loss": outputs["token_loss"].detach(), "targets": microbatch["targets"]}
+        loss = read_output(outputs, "token_loss", self.config.head)
+        return {"token_loss": loss.detach(), "targets": microbatch["targets"]}

@@ -2,8 +2,10 @@
 
 Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
 
-Backends are functions with the signature of :func:`attention`. The slot's static facts are ``head_dim``,
-``query_heads``, ``key_value_heads`` and ``causal``.
+The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
+refuses a window it does not compute. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
+``documents`` as :func:`attention` reads them, or, if the function has an attribute ``prepare``, what that returned; see
+:class:`d9d_nn.ops.attention_slot.AttentionSlot`.
 """
 
 from __future__ import annotations
@@ -14,24 +16,29 @@ import torch
 from torch import Tensor
 
 
-def visible(length: int, documents: Tensor | None, device: torch.device) -> Tensor:
-    """Which keys a query sees: those at its own and earlier positions, in its own document.
+def visible(length: int, documents: Tensor | None, device: torch.device, window: int | None = None) -> Tensor:
+    """Which keys a query sees: its own and earlier positions, in its own document, not further back than the window.
 
     Args:
         length: S.
         documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
         device: where the result lives.
+        window: how many positions a query sees, its own included; ``None`` for all.
 
     Returns:
         bool [S, S], or [B, S, S] with documents; ``[..., query, key]``. The diagonal is always true.
     """
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if window is not None:
+        seen = seen.triu_(1 - window)
     if documents is None:
-        return causal
-    return causal & (documents[:, :, None] == documents[:, None, :])
+        return seen
+    return seen & (documents[:, :, None] == documents[:, None, :])
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None, *, window: int | None = None
+) -> Tensor:
     """Reference: ``softmax(query @ key.T / sqrt(D), over visible keys) @ value``, the softmax in float32 or wider.
 
     Query head n reads key and value head ``n // G`` (Ainslie et al. 2023, "GQA", section 2.2). The scores of all pairs
@@ -42,6 +49,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | Non
         key: [B, S, K, D].
         value: [B, S, K, D].
         documents: int64 [B, S]; ``None`` if a sample is one document.
+        window: a query sees a key iff ``0 <= query position - key position < window`` (Beltagy et al. 2020,
+            "Longformer", section 3.1, causal); ``None`` for all earlier keys.
 
     Returns:
         [B, S, N, D] in the dtype of ``value``.
@@ -49,7 +58,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | Non
     samples, length, heads, features = query.shape
     grouped = query.view(samples, length, key.shape[2], -1, features)
     scores = torch.einsum("bskgd,btkd->bkgst", grouped, key) / math.sqrt(features)
-    mask = visible(length, documents, query.device)
+    mask = visible(length, documents, query.device, window)
     if documents is not None:
         mask = mask[:, None, None]
     widest = torch.promote_types(scores.dtype, torch.float32)

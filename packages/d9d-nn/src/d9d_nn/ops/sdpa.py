@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from d9d_core.ops import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
@@ -24,24 +25,46 @@ def supports(signature: OpSignature) -> Decision:
         )
     if not signature.static.get("causal", True):
         return Decision(accept=False, reason="computes causal attention only")
-    return Decision(
-        accept=True,
-        reason="fused; with documents it reads a mask of S x S per sample, without them none",
-        priority=10,
-    )
+    masks = "with documents it reads a mask of S x S per sample, without them none"
+    if signature.static.get("window") is not None:
+        masks = "a window makes it read a mask of S x S, per sample with documents"
+    return Decision(accept=True, reason=f"fused, torch picks the kernel; {masks}", priority=10)
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """The function for this device."""
+    """The function for this device and window."""
     # On CUDA, the flash and cuDNN kernels read grouped heads, those that take a mask do not; on CPU all do.
-    grouped_with_mask = signature.device == "cpu"
+    return Sdpa(signature.static.get("window"), grouped_with_mask=signature.device == "cpu")
 
-    def sdpa(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+
+class Sdpa:
+    """Calls ``scaled_dot_product_attention``.
+
+    Args:
+        window: how many positions a query sees, its own included; ``None`` for all.
+        grouped: whether the kernels that read no mask read grouped heads; if not, they are repeated.
+        grouped_with_mask: the same for kernels that read a mask.
+    """
+
+    def __init__(self, window: int | None, *, grouped_with_mask: bool, grouped: bool = True) -> None:
+        self._window = window
+        self._grouped = grouped
+        self._grouped_with_mask = grouped_with_mask
+
+    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+        """The mask: bool [B, 1, S, S] with documents, [S, S] with a window alone; ``None`` if plain causal will do."""
+        if documents is not None:
+            return visible(length, documents, device, self._window)[:, None]
+        if self._window is not None and self._window < length:
+            return visible(length, None, device, self._window)
+        return None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See :func:`d9d_nn.ops.attention.attention`; ``mask`` is what :meth:`prepare` made."""
         groups = query.shape[2] // key.shape[2]
-        grouped = groups > 1 and (documents is None or grouped_with_mask)
+        grouped = groups > 1 and (self._grouped if mask is None else self._grouped_with_mask)
         if groups > 1 and not grouped:
             key, value = _repeat(key, groups), _repeat(value, groups)
-        mask = None if documents is None else visible(query.shape[1], documents, query.device)[:, None]
         mixed = functional.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -51,8 +74,6 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
             enable_gqa=grouped,
         )
         return mixed.transpose(1, 2)
-
-    return sdpa
 
 
 def _repeat(heads: Tensor, groups: int) -> Tensor:

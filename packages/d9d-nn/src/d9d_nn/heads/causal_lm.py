@@ -9,10 +9,31 @@ from collections.abc import Mapping
 
 import torch
 from d9d_core.ops import OpSlot
+from d9d_core.traits import TensorStyle
 from torch import Tensor, nn
 from torch.nn import functional
 
 from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class VocabularyWeight(nn.Module):
+    """Part of a head's weight, under a name of its own.
+
+    Args:
+        words: how many words of the vocabulary it holds.
+        features: H.
+        std: standard deviation of the initial weights.
+    """
+
+    def __init__(self, words: int, features: int, *, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(words, features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, std)."""
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class CausalLMHead(nn.Module):
@@ -23,32 +44,47 @@ class CausalLMHead(nn.Module):
     A tied head has no parameter: its caller passes the embedding's weight. So the parameter exists once, under one
     name, and materialising a model cannot separate the two.
 
+    A head with added tokens has two parameters, ``regular.weight`` and ``added.weight``, and puts them in a row for
+    each call: one copy of V x H numbers forward, and one more for their gradient.
+
     Args:
         hidden_size: H.
         vocabulary: V.
         std: standard deviation of the initial weights.
         tied: whether the caller brings the weight.
+        added_tokens: how many of the last words have a parameter of their own; less than V.
     """
 
     weight: nn.Parameter | None
 
-    def __init__(self, hidden_size: int, vocabulary: int, *, std: float, tied: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, vocabulary: int, *, std: float, tied: bool = False, added_tokens: int = 0
+    ) -> None:
         super().__init__()
-        self.std = std
-        self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocabulary, hidden_size)))
+        self.std, self.tied = std, tied
+        self.split = added_tokens > 0 and not tied
+        whole = not tied and not self.split
+        self.register_parameter("weight", nn.Parameter(torch.empty(vocabulary, hidden_size)) if whole else None)
+        if self.split:
+            self.regular = VocabularyWeight(vocabulary - added_tokens, hidden_size, std=std)
+            self.added = VocabularyWeight(added_tokens, hidden_size, std=std)
         self.linear_cross_entropy = OpSlot(
             "linear_cross_entropy", linear_cross_entropy, features=hidden_size, vocabulary=vocabulary
         )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight from N(0, std); a tied head has none."""
+        """Draw the weight from N(0, std); a tied or split head has none of its own."""
         if self.weight is not None:
             nn.init.normal_(self.weight, std=self.std)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Projection and loss in one."""
         return {"linear_cross_entropy": self.linear_cross_entropy}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Each part is split over its share of the vocabulary; a weight in one piece is the owner's to name."""
+        return {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB} if self.split else {}
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied_weight: Tensor | None = None
@@ -66,9 +102,14 @@ class CausalLMHead(nn.Module):
         Raises:
             ValueError: a tied head got no weight, or an untied one got one.
         """
-        if (self.weight is None) == (tied_weight is None):
+        if self.tied == (tied_weight is None):
             raise ValueError("pass tied_weight to a tied head, and only to a tied head")
-        weight = self.weight if tied_weight is None else tied_weight
+        weight = self._own_weight() if tied_weight is None else tied_weight
         if targets is None:
-            return {"logits": functional.linear(hidden, weight)}  # type: ignore[arg-type]
+            return {"logits": functional.linear(hidden, weight)}
         return {"token_loss": self.linear_cross_entropy(hidden, weight, targets)}
+
+    def _own_weight(self) -> Tensor:
+        if self.weight is not None:
+            return self.weight
+        return torch.cat([self.regular.weight, self.added.weight])

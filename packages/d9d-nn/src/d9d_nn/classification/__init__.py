@@ -1,0 +1,1 @@
+"""Sorting samples into classes: the task ``classification``."""

@@ -1,0 +1,17 @@
+"""Config of the task."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config.base import PluginConfig
+
+
+class ClassificationConfig(PluginConfig):
+    """One label per sample."""
+
+    name: Literal["classification"] = "classification"
+    """Selects the plugin."""
+
+    head: str | None = None
+    """The model's head to train, of kind classification; needed if the model has several heads."""

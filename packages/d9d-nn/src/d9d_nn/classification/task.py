@@ -1,0 +1,85 @@
+"""The task ``classification``: predict the label of each sample.
+
+Shapes: B samples, S positions, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.errors import JobError
+from d9d_core.protocols import Microbatch, StageInputs, State
+from torch import Tensor
+from torch.nn import functional
+
+from d9d_nn.classification.config import ClassificationConfig
+from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+
+_TERM = "cross_entropy"
+
+
+class Classification:
+    """One loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
+
+    Microbatches hold ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 for a sample that does not
+    count. They may hold ``lengths`` int64 [B], and ``positions`` and ``documents``, int64 [B, S]; a sample is one text.
+    The model's last stage returns ``class_logits`` [B, C], as ``<head>/class_logits`` if it has several heads.
+
+    Args:
+        config: which head.
+    """
+
+    def __init__(self, config: ClassificationConfig) -> None:
+        self.config = config
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The one term, counted once."""
+        return {_TERM: 1.0}
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare classes, vocabulary and sequence length, as far as model and data state them.
+
+        Raises:
+            JobError: the head cannot be found, or the data has classes, token ids or positions that the model has not.
+        """
+        head = choose_head(model, "classification", self.config.head)
+        problems = exceeded(model, facts)
+        have, need = getattr(head, "num_classes", None), facts.get("num_classes")
+        if isinstance(have, int) and isinstance(need, int) and need > have:
+            problems.append(
+                f"model.heads: the head has {have} classes, the data has {need}; set its num_classes to {need} or more"
+            )
+        if problems:
+            raise JobError("\n".join(problems))
+
+    def count(self, microbatch: Microbatch) -> int:
+        """B x S, padding included."""
+        return microbatch["tokens"].numel()
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """The number of labels that are predicted."""
+        return {_TERM: (microbatch["labels"] != IGNORE).sum(dtype=torch.float32)}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Tokens enter the first stage; positions, documents and lengths reach every stage."""
+        shared = {name: microbatch[name] for name in ("positions", "documents", "lengths") if name in microbatch}
+        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """The sum of the samples' losses, computed in float32 or wider; ignored labels have none.
+
+        Raises:
+            JobError: the model has no such output.
+        """
+        logits = read_output(outputs, "class_logits", self.config.head)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return {_TERM: functional.cross_entropy(wide, microbatch["labels"], ignore_index=IGNORE, reduction="sum")}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """``class_logits`` and ``labels``."""
+        logits = read_output(outputs, "class_logits", self.config.head)
+        return {"class_logits": logits.detach(), "labels": microbatch["labels"]}

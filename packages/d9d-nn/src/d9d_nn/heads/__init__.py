@@ -1,0 +1,1 @@
+"""What a model computes from its hidden states: token losses, classes, embeddings."""

@@ -1,0 +1,72 @@
+"""How a task finds the head it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from d9d_core.config.base import closest
+from d9d_core.errors import JobError
+from d9d_core.protocols import State
+
+T = TypeVar("T")
+
+
+def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
+    """The config of the head that a task reads; ``None`` if the model's config states no heads.
+
+    Args:
+        model: the model's config, with heads by name in ``heads`` if it has several kinds.
+        kind: of head that the task needs.
+        name: ``task.head``; may be ``None`` if the model has one head.
+
+    Raises:
+        JobError: there is no such head, it is of another kind, or several exist and none is named.
+    """
+    heads = getattr(model, "heads", None)
+    if not isinstance(heads, Mapping):
+        if name is not None:
+            raise JobError(f"task.head: '{name}' is no head of the model, which states none; leave task.head out")
+        return None
+    kinds = ", ".join(f"{other} ({head.kind})" for other, head in heads.items())
+    if name is None and len(heads) > 1:
+        raise JobError(f"task.head: the model has several heads, name one of kind {kind}: {kinds}")
+    if name is None:
+        (name,) = heads
+    elif name not in heads:
+        near = closest(name, heads)
+        hint = f"did you mean '{near}'? " if near else ""
+        raise JobError(f"task.head: the model has no head '{name}'; {hint}it has: {kinds}")
+    if heads[name].kind != kind:
+        raise JobError(
+            f"task.head: the task needs a head of kind {kind}, the model has: {kinds}; "
+            f"add {{kind: {kind}}} to model.heads, or choose another task"
+        )
+    return heads[name]
+
+
+def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
+    """One output of the chosen head; that of an only head has no prefix.
+
+    Raises:
+        JobError: the model did not compute it.
+    """
+    for found in (key,) if head is None else (f"{head}/{key}", key):
+        if found in outputs:
+            return outputs[found]
+    raise JobError(f"task: the model gave no '{key}'; it gave: {', '.join(outputs) or 'nothing'}")
+
+
+def exceeded(model: Any, facts: State) -> list[str]:
+    """What the data has and the model has not, a line each: token ids and positions, as far as both state them."""
+    return [
+        f"model.{field}: the model has {have} {what}, the data has {need}; "
+        f"set model.{field} to {need} or more, or {otherwise}"
+        for field, fact, what, otherwise in (
+            ("vocab_size", "vocab_size", "token ids", "give the data a smaller vocabulary"),
+            ("max_positions", "sequence_length", "positions", "lower data.sequence_length"),
+        )
+        if isinstance(have := getattr(model, field, None), int)
+        and isinstance(need := facts.get(fact), int)
+        and need > have
+    ]

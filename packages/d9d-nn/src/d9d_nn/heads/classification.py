@@ -1,0 +1,36 @@
+"""The head of a classifier. Shapes: B samples, S positions, H features, C classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_nn.heads.config import Pooling
+from d9d_nn.heads.pooling import pool
+
+
+class ClassificationHead(nn.Module):
+    """Pools each sample and projects it to classes; weight [C, H], no bias.
+
+    Args:
+        hidden_size: H.
+        num_classes: C.
+        pooling: which positions stand for a sample.
+        std: standard deviation of the initial weights.
+    """
+
+    def __init__(self, hidden_size: int, num_classes: int, *, pooling: Pooling, std: float) -> None:
+        super().__init__()
+        self.pooling, self.std = pooling, std
+        self.weight = nn.Parameter(torch.empty(num_classes, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, std)."""
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
+        """Hidden states [B, S, H], and tokens of each sample int64 [B] -> ``{"class_logits": float32 [B, C]}``."""
+        logits = functional.linear(pool(hidden, lengths, self.pooling), self.weight)
+        return {"class_logits": logits.to(torch.promote_types(logits.dtype, torch.float32))}

@@ -1,0 +1,116 @@
+"""Configs of heads: a model's config holds them by name. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal
+
+from d9d_core.config.base import Section
+from pydantic import Field, PositiveInt
+
+Pooling = Literal["last", "mean"]
+Layers = Annotated[list[int], Field(min_length=1)]
+
+
+class CausalLMHeadConfig(Section):
+    """Predicts the next token. Gives ``token_loss`` float [B, S] with targets, else ``logits`` [B, S, V]."""
+
+    kind: Literal["causal_lm"] = "causal_lm"
+    """Selects the head."""
+
+
+class ClassificationHeadConfig(Section):
+    """Sorts samples into classes. Gives ``class_logits`` float [B, C]."""
+
+    kind: Literal["classification"] = "classification"
+    """Selects the head."""
+
+    num_classes: int = Field(ge=2)
+    """Number of classes, C."""
+
+    pooling: Pooling = "last"
+    """What stands for a sample: its last position, or the mean of all."""
+
+    layers: Layers | None = None
+    """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
+    last layer."""
+
+
+class EmbeddingHeadConfig(Section):
+    """Turns samples into vectors. Gives ``embedding`` float [B, D]; has no parameters."""
+
+    kind: Literal["embedding"] = "embedding"
+    """Selects the head."""
+
+    pooling: Pooling = "last"
+    """What stands for a sample: its last position, or the mean of all."""
+
+    normalize: bool = True
+    """Scale vectors to length one."""
+
+    dim: PositiveInt | None = None
+    """Keep the first features only, D of them; null keeps all."""
+
+    layers: Layers | None = None
+    """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
+    last layer."""
+
+
+HeadConfig = Annotated[CausalLMHeadConfig | ClassificationHeadConfig | EmbeddingHeadConfig, Field(discriminator="kind")]
+HeadName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
+Heads = Annotated[dict[HeadName, HeadConfig], Field(min_length=1)]
+
+
+def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
+    """The layers whose mean a head reads, ascending from 0; ``None`` if it reads the final state.
+
+    Args:
+        head: its config.
+        num_layers: of the whole model.
+
+    Raises:
+        ValueError: the model has no such layer, or a layer is named twice.
+    """
+    layers: Sequence[int] | None = getattr(head, "layers", None)
+    if layers is None:
+        return None
+    if outside := [layer for layer in layers if not -num_layers <= layer < num_layers]:
+        raise ValueError(
+            f"there is no layer {outside[0]} in a model of {num_layers}; give {-num_layers} to {num_layers - 1}"
+        )
+    found = tuple(sorted(layer % num_layers for layer in layers))
+    if twice := [layer for layer in set(found) if found.count(layer) > 1]:
+        raise ValueError(f"layer {min(twice)} appears twice in {list(layers)}; name each layer once")
+    return found
+
+
+def check_heads(
+    heads: Mapping[str, HeadConfig], *, hidden_size: int | None, num_layers: int | None, tied: bool | None
+) -> None:
+    """Compare heads with the model that they sit on; what is ``None`` is not compared.
+
+    Args:
+        heads: by name.
+        hidden_size: features of a hidden state.
+        num_layers: of the whole model.
+        tied: whether a head takes its weight from the embedding.
+
+    Raises:
+        ValueError: a head reads a layer or more features than there are, or no one head can be tied.
+    """
+    for name, head in heads.items():
+        if num_layers is not None:
+            try:
+                head_layers(head, num_layers)
+            except ValueError as error:
+                raise ValueError(f"{name}.layers: {error}") from None
+        dim = head.dim if isinstance(head, EmbeddingHeadConfig) else None
+        if hidden_size is not None and dim is not None and dim > hidden_size:
+            raise ValueError(f"{name}.dim: {dim} is more than hidden_size = {hidden_size}; give at most {hidden_size}")
+    language = [name for name, head in heads.items() if head.kind == "causal_lm"]
+    if tied and len(language) != 1:
+        have = f"{len(language)} causal_lm heads ({', '.join(language)})" if language else "no causal_lm head"
+        raise ValueError(
+            f"tie_embeddings gives the embedding's weight to the one causal_lm head, but the model has {have}; "
+            "set tie_embeddings to false" + (" or keep one of them" if language else " or add {kind: causal_lm}")
+        )

@@ -1,0 +1,31 @@
+"""The head of an embedding model. Shapes: B samples, S positions, H features, D features of an embedding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_nn.heads.config import Pooling
+from d9d_nn.heads.pooling import pool
+
+
+class EmbeddingHead(nn.Module):
+    """Pools each sample, keeps its first features and scales what is left to length one. No parameters.
+
+    Args:
+        pooling: which positions stand for a sample.
+        normalize: whether vectors get length one.
+        dim: D; ``None`` keeps all H features.
+    """
+
+    def __init__(self, *, pooling: Pooling, normalize: bool, dim: int | None) -> None:
+        super().__init__()
+        self.pooling, self.normalize, self.dim = pooling, normalize, dim
+
+    def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
+        """Hidden states [B, S, H], and tokens of each sample int64 [B] -> ``{"embedding": float32 [B, D]}``."""
+        pooled = pool(hidden, lengths, self.pooling)[:, : self.dim]
+        wide = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
+        # A plain slice is a view, and FSDP2 warns of modules that return views.
+        return {"embedding": functional.normalize(wide, dim=-1) if self.normalize else wide.clone()}

@@ -1,0 +1,99 @@
+"""All heads of a model. Shapes: B samples, S positions, H features, V words of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.errors import BuildError
+from d9d_core.traits import TensorStyle
+from torch import Tensor, nn
+
+from d9d_nn.heads.causal_lm import CausalLMHead
+from d9d_nn.heads.classification import ClassificationHead
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, HeadConfig, head_layers
+from d9d_nn.heads.embedding import EmbeddingHead
+from d9d_nn.heads.layer_mean import Layers
+
+
+class Heads(nn.ModuleDict):
+    """A model's heads by name, each with what it reads.
+
+    Args:
+        configs: by name.
+        hidden_size: H.
+        vocabulary: V.
+        num_layers: of the whole model.
+        std: standard deviation of the initial weights.
+        tied: whether causal_lm heads take the embedding's weight.
+        added_tokens: how many of the last words have a parameter of their own in a causal_lm head.
+
+    Raises:
+        BuildError: a head has the name of an attribute of modules.
+    """
+
+    def __init__(
+        self,
+        configs: Mapping[str, HeadConfig],
+        *,
+        hidden_size: int,
+        vocabulary: int,
+        num_layers: int,
+        std: float,
+        tied: bool = False,
+        added_tokens: int = 0,
+    ) -> None:
+        super().__init__()
+        self._reads: dict[str, Layers | None] = {}
+        for name, config in configs.items():
+            if hasattr(self, name):
+                raise BuildError(f"model.heads: '{name}' cannot be the name of a head; modules have such an attribute")
+            self._reads[name] = head_layers(config, num_layers)
+            if isinstance(config, ClassificationHeadConfig):
+                self[name] = ClassificationHead(hidden_size, config.num_classes, pooling=config.pooling, std=std)
+            elif isinstance(config, EmbeddingHeadConfig):
+                self[name] = EmbeddingHead(pooling=config.pooling, normalize=config.normalize, dim=config.dim)
+            else:
+                self[name] = CausalLMHead(hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens)
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Language model heads are split over the vocabulary. The others pool, so they need all positions."""
+        return {
+            name: TensorStyle.VOCAB for name, head in self.items() if isinstance(head, CausalLMHead) and not head.split
+        }
+
+    def forward(
+        self,
+        final: Tensor,
+        means: Mapping[Layers, Tensor],
+        *,
+        targets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        tied_weight: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Run the heads.
+
+        Of several heads, one of kind causal_lm runs only with targets: logits that nobody reads would be the largest
+        tensor of the step. To have them, call the head itself.
+
+        Args:
+            final: normalised output of the last layer, [B, S, H].
+            means: see :mod:`d9d_nn.heads.layer_mean`.
+            targets: int64 [B, S]; -100 where nothing is predicted.
+            lengths: int64 [B], tokens of each right-padded sample; ``None`` if there is no padding.
+            tied_weight: [V, H] for tied heads.
+
+        Returns:
+            The one head's outputs by their own names, or those of several by ``"<head>/<name>"``.
+        """
+        outputs: dict[str, Tensor] = {}
+        for name, head in self.items():
+            layers = self._reads[name]
+            hidden = final if layers is None else means[layers]
+            if not isinstance(head, CausalLMHead):
+                mine = head(hidden, lengths)
+            elif targets is not None or len(self) == 1:
+                mine = head(hidden, targets, tied_weight)
+            else:
+                continue
+            outputs |= mine if len(self) == 1 else {f"{name}/{key}": tensor for key, tensor in mine.items()}
+        return outputs

@@ -1,0 +1,63 @@
+"""The mean of several layers' outputs, added up while they are computed, over all pipeline stages.
+
+An output counts as the model's final norm leaves it. The norm's weight is on the last stage only and is the same for
+all layers, so stages add up ``x / rms(x)`` and the weight comes last. Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Layers = tuple[int, ...]
+
+
+def sum_name(layers: Layers) -> str:
+    """What a running sum is called on its way between stages, for example ``layer_sum_0_2``."""
+    return "_".join(("layer_sum", *map(str, layers)))
+
+
+class LayerSums:
+    """The running sums of one forward.
+
+    Args:
+        wanted: which layers are summed together, ascending.
+        eps: added to the mean square, as in the final norm.
+        so_far: what earlier stages have sent, by :func:`sum_name`.
+    """
+
+    def __init__(self, wanted: Iterable[Layers], eps: float, so_far: Mapping[str, Tensor]) -> None:
+        self._wanted, self._eps = tuple(wanted), eps
+        self._sums = dict(so_far)
+        if unknown := so_far.keys() - {sum_name(layers) for layers in self._wanted}:
+            raise TypeError(f"unexpected input '{min(unknown)}'")
+
+    def add(self, layer: int, hidden: Tensor) -> None:
+        """Count the output of a layer, [B, S, H]."""
+        names = [sum_name(layers) for layers in self._wanted if layer in layers]
+        if names:
+            scaled = functional.rms_norm(hidden, hidden.shape[-1:], eps=self._eps).to(hidden.dtype)
+            for name in names:
+                self._sums[name] = self._sums[name] + scaled if name in self._sums else scaled
+
+    def to_send(self) -> dict[str, Tensor]:
+        """What the next stage needs: sums of which one layer or more have been counted, [B, S, H] each."""
+        return self._sums
+
+    def means(self, norm_weight: Tensor) -> dict[Layers, Tensor]:
+        """Layers -> the mean of their normalised outputs, [B, S, H], when all have been counted."""
+        return {layers: self._mean(layers, norm_weight) for layers in self._wanted}
+
+    def _mean(self, layers: Layers, norm_weight: Tensor) -> Tensor:
+        total = self._sums[sum_name(layers)]
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
+        return (wide / len(layers) * norm_weight).to(total.dtype)
+
+
+def sums_begun(wanted: Iterable[Layers], layers_done: Sequence[int] | range) -> list[str]:
+    """Names of the sums that exist once these layers of a model have run."""
+    done = set(layers_done)
+    return [sum_name(layers) for layers in wanted if done & set(layers)]
