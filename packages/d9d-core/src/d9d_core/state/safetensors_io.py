@@ -12,12 +12,13 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from d9d_core.errors import CheckpointError
+from d9d_core.traits import TensorSpec
 
 _DTYPES = {
     "F64": torch.float64,
@@ -25,7 +26,9 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -39,6 +42,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
+_METADATA = "__metadata__"
 _ALIGNMENT = 8
 # As the safetensors library has it: a longer header is an attack or a damaged length.
 _MAX_HEADER = 100_000_000
@@ -74,8 +78,8 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
     # Widest first, so that every entry is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     digest, size = hashlib.sha256(), 0
-    header = _header({name: tensors[name] for name in names})
-    for content in itertools.chain([memoryview(header)], (_bytes_of(tensors[name]) for name in names)):
+    layout = plan_layout({name: TensorSpec(tuple(tensors[name].shape), tensors[name].dtype) for name in names})
+    for content in itertools.chain([memoryview(layout.header)], (_bytes_of(tensors[name]) for name in names)):
         for start in range(0, len(content), _CHUNK):
             chunk = content[start : start + _CHUNK]
             digest.update(chunk)
@@ -84,22 +88,58 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
     return Written(size, digest.hexdigest())
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything stands in a file.
+
+    Attributes:
+        header: its first bytes.
+        starts: where the bytes of each tensor begin in the file.
+        bytes: size of the file.
+    """
+
+    header: bytes
+    starts: Mapping[str, int]
+    bytes: int
+
+
+def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> Layout:
+    """Place tensors in a file one after the other, in the order given.
+
+    Args:
+        specs: widest dtype first, so that every entry is aligned.
+        metadata: notes in the header.
+
+    Raises:
+        CheckpointError: the format has no such dtype, or keeps the name for itself.
+    """
     entries: dict[str, Any] = {}
+    starts: dict[str, int] = {}
     end = 0
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"tensor '{name}' is {tensor.dtype}, which a safetensors file cannot hold")
-        start, end = end, end + tensor.numel() * tensor.itemsize
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for name, spec in specs.items():
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(f"tensor '{name}' is {spec.dtype}, which a safetensors file cannot hold")
+        if name == _METADATA:
+            raise CheckpointError(f"no tensor can be called '{name}' in a safetensors file: rename it")
+        start, end = end, end + math.prod(spec.shape) * spec.dtype.itemsize
+        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        starts[name] = start
+    if metadata:
+        entries = {_METADATA: dict(metadata), **entries}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return Layout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return memory_of(tensor.detach().cpu().contiguous())
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, not copied."""
+    # A contiguous tensor of one element may have any stride, and then view() refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +156,42 @@ class Entry:
     shape: tuple[int, ...]
     start: int
 
+    def has_window(self, offset: Sequence[int], shape: Sequence[int]) -> bool:
+        """Whether a window of ``shape`` at ``offset`` lies inside."""
+        return len(offset) == len(shape) == len(self.shape) and all(
+            0 <= first <= size - length for first, length, size in zip(offset, shape, self.shape, strict=True)
+        )
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Bytes that are read at any place. Safe for threads if ``read_into`` is."""
+
+    def size(self) -> int:
+        """How many bytes there are."""
+        ...
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        """Fill the beginning of ``view`` with the bytes from ``start``; returns how many, 0 at the end."""
+        ...
+
+
+class _Seeking:
+    """A file with one position: for one thread."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def size(self) -> int:
+        return self._file.seek(0, 2)
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        self._file.seek(start)
+        return int(self._file.readinto(view))  # type: ignore[attr-defined] # every binary file has it
+
 
 class TensorFile:
-    """A safetensors file that is read by windows.
+    """A safetensors file that is read by windows. As safe for threads as its source.
 
     Args:
         file: can be positioned.
@@ -128,12 +201,12 @@ class TensorFile:
         CheckpointError: the header is damaged, or claims something else than the file holds.
     """
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
-        self._file = file
+    def __init__(self, file: BinaryIO | Source, name: str) -> None:
+        self._source: Source = file if isinstance(file, Source) else _Seeking(file)
         self._name = name
         try:
             self.entries = self._read_header()
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise self._damaged(f"its header is unreadable ({type(error).__name__}: {error})") from error
 
     def read(self, key: str, offset: Sequence[int], into: Tensor) -> None:
@@ -150,10 +223,7 @@ class TensorFile:
         entry = self.entries.get(key)
         if entry is None:
             raise self._damaged(f"it has no entry '{key}'")
-        inside = len(offset) == into.ndim == len(entry.shape) and all(
-            0 <= first <= size - length for first, length, size in zip(offset, into.shape, entry.shape, strict=True)
-        )
-        if not inside or entry.dtype != into.dtype:
+        if not entry.has_window(offset, into.shape) or entry.dtype != into.dtype:
             raise self._damaged(
                 f"entry '{key}' is {entry.dtype} {list(entry.shape)}; "
                 f"it has no {into.dtype} window {list(into.shape)} at {list(offset)}"
@@ -188,26 +258,31 @@ class TensorFile:
                 part.copy_(whole[(slice(None), *window)])
 
     def _read_bytes(self, start: int, target: Tensor) -> None:
-        view = target.reshape(-1).view(torch.uint8).numpy().data
-        self._file.seek(start)
+        self._read_whole(start, memory_of(target))
+
+    def _read_whole(self, start: int, view: memoryview) -> None:
         while view:
-            count = self._file.readinto(view)  # type: ignore[attr-defined] # every binary file has it
+            count = self._source.read_into(start, view)
             if not count:
                 raise self._damaged("it ends early")
-            view = view[count:]
+            start, view = start + count, view[count:]
 
     def _read_header(self) -> dict[str, Entry]:
-        size = self._file.seek(0, 2)
-        self._file.seek(0)
-        length = int.from_bytes(self._file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
+        size = self._source.size()
+        prefix = bytearray(min(size, _LENGTH_BYTES))
+        self._read_whole(0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
             raise self._damaged(f"it has {size} bytes and claims a header of {length}")
-        text = self._file.read(length).decode()
-        header = json.loads(text, object_pairs_hook=_once)
-        header.pop("__metadata__", None)
+        text = bytearray(length)
+        self._read_whole(_LENGTH_BYTES, memoryview(text))
+        header = json.loads(text.decode(), object_pairs_hook=_once)
+        header.pop(_METADATA, None)
         begin = _LENGTH_BYTES + length
         entries, spans = {}, []
         for name, facts in header.items():
+            if facts["dtype"] not in _DTYPES:
+                raise ValueError(f"entry '{name}' is {facts['dtype']}, which torch has no dtype for")
             dtype, shape, (start, end) = _DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
             if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
                 raise ValueError(f"entry '{name}' has a size or an offset that is no natural number")

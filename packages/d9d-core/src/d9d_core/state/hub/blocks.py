@@ -1,0 +1,69 @@
+"""Tensors of any size, piece by piece through a buffer of fixed size."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+#: Bytes of a block: large enough that starting a copy costs nothing, small enough to have one for each thread.
+BLOCK = 1 << 24
+
+
+def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut an array into blocks that are consecutive in row-major order.
+
+    Args:
+        shape: of the array.
+        limit: most elements of a block, at least one.
+
+    Yields:
+        Offset and shape of each block; nothing for an empty array.
+    """
+    total, row = math.prod(shape), math.prod(shape[1:])
+    if 0 < total <= limit:
+        yield (0,) * len(shape), tuple(shape)
+    elif total and row <= limit:
+        rest = (0,) * (len(shape) - 1)
+        step = limit // row
+        for first in range(0, shape[0], step):
+            yield (first, *rest), (min(step, shape[0] - first), *shape[1:])
+    elif total:
+        for first in range(shape[0]):
+            for offset, size in blocks(shape[1:], limit):
+                yield (first, *offset), (1, *size)
+
+
+class BlockBuffer:
+    """A buffer for each thread, allocated when it first asks.
+
+    Args:
+        limit: bytes, enough for one element.
+    """
+
+    def __init__(self, limit: int = BLOCK) -> None:
+        self._limit = limit
+        self._memory = threading.local()
+
+    def views(self, tensor: Tensor, itemsize: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Views of a tensor that fit the buffer with elements of ``itemsize`` bytes, with their offsets, in order."""
+        for offset, shape in blocks(tensor.shape, self._limit // itemsize):
+            yield offset, tensor[tuple(slice(first, first + n) for first, n in zip(offset, shape, strict=True))]
+
+    def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Contiguous memory for a block, valid until the thread asks again.
+
+        Args:
+            like: has the shape; on a GPU, the memory is one that the GPU copies from and to by itself.
+            dtype: of the memory.
+        """
+        pinned = like.device.type == "cuda"
+        kind = "pinned" if pinned else "plain"
+        memory = getattr(self._memory, kind, None)
+        if memory is None:
+            memory = torch.empty(self._limit, dtype=torch.uint8, pin_memory=pinned)
+            setattr(self._memory, kind, memory)
+        return memory[: like.numel() * dtype.itemsize].view(dtype).view(like.shape)
