@@ -299,6 +299,6 @@ def test_after_ctrl_c_and_the_loss_of_a_shard_a_run_ends_as_one_that_torchrun_st
 
 
 def assert_same_weights(*runs: Path) -> None:
-    first, second = (load_file(run / "model" / "model-00001-of-00001.safetensors") for run in runs)
+    first, second = (load_file(run / "model" / "model.safetensors") for run in runs)
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []

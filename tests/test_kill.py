@@ -74,7 +74,7 @@ def _logged_at(run: Path) -> int:
 
 
 def compare(straight: Path, broken: Path) -> None:
-    for part in ("checkpoints/step-{:08d}/tensors-00000.safetensors", "model/model-00001-of-00001.safetensors"):
+    for part in ("checkpoints/step-{:08d}/tensors-00000.safetensors", "model/model.safetensors"):
         name = part.format(max(int(p.name[5:]) for p in (straight / "checkpoints").glob("step-*")))
         a, b = load_file(straight / name), load_file(broken / name)
         assert a.keys() == b.keys()

@@ -117,7 +117,7 @@ def test_a_fine_tuning_method_trains_only_what_it_names_and_is_merged_for_export
     after = dict(trainer.stage.named_parameters())
     changed = [name for name in before if not torch.equal(before[name], after[name])]
     assert changed == ["layers.0.weight"]
-    exported = load_file(tuned.run.directory / "model" / "model-00001-of-00001.safetensors")
+    exported = load_file(tuned.run.directory / "model" / "model.safetensors")
     assert exported["toy.scale"].item() == 2
     assert [name for name in final_tensors(tuned) if name.startswith("optimizer/")] == [
         "optimizer/layers.0.weight/momentum"

@@ -97,7 +97,11 @@ CASES: dict[str, tuple[Mapper, dict[str, Tensor], Callable[[dict[str, Tensor]], 
         {"a": numbers(2, 3), "b": numbers(2, 3, start=6), "c": numbers(2, 3, start=12)},
         lambda t: {"s": torch.stack([t["a"], t["b"], t["c"]], 1)},
     ),
-    "unstack": (Unstack("s", ["a", "b"], dim=1), {"s": numbers(3, 2)}, lambda t: {"a": t["s"][:, 0], "b": t["s"][:, 1]}),
+    "unstack": (
+        Unstack("s", ["a", "b"], dim=1),
+        {"s": numbers(3, 2)},
+        lambda t: {"a": t["s"][:, 0], "b": t["s"][:, 1]},
+    ),
     "concatenate": (
         Concatenate(["a", "b"], "c", dim=1, sizes=[1, 3]),
         {"a": numbers(2, 1), "b": numbers(2, 3, start=2)},

@@ -51,7 +51,7 @@ def test_positions_may_start_anywhere() -> None:
 def test_tied_embeddings_are_one_parameter_under_the_embeddings_name() -> None:
     tied = Qwen3(tiny().model_copy(update={"tie_embeddings": True}))
     assert {name for name, _ in Qwen3(tiny()).named_parameters()} - {name for name, _ in tied.named_parameters()} == {
-        "head.weight"
+        "heads.causal_lm.weight"
     }
     with torch.device("meta"):
         materialised = Qwen3(tied.config).to_empty(device="cpu")

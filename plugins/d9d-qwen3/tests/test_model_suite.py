@@ -12,11 +12,13 @@ from d9d_testing.suites.model import ModelSuite
 class TestQwen3(ModelSuite):
     plugin = "d9d_qwen3.plugin"
     target = "qwen3"
+    reference = "transformers:AutoModelForCausalLM"
 
 
 class TestQwen3Tied(ModelSuite):
     plugin = "d9d_qwen3.plugin"
     target = "qwen3"
+    reference = "transformers:AutoModelForCausalLM"
 
     @pytest.fixture
     def config(self, spec: ModelSpec) -> Any:

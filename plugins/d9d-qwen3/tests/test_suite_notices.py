@@ -10,6 +10,7 @@ import pytest
 import torch
 from d9d_core.plugin import ModelSpec, Ref
 from d9d_core.protocols import Stage
+from d9d_core.state.mapper import Compute, Mapper
 from d9d_core.traits import TensorSpec, TensorStyle
 from d9d_nn.linear import Linear
 from d9d_qwen3.config import Qwen3Config, tiny
@@ -158,8 +159,9 @@ def test_notices_false_claims(claims: frozenset[str]) -> None:
 
 def test_notices_a_lossy_export() -> None:
     class Transposed(Qwen3HuggingFace):
-        def export_state(self, config: Any, state: Any) -> Any:
-            return {name: tensor * 2 for name, tensor in super().export_state(config, state).items()}
+        def exporter(self, config: Any) -> Mapper:
+            doubled = Compute(("lm_head.weight",), lambda t: {"lm_head.weight": t["lm_head.weight"] * 2}, dict)
+            return super().exporter(config) >> doubled
 
     class Format(Ref):
         def load(self) -> Any:

@@ -7,6 +7,8 @@ meet without sharing classes. The names for language modelling, used by first-pa
     targets    int64 [B, S]   token ids to predict; -100 where nothing is predicted
     positions  int64 [B, S]   position inside the document
     documents  int64 [B, S]   number of the document inside the sample; tokens see their own document only
+    lengths    int64 [B]      tokens of a right-padded sample; absent if there is no padding
+    labels     int64 [B]      class of the sample; -100 where it does not count
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from d9d_core.state.mapper import Mapper
     from d9d_core.topology.mesh import Topology
 
 Microbatch = Mapping[str, Tensor]
@@ -58,12 +61,26 @@ class HuggingFaceFormat(Protocol):
         """The contents of ``config.json`` for a model of this config, with parameters of ``dtype`` (``"float32"``)."""
         ...
 
-    def export_state(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our parameter names and layouts to Hugging Face's. Tied weights appear once."""
+    def config_from_json(self, data: Mapping[str, Any]) -> Any:
+        """The config of the model that a ``config.json`` describes.
+
+        Raises:
+            CheckpointError: it describes another architecture, or a variant that this model does not compute.
+        """
         ...
 
-    def import_state(self, config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`export_state`."""
+    def importer(self, config: Any, stored: Any) -> Mapper:
+        """From the names and layouts in Hugging Face files to those of the model.
+
+        Args:
+            config: of the model to be filled.
+            stored: what :meth:`config_from_json` made of the files' ``config.json``; it may differ from ``config``, for
+                example in its heads. What the files lack on purpose is declared with ``Fresh``.
+        """
+        ...
+
+    def exporter(self, config: Any) -> Mapper:
+        """From the model's names and layouts to those of Hugging Face. Tied weights appear once."""
         ...
 
 
@@ -152,6 +169,10 @@ class Task(Protocol):
 
     def check(self, model: Any, facts: State) -> None:
         """Compare the model's config with the facts of the data, before anything is built.
+
+        Args:
+            model: its config.
+            facts: what the data stream knows of itself, which may be little; nothing while a job is planned.
 
         Raises:
             D9dError: they do not go together, for example a vocabulary larger than the model's.

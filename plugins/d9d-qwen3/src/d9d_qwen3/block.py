@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from d9d_core.traits import TensorStyle
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
+from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope import Rotation
 from d9d_nn.swiglu import SwiGLU
@@ -22,10 +23,12 @@ class Qwen3Block(nn.Module):
 
     Args:
         config: of the whole model.
+        layer: index in the whole model.
     """
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Qwen3Config, layer: int) -> None:
         super().__init__()
+        slides = layer >= config.sliding_from_layer
         std = config.initialization.std
         output_std = config.initialization.output_std(config.num_layers)
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -37,6 +40,8 @@ class Qwen3Block(nn.Module):
             std=std,
             output_std=output_std,
             head_norm_eps=config.rms_norm_eps,
+            bias=config.attention_bias,
+            window=config.sliding_window if slides else None,
         )
         self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, std=std, output_std=output_std)
@@ -45,7 +50,7 @@ class Qwen3Block(nn.Module):
         """Between attention and feed-forward, tokens are split; the two bring their own plans."""
         return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
 
-    def forward(self, hidden: Tensor, rotation: Rotation, documents: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
         """[B, S, H] -> [B, S, H]; see :class:`GroupedQueryAttention` for the other arguments."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation, documents)
         return hidden + self.ffn(self.ffn_norm(hidden))  # type: ignore[no-any-return]

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config.base import ModelConfig
+from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
-from pydantic import Field, ValidationInfo, field_validator
+from d9d_nn.rope_scaling import RopeScaling
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from d9d_qwen3.presets import fill, sizes_or_preset
 
 
-class Qwen3Config(PluginConfig):
+class Qwen3Config(ModelConfig):
     """Qwen3 dense (Qwen team 2025, "Qwen3 Technical Report", section 2)."""
+
+    model_config = ConfigDict(json_schema_extra=sizes_or_preset)
 
     name: Literal["qwen3"] = "qwen3"
     """Selects the plugin."""
 
+    preset: str | None = None
+    """A published size: 0.6b, 1.7b, 4b, 8b, 14b or 32b. Fills every field that is not given."""
+
     vocab_size: int = Field(gt=0)
     """Number of token ids."""
+
+    added_tokens: int = Field(default=0, ge=0)
+    """How many of the last token ids have weights of their own, so that they can be trained alone."""
 
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""
@@ -39,11 +52,23 @@ class Qwen3Config(PluginConfig):
     rope_theta: float = Field(default=1_000_000.0, gt=1, allow_inf_nan=False)
     """Base of the rotary frequencies."""
 
+    rope_scaling: RopeScaling | None = None
+    """How rotary positions are stretched beyond the lengths of pretraining; null for not at all."""
+
+    sliding_window: int | None = Field(default=None, gt=0)
+    """How many positions a token of a sliding layer sees, its own included; null for layers that see all."""
+
+    sliding_from_layer: int = Field(default=0, ge=0)
+    """The first layer that slides; earlier ones see all. Hugging Face: ``max_window_layers``."""
+
+    attention_bias: bool = False
+    """Biases in the four projections of attention."""
+
     rms_norm_eps: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the mean square in every norm."""
 
     tie_embeddings: bool = False
-    """Use the embedding's weight as the head's."""
+    """Use the embedding's weight as that of the causal_lm head."""
 
     max_positions: int = Field(default=32768, gt=0)
     """Longest sequence the model is meant for."""
@@ -51,12 +76,38 @@ class Qwen3Config(PluginConfig):
     initialization: Initialization = Initialization()
     """How the weights start."""
 
+    heads: Heads = {"causal_lm": CausalLMHeadConfig()}
+    """What is computed from the hidden states, by name: of kind causal_lm, classification or embedding."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, value: Any) -> Any:
+        return fill(value) if isinstance(value, Mapping) else value
+
+    @field_validator("added_tokens")
+    @classmethod
+    def _leaves_regular_tokens(cls, value: int, info: ValidationInfo) -> int:
+        words = info.data.get("vocab_size")
+        if words is not None and value >= words:
+            raise ValueError(f"{value} of vocab_size = {words} token ids leave no regular one; add fewer")
+        return value
+
     @field_validator("num_key_value_heads")
     @classmethod
     def _divides_query_heads(cls, value: int, info: ValidationInfo) -> int:
         heads = info.data.get("num_attention_heads")
         if heads is not None and heads % value:
             raise ValueError(f"{value} does not divide num_attention_heads = {heads}; heads are shared evenly")
+        return value
+
+    @field_validator("sliding_from_layer")
+    @classmethod
+    def _some_layer_slides(cls, value: int, info: ValidationInfo) -> int:
+        layers, given = info.data.get("num_layers"), "sliding_window" in info.data
+        if given and info.data["sliding_window"] is None and value:
+            raise ValueError(f"{value} has no effect without sliding_window; give a window, or remove this field")
+        if layers is not None and value >= layers:
+            raise ValueError(f"{value} leaves no layer of {layers} that slides; remove sliding_window and this field")
         return value
 
     @field_validator("head_dim")
@@ -71,6 +122,13 @@ class Qwen3Config(PluginConfig):
                 )
         if value % 2:
             raise ValueError(f"{value} is odd, but positions rotate pairs of features; choose an even head_dim")
+        return value
+
+    @field_validator("heads")
+    @classmethod
+    def _heads_fit(cls, value: Heads, info: ValidationInfo) -> Heads:
+        hidden, layers, tied = (info.data.get(name) for name in ("hidden_size", "num_layers", "tie_embeddings"))
+        check_heads(value, hidden_size=hidden, num_layers=layers, tied=tied)
         return value
 
 

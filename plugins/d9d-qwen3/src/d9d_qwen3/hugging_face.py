@@ -1,7 +1,4 @@
-"""Qwen3 dense in Hugging Face layout: ``config.json`` as transformers 5 writes it, and its parameter names.
-
-The layouts of all weights agree; only names differ.
-"""
+"""Qwen3 dense in Hugging Face layout: ``config.json`` as transformers 5 writes it, and its parameter names."""
 
 from __future__ import annotations
 
@@ -9,31 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
+from d9d_core.state.mapper import Mapper
+from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
+from d9d_nn.rope_scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 from pydantic import ValidationError
-from torch import Tensor
 
 from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.names import exporter, importer, published_head
 
-#: our name -> theirs, inside a layer, without ``.weight``.
-_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.q_proj": "self_attn.q_proj",
-    "attention.k_proj": "self_attn.k_proj",
-    "attention.v_proj": "self_attn.v_proj",
-    "attention.o_proj": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn.gate_proj": "mlp.gate_proj",
-    "ffn.up_proj": "mlp.up_proj",
-    "ffn.down_proj": "mlp.down_proj",
-}
-_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _DTYPES = ("float32", "bfloat16", "float16")
+#: What transformers has no field for.
+_OURS = "d9d"
 
 
 class Qwen3HuggingFace:
-    """Implements :class:`d9d_core.protocols.HuggingFaceFormat` for ``Qwen3ForCausalLM``."""
+    """Implements :class:`d9d_core.protocols.HuggingFaceFormat` for transformers' Qwen3 classes.
+
+    One head is theirs: a language model (``Qwen3ForCausalLM``) or a classifier over last tokens
+    (``Qwen3ForSequenceClassification``). Others are kept under names of our own, which transformers leaves out.
+    """
 
     def config_json(self, config: Qwen3Config, dtype: str) -> dict[str, Any]:
         """What ``Qwen3Config.from_pretrained`` of transformers reads.
@@ -43,12 +34,19 @@ class Qwen3HuggingFace:
             dtype: of the parameters: ``float32``, ``bfloat16`` or ``float16``.
 
         Raises:
-            CheckpointError: Hugging Face layout has no such dtype.
+            CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.
         """
         if dtype not in _DTYPES:
             raise CheckpointError(f"config.json cannot state the dtype '{dtype}'; export one of {', '.join(_DTYPES)}")
+        scaling, positions = config.rope_scaling, config.max_positions
+        if isinstance(scaling, DynamicScaling):  # transformers has one field for both
+            positions = scaling.original_max_positions
+        rope = {"rope_theta": config.rope_theta, **scaling_to_hugging_face(scaling)}
+        slides = config.sliding_window is not None
+        first = config.sliding_from_layer if slides else config.num_layers
+        kinds = ["full_attention"] * first + ["sliding_attention"] * (config.num_layers - first)
         return {
-            "architectures": ["Qwen3ForCausalLM"],
+            "architectures": [_architecture(config)],
             "model_type": "qwen3",
             "vocab_size": config.vocab_size,
             "hidden_size": config.hidden_size,
@@ -58,18 +56,24 @@ class Qwen3HuggingFace:
             "num_key_value_heads": config.num_key_value_heads,
             "head_dim": config.head_dim,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": config.attention_bias,
             "attention_dropout": 0.0,
-            "use_sliding_window": False,
-            "max_position_embeddings": config.max_positions,
+            "use_sliding_window": slides,
+            "sliding_window": config.sliding_window,
+            "max_window_layers": first,
+            "layer_types": kinds,
+            "max_position_embeddings": positions,
             "rms_norm_eps": config.rms_norm_eps,
-            "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+            "rope_parameters": rope,
             "rope_theta": config.rope_theta,  # transformers before 5
+            "rope_scaling": None if scaling is None else scaling_to_hugging_face(scaling),  # likewise
             "tie_word_embeddings": config.tie_embeddings,
             "initializer_range": config.initialization.std,
             "dtype": dtype,
             "torch_dtype": dtype,  # transformers before 5
             "use_cache": True,
+            **_labels(config),
+            **_own_fields(config),
         }
 
     def config_from_json(self, data: Mapping[str, Any]) -> Qwen3Config:
@@ -80,18 +84,15 @@ class Qwen3HuggingFace:
         """
         if data.get("model_type") != "qwen3":
             raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected 'qwen3'")
+        if data.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(f"config.json: hidden_act is {data['hidden_act']!r}; qwen3 here computes silu only")
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
             raise CheckpointError(f"config.json: rope_parameters is {rope!r}, not a mapping")
-        refused = {
-            "rope_parameters.rope_type": rope.get("rope_type", "default") not in ("default", None),
-            "attention_bias": bool(data.get("attention_bias")),
-            "use_sliding_window": bool(data.get("use_sliding_window")),
-            "hidden_act": data.get("hidden_act", "silu") != "silu",
-        }
-        if bad := [field for field, is_bad in refused.items() if is_bad]:
-            raise CheckpointError(f"config.json: qwen3 here has no variant with this {', '.join(bad)}")
+        ours = data.get(_OURS) or {}
         try:
+            positions = data["max_position_embeddings"]
+            window, first = _window(data)
             values = {
                 "vocab_size": data["vocab_size"],
                 "hidden_size": data["hidden_size"],
@@ -102,9 +103,15 @@ class Qwen3HuggingFace:
                 "head_dim": data["head_dim"],
                 "rms_norm_eps": data["rms_norm_eps"],
                 "rope_theta": rope["rope_theta"] if "rope_theta" in rope else data["rope_theta"],
-                "tie_embeddings": data["tie_word_embeddings"],
-                "max_positions": data["max_position_embeddings"],
+                "rope_scaling": scaling_from_hugging_face(rope, positions),
+                "attention_bias": bool(data.get("attention_bias")),
+                "sliding_window": window,
+                "sliding_from_layer": first,
+                "tie_embeddings": data["tie_word_embeddings"] and "heads" not in ours and _is_language_model(data),
+                "max_positions": positions,
                 "initialization": {"std": data["initializer_range"]},
+                "heads": _heads(data),
+                **ours,
             }
         except KeyError as error:
             raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
@@ -114,39 +121,88 @@ class Qwen3HuggingFace:
             problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
             raise CheckpointError(f"config.json: no qwen3 model has these values: {'; '.join(problems)}") from error
 
-    def export_state(self, config: Qwen3Config, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Our names to theirs, for the whole model or some of its parameters. A tied head appears nowhere.
+    def importer(self, config: Qwen3Config, stored: Qwen3Config) -> Mapper:
+        """See :func:`d9d_qwen3.names.importer`."""
+        return importer(config, stored)
 
-        Raises:
-            CheckpointError: a name is none of a model of this config.
-        """
-        return _rename(state, _names(config), "a parameter of qwen3 with this config")
-
-    def import_state(self, config: Qwen3Config, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Their names to ours. A copy of a tied head that some files hold is left out.
-
-        Raises:
-            CheckpointError: a name is none of a model of this config.
-        """
-        if config.tie_embeddings:
-            state = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
-        names = {theirs: ours for ours, theirs in _names(config).items()}
-        return _rename(state, names, "a parameter of Qwen3ForCausalLM with this config")
+    def exporter(self, config: Qwen3Config) -> Mapper:
+        """See :func:`d9d_qwen3.names.exporter`."""
+        return exporter(config)
 
 
-def _names(config: Qwen3Config) -> dict[str, str]:
-    """Every parameter of the model: our name -> theirs."""
-    outside = {ours: theirs for ours, theirs in _OUTSIDE.items() if not (ours == "head" and config.tie_embeddings)}
-    layers = {
-        f"layers.{layer}.{ours}": f"model.layers.{layer}.{theirs}"
-        for layer in range(config.num_layers)
-        for ours, theirs in _LAYER.items()
+def _architecture(config: Qwen3Config) -> str:
+    head = published_head(config)
+    if head is None:
+        return "Qwen3Model"
+    is_language = isinstance(config.heads[head], CausalLMHeadConfig)
+    return "Qwen3ForCausalLM" if is_language else "Qwen3ForSequenceClassification"
+
+
+def _labels(config: Qwen3Config) -> dict[str, Any]:
+    name = published_head(config)
+    head: HeadConfig | None = None if name is None else config.heads[name]
+    if not isinstance(head, ClassificationHeadConfig):
+        return {}
+    names = [f"LABEL_{index}" for index in range(head.num_classes)]
+    # transformers needs a padding token to find the last real one in a batch; none is known here.
+    return {
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
     }
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in (outside | layers).items()}
 
 
-def _rename(state: Mapping[str, Tensor], names: Mapping[str, str], kind: str) -> dict[str, Tensor]:
-    unknown = [name for name in state if name not in names]
-    if unknown:
-        raise CheckpointError(f"'{unknown[0]}' is not {kind} ({len(unknown)} such names)")
-    return {names[name]: tensor for name, tensor in state.items()}
+def _own_fields(config: Qwen3Config) -> dict[str, Any]:
+    """What ``config.json`` must say besides, for us to read the same model back."""
+    fields: dict[str, Any] = {}
+    if config.heads != Qwen3Config.model_fields["heads"].default:
+        fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}
+        fields["tie_embeddings"] = config.tie_embeddings
+    if config.added_tokens:
+        fields["added_tokens"] = config.added_tokens
+    if isinstance(config.rope_scaling, DynamicScaling):
+        fields["max_positions"] = config.max_positions
+    return {_OURS: fields} if fields else {}
+
+
+def _is_language_model(data: Mapping[str, Any]) -> bool:
+    return _class_name(data) == "Qwen3ForCausalLM"
+
+
+def _class_name(data: Mapping[str, Any]) -> str:
+    names = data.get("architectures") or ["Qwen3ForCausalLM"]
+    return str(names[0])
+
+
+def _heads(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    kind = _class_name(data)
+    if kind == "Qwen3ForCausalLM":
+        return {"causal_lm": {"kind": "causal_lm"}}
+    if kind == "Qwen3ForSequenceClassification":
+        labels = data.get("id2label") or {}
+        return {"classification": {"kind": "classification", "num_classes": len(labels) or data.get("num_labels", 2)}}
+    if kind == "Qwen3Model":
+        return {"embedding": {"kind": "embedding"}}
+    raise CheckpointError(
+        f"config.json: architecture {kind} is not one that qwen3 has; these are: Qwen3ForCausalLM, "
+        "Qwen3ForSequenceClassification, Qwen3Model"
+    )
+
+
+def _window(data: Mapping[str, Any]) -> tuple[int | None, int]:
+    """Positions that sliding layers see, and the first such layer."""
+    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+    kinds = data.get("layer_types")
+    if kinds is None:
+        first = data.get("max_window_layers", layers) if data.get("use_sliding_window") else layers
+        first = min(first, layers)
+    else:
+        slides = [kind == "sliding_attention" for kind in kinds]
+        first = slides.index(True) if True in slides else layers
+        odd = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if odd or len(kinds) != layers or not all(slides[first:]):
+            raise CheckpointError(
+                f"config.json: layer_types is {kinds}; qwen3 here has full_attention first and sliding_attention after"
+            )
+    if window is None or first >= layers:
+        return None, 0
+    return window, first

@@ -1,76 +1,52 @@
 """Qwen3 dense, whole or as one pipeline stage.
 
-Shapes: B samples, S positions, H features, V words of the vocabulary.
+Shapes: B samples, S positions, H features, V words of the vocabulary, C classes, D features of an embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
 from d9d_core.errors import BuildError
 from d9d_core.protocols import Stage
-from d9d_core.traits import TensorSpec, TensorStyle
-from d9d_nn.embedding import TokenEmbedding
-from d9d_nn.head import CausalLMHead
-from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import RotaryEmbedding
-from d9d_nn.stages import stage_layers
-from torch import Tensor, nn
+from d9d_nn.heads.heads import Heads
+from torch import Tensor
 
-from d9d_qwen3.block import Qwen3Block
+from d9d_qwen3.backbone import Qwen3Backbone
 from d9d_qwen3.config import Qwen3Config
 
 
-class Qwen3(nn.Module):
-    """The layers of one stage, with the embedding on the first and the final norm and head on the last.
+class Qwen3(Qwen3Backbone):
+    """The backbone of one stage, with the heads on the last.
 
-    Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
+    Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``. A
+    tied causal_lm head has none: it takes the embedding's. With ``added_tokens``, the embedding and each causal_lm head
+    have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
         config: of the whole model.
         stage: which part of it.
 
     Raises:
-        BuildError: there are more stages than layers, or tied embeddings would be on two stages.
+        BuildError: there are more stages than layers, tied embeddings would be on two stages, or a head has a name that
+            a module cannot have.
     """
 
     def __init__(self, config: Qwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
-        super().__init__()
         if config.tie_embeddings and stage.count > 1:
             raise BuildError(
                 f"qwen3: tied embeddings would be on the first and the last of {stage.count} pipeline stages; "
                 "set model.tie_embeddings to false, or mesh.pp to 1"
             )
-        self.config = config
-        self.stage = stage
-        std = config.initialization.std
-        if stage.is_first:
-            self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size, std=std)
-        self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta)
-        layers = stage_layers(config.num_layers, stage)
-        self.layers = nn.ModuleDict({str(index): Qwen3Block(config) for index in layers})
+        super().__init__(config, stage)
         if stage.is_last:
-            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-            self.head = CausalLMHead(config.hidden_size, config.vocab_size, std=std, tied=config.tie_embeddings)
-
-    def blocks(self) -> Mapping[str, nn.Module]:
-        """The layers of this stage."""
-        return {f"layers.{index}": layer for index, layer in self.layers.items()}
-
-    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Embedding and head are split over the vocabulary, the final norm sees split tokens."""
-        plan = {"embedding": TensorStyle.VOCAB} if self.stage.is_first else {}
-        if self.stage.is_last:
-            plan |= {"norm": TensorStyle.SEQUENCE, "head": TensorStyle.VOCAB}
-        return plan
-
-    def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        """``hidden`` [B, S, H] in the dtype of this stage's parameters; nothing on the last stage."""
-        if self.stage.is_last:
-            return {}
-        dtype = next(self.parameters()).dtype
-        return {"hidden": TensorSpec((*microbatch["tokens"].shape, self.config.hidden_size), dtype)}
+            self.heads = Heads(
+                config.heads,
+                hidden_size=config.hidden_size,
+                vocabulary=config.vocab_size,
+                num_layers=config.num_layers,
+                std=config.initialization.std,
+                tied=config.tie_embeddings,
+                added_tokens=config.added_tokens,
+            )
 
     def forward(
         self,
@@ -80,6 +56,8 @@ class Qwen3(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         targets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
 
@@ -88,28 +66,28 @@ class Qwen3(nn.Module):
             hidden: [B, S, H], for later stages: what the previous one returned.
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
             documents: int64 [B, S]; tokens only see their own document. ``None`` if a sample is one document.
-            targets: int64 [B, S], -100 where nothing is predicted; only the last stage reads them.
+            targets: int64 [B, S], -100 where nothing is predicted; only causal_lm heads read them.
+            lengths: int64 [B], tokens of each right-padded sample; only heads that pool read them.
+            layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
 
         Returns:
-            ``{"hidden": [B, S, H]}``; from the last stage ``{"token_loss": float32 [B, S]}`` with targets, else
-            ``{"logits": [B, S, V]}``.
+            Before the last stage what :meth:`boundary` names. From the last one, if it has one head:
+            ``{"token_loss": float32 [B, S]}`` with targets, else ``{"logits": [B, S, V]}``, or
+            ``{"class_logits": float32 [B, C]}``, or ``{"embedding": float32 [B, D]}``. Several heads answer as
+            ``"<head>/<name>"``, causal_lm heads among them only with targets.
 
         Raises:
             ValueError: the first stage got no tokens, or a later one no hidden states.
+            TypeError: an input is unknown.
         """
-        if self.stage.is_first:
-            if tokens is None:
-                raise ValueError("the first stage of qwen3 needs tokens")
-            hidden = self.embedding(tokens)
-        if hidden is None:
-            raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
-        if positions is None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        rotation = self.rotary(positions)
-        for layer in self.layers.values():
-            hidden = layer(hidden, rotation, documents)
+        states, means = self.run(tokens, hidden, positions, documents, layer_sums)
         if not self.stage.is_last:
-            return {"hidden": hidden}
-        tied_weight = self.embedding.weight if self.config.tie_embeddings else None
-        outputs: dict[str, Tensor] = self.head(self.norm(hidden), targets, tied_weight)
+            return states
+        outputs: dict[str, Tensor] = self.heads(
+            states["hidden"],
+            means,
+            targets=targets,
+            lengths=lengths,
+            tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
+        )
         return outputs

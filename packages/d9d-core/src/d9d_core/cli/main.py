@@ -25,6 +25,8 @@ app = typer.Typer(
 )
 plugins = typer.Typer(no_args_is_help=True, help="What is installed, and whether it is sound.")
 app.add_typer(plugins, name="plugins")
+state = typer.Typer(no_args_is_help=True, help="Look at checkpoints, convert them, compare them.")
+app.add_typer(state, name="state")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")]
 Overrides = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")]
@@ -255,4 +257,54 @@ def plugins_check(
     from d9d_core.cli.plugins import check_plugins
 
     if not check_plugins(_discover(plugin, no_plugins, strict=False), name, as_json):
+        raise typer.Exit(1)
+
+
+StatePlace = Annotated[
+    str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")
+]
+
+
+@state.command("show")
+def state_show(
+    place: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
+    picture: Annotated[Path | None, typer.Option(help="Write a job's state graph here, as a Mermaid chart.")] = None,
+    as_json: AsJson = False,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
+    """List tensors; of a job file, show how its model and the published layout correspond."""
+    from d9d_core.cli.state import show_state
+
+    show_state(place, _discover(plugin, no_plugins, strict=False), picture, as_json)
+
+
+@state.command("convert")
+def state_convert(
+    source: StatePlace,
+    target: Annotated[str, typer.Argument(help="Directory or fsspec address to write; Hugging Face layout.")],
+    dtype: Annotated[str | None, typer.Option(help="Number format, such as bfloat16; kept by default.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB or 512MiB.")] = "5GB",
+    threads: Annotated[int, typer.Option(help="Reads at a time.", min=1)] = 4,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
+    """Write a model anew: from a training checkpoint, in another number format, in files of another size. No GPU."""
+    from d9d_core.cli.state import Conversion, convert_state, parse_dtype, parse_size
+
+    asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads)
+    typer.echo(convert_state(asked, _discover(plugin, no_plugins, strict=False)))
+
+
+@state.command("diff")
+def state_diff(
+    left: StatePlace,
+    right: StatePlace,
+    tolerance: Annotated[float, typer.Option(help="Largest deviation that counts as equal.", min=0.0)] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare names, shapes, number formats and numbers. Exit status 1 if they differ."""
+    from d9d_core.cli.state import diff_states
+
+    if not diff_states(left, right, tolerance, as_json):
         raise typer.Exit(1)

@@ -97,3 +97,13 @@ class PluginConfig(Section):
     def _owner(cls, info: ValidationInfo) -> str:
         label = (info.context or {}).get("label")
         return label or f"'{cls.model_fields['name'].default}'"
+
+
+class ModelConfig(PluginConfig):
+    """Base of the configs of models that can start from published weights.
+
+    With ``pretrained``, fields that the job file leaves out are those of the ``config.json`` there.
+    """
+
+    pretrained: str | None = None
+    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; null draws them."""

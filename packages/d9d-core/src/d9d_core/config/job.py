@@ -189,6 +189,16 @@ class Timeouts(Section):
     """For one checkpoint or export."""
 
 
+class Loading(Section):
+    """How weights are read that the model starts from (``model.pretrained``)."""
+
+    threads: PositiveInt = 4
+    """Reads at a time, on each process."""
+    read: Literal["each", "once"] = "each"
+    """``each`` process reads what it holds; ``once``: of processes that hold the same, one reads and sends it on, which
+    is for slow storage and fast networks."""
+
+
 class Evaluation(Section):
     """Measures the loss on other data during training."""
 
@@ -298,6 +308,8 @@ class JobConfig(Section):
     """Loss on other data during training."""
     checkpoint: Checkpoint = Checkpoint()
     """When the training state is saved."""
+    loading: Loading = Loading()
+    """How weights are read that the model starts from."""
     timeouts: Timeouts = Timeouts()
     """How long ranks wait for each other."""
     export: bool = True

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.lookup import load_config
-from d9d_core.errors import PluginError
+from d9d_core.errors import D9dError, PluginError
 from d9d_core.plugin.registry import Registry
 
 #: Where the JSON schema of an open field is filled in, see :mod:`d9d_core.config.schema`.
@@ -62,6 +62,14 @@ class Named:
         except PluginError as error:
             context.setdefault("origins", []).append(error.origin)
             raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
+        if self.kind == "model" and fields.get("pretrained") is not None:
+            from d9d_core.config.pretrained import with_stored_sizes
+
+            try:
+                fields = with_stored_sizes(entry, fields)
+            except D9dError as error:
+                context.setdefault("origins", []).append(error.origin)
+                raise PydanticCustomError("plugin", "{text}", {"text": str(error)}) from error
         inner = {**context, "label": str(entry)}
         config = config_class.model_validate({**fields, "name": entry.spec.key}, context=inner)
         if "/" in selector:

@@ -68,9 +68,9 @@ def _choices(
 
 
 def _point(node: Any, moved: dict[str, str]) -> Any:
-    """The same schema with references to moved definitions."""
+    """The same schema with references to moved definitions; discriminators hold them under other keys than $ref."""
     if isinstance(node, dict):
-        return {k: moved.get(v, v) if k == "$ref" else _point(v, moved) for k, v in node.items()}
+        return {k: moved.get(v, v) if isinstance(v, str) else _point(v, moved) for k, v in node.items()}
     return [_point(item, moved) for item in node] if isinstance(node, list) else node
 
 

@@ -20,6 +20,7 @@ from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import ConfiguredSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import Applied, PeftMethod, Reducer, Stage, Strategy
+from d9d_core.state.model import model_tensors
 from d9d_core.topology.mesh import Topology
 from d9d_core.traits import Divisible, modules_with
 
@@ -35,6 +36,7 @@ class Assembly:
         peft: the fine-tuning method, to be merged before export.
         trainable: names of the parameters that train.
         ownership: who reduces which of their gradients.
+        injected: names of the tensors that the fine-tuning method added.
     """
 
     stage: nn.Module
@@ -43,6 +45,7 @@ class Assembly:
     peft: PeftMethod | None
     trainable: frozenset[str]
     ownership: Ownership
+    injected: frozenset[str] = frozenset()
 
     @property
     def reducers(self) -> tuple[Reducer, ...]:
@@ -71,11 +74,13 @@ def assemble(
     check_divisibility(stage, job.mesh.sizes())
     peft: PeftMethod | None = None
     trainable = frozenset(name for name, parameter in stage.named_parameters() if parameter.requires_grad)
+    before = model_tensors(stage).keys()
     if selection.peft and job.peft:
         peft = build_part(selection.peft, job.peft)
         assert peft is not None
         with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
             trainable = _inject(peft, selection.peft, stage)
+    injected = frozenset(model_tensors(stage).keys() - before)
     applied = []
     for chosen, config in selection.strategies:
         strategy: Strategy = build_part(chosen, config)
@@ -91,7 +96,7 @@ def assemble(
     kernels = bind_kernels(stage, registry, job.kernels, topology.device.type, compute, judge.verdicts)
     claims = [(f"{chosen.where} ({chosen.spec.name})", outcome.gradients) for chosen, outcome in applied]
     trained = [name for name, _ in stage.named_parameters() if name in trainable]
-    return Assembly(stage, kernels, applied, peft, trainable, settle(trained, job.mesh.sizes(), claims))
+    return Assembly(stage, kernels, applied, peft, trainable, settle(trained, job.mesh.sizes(), claims), injected)
 
 
 def build_part(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:

@@ -23,6 +23,7 @@ from d9d_core.loop.keeper import Keeper, open_store
 from d9d_core.loop.loss import LossScale
 from d9d_core.loop.ownership import DATA_AXES
 from d9d_core.loop.plan import build_lr_schedule, build_schedule
+from d9d_core.loop.pretrained import passed_through, pretrained_weights
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.loop.statistics import Statistics
 from d9d_core.loop.step import TrainStep
@@ -32,8 +33,11 @@ from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Subscriber, Task
-from d9d_core.state.export import export_model
-from d9d_core.state.model import gathered, model_tensors
+from d9d_core.state.export import ModelFiles, export_model
+from d9d_core.state.hub.writer import ModelWriter
+from d9d_core.state.mapper import StateGraph
+from d9d_core.state.mapper.graph import specs_of
+from d9d_core.state.model import model_tensors
 from d9d_core.state.random import derive_seed, initialise
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
@@ -81,7 +85,10 @@ def build(
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
-    stage = materialise(assembly, job.seed, topology.device)
+    with pretrained_weights(job, selection, assembly.stage, assembly.injected) as pretrained:
+        stage = materialise(assembly, job.seed, topology.device)
+        if pretrained is not None:
+            pretrained.load(stage, job, topology, note)
     events.emit(ev.ModelReady(stage))
     trained = {name: p for name, p in stage.named_parameters() if name in assembly.trainable}
     share = f", {sum(local(p).numel() for p in stage.parameters()):,} of them here" if topology.world_size > 1 else ""
@@ -260,12 +267,11 @@ def _exporter(
     def export() -> None:
         if assembly.peft is not None:
             assembly.peft.merge(stage)
-        tensors = gathered(model_tensors(stage), keep=topology.is_main)
-        if topology.is_main:
-            config = layout.config_json(job.model, job.precision.parameters)
-            named = layout.export_state(job.model, tensors)
-            export_model(job.run.directory / "model", named, config, stream.save_assets)
-        topology.barrier()
+        tensors = model_tensors(stage)
+        graph = StateGraph(layout.exporter(job.model), specs_of(tensors))
+        config = layout.config_json(job.model, job.precision.parameters)
+        files = ModelFiles(config, passed_through(job), stream.save_assets)
+        export_model(ModelWriter(job.run.directory / "model", graph.specs), graph, tensors, files, topology.world)
 
     return export
 

@@ -29,6 +29,8 @@ from d9d_core.trackers.hub import TrackerHub
 _MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
 #: Fields of the job that a resumed run may not change: the weights' meaning and the order of the data depend on them.
 _FIXED = ("model.", "seed", "precision.parameters")
+#: Except where the weights came from: they are in the checkpoint.
+_FREE = "model.pretrained"
 
 
 @dataclass
@@ -253,7 +255,8 @@ class Keeper:
     def _compare(self, checkpoint: Checkpoint) -> None:
         here, there = (_flat(job) for job in (self._job.resolved(), checkpoint.manifest["job"]))
         changed = {f: (there.get(f), here.get(f)) for f in sorted({*here, *there}) if there.get(f) != here.get(f)}
-        refused = [f"{f}: {a!r} there, {b!r} here" for f, (a, b) in changed.items() if f.startswith(_FIXED)]
+        fixed = {f: values for f, values in changed.items() if f.startswith(_FIXED) and f != _FREE}
+        refused = [f"{f}: {a!r} there, {b!r} here" for f, (a, b) in fixed.items()]
         if refused:
             what = "another model" if any(line.startswith("model.") for line in refused) else "another run"
             raise CheckpointError(

@@ -10,12 +10,13 @@ from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError
 from d9d_core.loop.assemble import Assembly, assemble, build_part
 from d9d_core.loop.executor import checked_programs
+from d9d_core.loop.pretrained import pretrained_weights
 from d9d_core.loop.program import Program, Schedule, single_stage
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import LrSchedule, Optimizer
+from d9d_core.protocols import LrSchedule, Optimizer, Task
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 
@@ -70,8 +71,11 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     check_parts(job, selection)
     verdicts = check_capabilities(selection, registry, circumstances)
     build_lr_schedule(job, selection)
-    build_part(selection.task, job.task)
+    task: Task = build_part(selection.task, job.task)
+    task.check(job.model, {})  # what can be said without data
     assembly = assemble(job, selection, registry, topology, circumstances)
+    with pretrained_weights(job, selection, assembly.stage, assembly.injected):
+        pass  # they are there and fit
     parameters = dict(assembly.stage.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if name in assembly.trainable}
     optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)

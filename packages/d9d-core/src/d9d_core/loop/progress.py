@@ -6,7 +6,15 @@ import sys
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 class ProgressBar:
@@ -48,6 +56,47 @@ class ProgressBar:
         return "  ".join(parts)
 
     def __enter__(self) -> ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+class ByteBar:
+    """Bytes done of a long transfer, on standard error if it is a terminal; else nothing. Any thread may add.
+
+    Args:
+        what: in a word.
+        total: bytes.
+        shown: false for all but one of several processes.
+    """
+
+    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+        self._progress = Progress(
+            TextColumn(what),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not (shown and sys.stderr.isatty()),
+        )
+        self._task = self._progress.add_task(what, total=total)
+
+    @property
+    def done(self) -> int:
+        """Bytes so far."""
+        return int(self._progress.tasks[0].completed)
+
+    def add(self, count: int) -> None:
+        """So many more."""
+        self._progress.advance(self._task, count)
+
+    def __enter__(self) -> ByteBar:
         self._progress.start()
         return self
 

@@ -1,59 +1,111 @@
-"""Writing a model in Hugging Face layout: safetensors shards, their index, config.json, tokenizer files."""
+"""Writing a model in another layout: one group of tensors after the other, never the whole model in one memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
+from torch import distributed as dist
 
-from d9d_core.state.files import published, sync, write_json
+from d9d_core.state.agreement import on_all, on_main
+from d9d_core.state.hub.shard import ShardWriter
+from d9d_core.state.hub.writer import ModelWriter
+from d9d_core.state.mapper import StateGraph
+from d9d_core.topology.local import full
 
-SHARD_BYTES = 5 * 10**9
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What lies beside the tensors.
+
+    Attributes:
+        config_json: contents of ``config.json``.
+        others: name -> contents, such as ``generation_config.json``.
+        save_assets: writes further files, such as the tokenizer's, into the directory it is given.
+    """
+
+    config_json: Mapping[str, Any]
+    others: Mapping[str, bytes] = field(default_factory=dict)
+    save_assets: Callable[[Path], None] | None = None
 
 
 def export_model(
-    directory: Path,
+    writer: ModelWriter,
+    graph: StateGraph,
     tensors: Mapping[str, Tensor],
-    config_json: Mapping[str, Any],
-    save_assets: Callable[[Path], None],
-    shard_bytes: int = SHARD_BYTES,
+    files: ModelFiles,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a model directory that appears by one rename.
+    """Compute the graph's outputs from tensors in memory and write them. Collective over ``group``.
+
+    Each rank writes files of its own. Tensors are gathered one after the other, in the graph's order on every rank; no
+    more than one group of outputs is in the host's memory at a time.
 
     Args:
-        directory: replaced if it exists.
-        tensors: by Hugging Face name.
-        config_json: contents of ``config.json``.
-        save_assets: writes further files, such as the tokenizer's, into the directory it is given.
-        shard_bytes: largest size of a shard; a larger tensor gets a shard of its own.
+        writer: made from the graph's ``specs``, equally on all ranks; all see its directory.
+        graph: over these tensors.
+        tensors: plain ones, or DTensors.
+        files: what else belongs to the model.
+        group: all ranks that hold a part; ``None`` stands for one process.
+
+    Raises:
+        CheckpointError: something could not be written, on any rank; nothing is left then.
     """
-    shards = _shards(tensors, shard_bytes)
-    with published(directory) as temporary:
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards, start=1):
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            part = {name: tensors[name].detach().cpu().contiguous() for name in names}
-            save_file(part, temporary / file, metadata={"format": "pt"})
-            sync(temporary / file)
-            weight_map |= dict.fromkeys(names, file)
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        write_json(
-            temporary / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
-        )
-        write_json(temporary / "config.json", config_json)
-        save_assets(temporary)
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    mine = frozenset(file for number, file in enumerate(writer.files) if number % ranks == rank)
+    try:
+        on_main(writer.start, group)
+        failed: list[Exception] = []
+        with torch.no_grad():
+            _write(writer, graph, tensors, mine, failed)
+        on_all(lambda: _raise(failed), group)
+        on_main(lambda: writer.publish(files.config_json, files.others, files.save_assets), group)
+    except BaseException:
+        if rank == 0:
+            writer.discard()
+        raise
 
 
-def _shards(tensors: Mapping[str, Tensor], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
+def _write(
+    writer: ModelWriter,
+    graph: StateGraph,
+    tensors: Mapping[str, Tensor],
+    mine: frozenset[str],
+    failed: list[Exception],
+) -> None:
+    """A rank that fails goes on gathering, because the others need it to."""
+    with ExitStack() as opened:
+        shards: dict[str, ShardWriter] = {}
+        for group in graph.groups:
+            wanted = [] if failed else [name for name in group.outputs if writer.file_of(name) in mine]
+            here: dict[str, Tensor] = {}
+            for name in group.inputs:
+                whole = full(tensors[name])
+                if wanted:
+                    here[name] = whole.detach().cpu()
+                del whole
+            try:
+                for name in wanted:
+                    file = writer.file_of(name)
+                    if file not in shards:
+                        shards[file] = opened.enter_context(writer.open_shard(file))
+                    shards[file].write(name, graph.outputs[name].tensor(here.__getitem__))
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            opened.pop_all()  # incomplete files are discarded, not checked
+            return
+        try:
+            opened.close()
+        except Exception as error:
+            failed.append(error)
+
+
+def _raise(failed: list[Exception]) -> None:
+    if failed:
+        raise failed[0]

@@ -154,6 +154,8 @@ def _tiny(job: Job, layouts: Sequence[Layout]) -> PluginConfig:
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
+    if "pretrained" in mine:  # small models start from drawn weights
+        mine["pretrained"] = None
     smaller = [name for name, size in mine.items() if _is_size(size) and _is_size(tiny.get(name)) and tiny[name] < size]
     facts = _facts(job, selection)
     task: Task = build_part(selection.task, job.task)

@@ -6,12 +6,18 @@ import importlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.plugin import ModelSpec
-from d9d_core.protocols import Stage
+from d9d_core.plugin import ModelSpec, Ref
+from d9d_core.protocols import HuggingFaceFormat, Stage
+from d9d_core.state.export import ModelFiles, export_model
+from d9d_core.state.hub.writer import ModelWriter
+from d9d_core.state.mapper import StateGraph
+from d9d_core.state.mapper.graph import map_tensors, specs_of
 from d9d_core.traits import (
     TRAITS,
     ContextParallelizable,
@@ -24,11 +30,15 @@ from d9d_core.traits import (
     TensorStyle,
     modules_with,
 )
+from d9d_core.verify.layouts import Layout
 from torch import Tensor, nn
 
-from d9d_testing.tolerances import assert_close_gradients, assert_close_values
+from d9d_testing.layouts import Harness, assert_passed
+from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values
 
 _IGNORE = -100
+#: What the jobs of the layout test name besides the model.
+_LAYOUT_PLUGINS = ("d9d_nn.plugin", "d9d_parallel.plugin", "d9d_testing.toy.plugin")
 
 
 class ModelSuite:
@@ -48,6 +58,8 @@ class ModelSuite:
         target: name of the model.
         flops_per_parameter: least and greatest training FLOPs per token and parameter of the tiny config. 6 for a dense
             model; less with a large embedding or idle experts, more with long sequences.
+        reference: ``module:class`` whose ``from_pretrained(directory, dtype=...)`` gives a language model from exported
+            files, such as ``transformers:AutoModelForCausalLM``.
     """
 
     pytestmark = pytest.mark.smoke
@@ -55,6 +67,7 @@ class ModelSuite:
     plugin: ClassVar[str]
     target: ClassVar[str]
     flops_per_parameter: ClassVar[tuple[float, float]] = (3.0, 9.0)
+    reference: ClassVar[str | None] = None
 
     @pytest.fixture
     def spec(self) -> ModelSpec:
@@ -155,14 +168,70 @@ class ModelSuite:
             pytest.skip("the model has no Hugging Face format")
         form = spec.hugging_face.load()()
         state = {name: p.detach() for name, p in model.named_parameters()}
-        exported = form.export_state(config, state)
-        imported = form.import_state(config, exported)
+        exported = map_tensors(form.exporter(config), state)
+        imported = map_tensors(form.importer(config, config), exported)
         assert imported.keys() == state.keys()
         assert all(torch.equal(imported[name], state[name]) for name in state)
         assert len({(t.data_ptr(), t.shape) for t in exported.values()}) == len(exported), "a weight appears twice"
         described = json.loads(json.dumps(form.config_json(config, "float32")))
         assert described["architectures"]
         assert described["model_type"]
+        assert form.config_from_json(described) == config, "config.json leaves something out"
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_logits_and_every_gradient_are_those_of_the_reference(
+        self, spec: ModelSpec, config: Any, tmp_path: Path, dtype: str
+    ) -> None:
+        """The implementation that everybody uses computes the same from the exported files."""
+        if self.reference is None or spec.hugging_face is None:
+            pytest.skip("there is no reference implementation")
+        require(spec, "model:causal_lm")
+        pytest.importorskip(self.reference.partition(":")[0])
+        ours, form = random_model(spec, config).to(getattr(torch, dtype)), spec.hugging_face.load()()
+        export_to(tmp_path, form, config, ours, dtype)
+        theirs = Ref(self.reference).load().from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+        tokens = torch.randint(config.vocab_size, (3, 17), generator=torch.Generator().manual_seed(1))
+        targets = tokens.roll(-1, dims=1)
+        expected = theirs(tokens).logits.float()
+        loss = nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
+        torch.autograd.backward([loss])
+        logits = ours(tokens=tokens)["logits"].float()
+        ours(tokens=tokens, targets=targets)["token_loss"].sum().backward()
+        gradients = _gradients(theirs)
+        graph = StateGraph(form.importer(config, config), specs_of(gradients))
+        mine, reference = _gradients(ours), graph.apply(gradients)
+        if dtype == "float32":
+            assert_close_values(logits, expected, within=Tolerance(1e-5, 1e-5, 0, 0))
+            assert_close_gradients(mine, reference, within=Tolerance(rtol=0, atol=0, angle=1e-8, norm=1e-4))
+        else:  # each rounds at other places; both are as far from the exact numbers as from each other
+            assert_close_gradients({"logits": logits}, {"logits": expected}, within=TOLERANCES[torch.bfloat16])
+            assert_close_gradients(mine, reference, within=TOLERANCES[torch.bfloat16])
+
+    def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
+        """Loss, gradients and updates of three steps, against one process; needs d9d-nn and d9d-parallel."""
+        if missing := [plugin for plugin in _LAYOUT_PLUGINS if not find_spec(plugin.partition(".")[0])]:
+            pytest.skip(f"needs {', '.join(missing)}")
+        specs = [spec for spec in importlib.import_module(self.plugin).d9d_models() if spec.name == self.target]
+        require(specs[0], "model:causal_lm", "model:blocks")
+        fields = config.model_dump(mode="json", exclude_defaults=False)
+        values = {
+            "steps": 3,
+            "device": "cpu",
+            "model": {**fields, "name": self.target},
+            "task": "causal_lm",
+            "data": {"name": "toy_tokens", "vocab_size": config.vocab_size},
+            "batch": {"size": 8, "microbatch": 1},
+            "optimizer": "toy_optimizer",
+            "trackers": [],
+            "export": False,
+        }
+        layouts = [
+            Layout("fsdp 2", {"dp_shard": 2}, ("fsdp",)),
+            Layout("replicate 2", {"dp_replicate": 2}, ("replicate",)),
+            Layout("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ("hsdp",)),
+            Layout("fsdp 4", {"dp_shard": 4}, ("fsdp",)),
+        ]
+        assert_passed(Harness(values, (self.plugin, *_LAYOUT_PLUGINS)).compare(layouts))
 
     # --- what it computes -------------------------------------------------------------------------------------------
 
@@ -277,6 +346,23 @@ def initialised(spec: ModelSpec, config: Any, seed: int = 0) -> nn.Module:
             torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
             module.reset_parameters()
     return model
+
+
+def random_model(spec: ModelSpec, config: Any) -> nn.Module:
+    """The whole tiny model with weights far from their start, norms and biases included, so that nothing cancels."""
+    model = initialised(spec, config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+    return model
+
+
+def export_to(directory: Path, form: HuggingFaceFormat, config: Any, model: nn.Module, dtype: str) -> None:
+    """Write a model in Hugging Face layout, as a job does at its end."""
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    graph = StateGraph(form.exporter(config), specs_of(state))
+    export_model(ModelWriter(directory, graph.specs), graph, state, ModelFiles(form.config_json(config, dtype)))
 
 
 def split(spec: ModelSpec, config: Any, whole: nn.Module) -> list[nn.Module]:

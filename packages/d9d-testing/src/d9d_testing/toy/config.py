@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config.base import ModelConfig, PluginConfig
 
 
-class ToyModelConfig(PluginConfig):
+class ToyModelConfig(ModelConfig):
     """A chain of residual blocks."""
 
     name: Literal["toy_model"] = "toy_model"
@@ -32,6 +32,17 @@ class ToyDataConfig(PluginConfig):
     """Pack (0-based) whose target is NaN."""
     masked_at: int | None = None
     """Pack (0-based) in which no sample counts."""
+
+
+class ToyTokensConfig(PluginConfig):
+    """Random tokens, and the tokens after them to predict."""
+
+    name: Literal["toy_tokens"] = "toy_tokens"
+    """Selects this dataset."""
+    vocab_size: int = 64
+    """Number of token ids."""
+    sequence_length: int = 8
+    """Positions of a sample."""
 
 
 class ToyTaskConfig(PluginConfig):

@@ -8,7 +8,7 @@ import torch
 from d9d_core.errors import DataError
 from d9d_core.protocols import DataContext, Pack, State
 
-from d9d_testing.toy.config import ToyDataConfig
+from d9d_testing.toy.config import ToyDataConfig, ToyTokensConfig
 
 
 class ToyStream:
@@ -55,3 +55,44 @@ class ToyStream:
     def save_assets(self, directory: Path) -> None:
         """One file."""
         (directory / "features.txt").write_text(str(self._config.features))
+
+
+class ToyTokens:
+    """Packs of ``tokens`` and ``targets``, int64 [samples, positions]; some targets are ignored."""
+
+    def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
+        self._config = config
+        self._context = context
+        self._packs = 0
+
+    @property
+    def facts(self) -> State:
+        """Sizes."""
+        return {"vocab_size": self._config.vocab_size, "sequence_length": self._config.sequence_length}
+
+    def next_pack(self) -> Pack:
+        """The next microbatches of this rank."""
+        context, config = self._context, self._config
+        generator = torch.Generator().manual_seed(context.seed * 1_000_003 + self._packs)
+        shape = (context.batch_size, config.sequence_length + 1)
+        drawn = torch.randint(config.vocab_size, shape, generator=generator)
+        targets = drawn[:, 1:].clone()
+        targets[torch.rand(targets.shape, generator=generator) < 0.2] = -100
+        self._packs += 1
+        share = context.batch_size // context.ranks
+        mine = slice(context.rank * share, (context.rank + 1) * share)
+        parts = (torch.split(tensor[mine], context.microbatch_size) for tensor in (drawn[:, :-1], targets))
+        return [{"tokens": tokens.contiguous(), "targets": target} for tokens, target in zip(*parts, strict=True)]
+
+    def state(self) -> State:
+        """Packs taken."""
+        return {"packs": self._packs}
+
+    def load_state(self, state: State) -> None:
+        """Continue after the packs taken."""
+        packs = state["packs"]
+        assert isinstance(packs, int)
+        self._packs = packs
+
+    def save_assets(self, directory: Path) -> None:
+        """None: these tokens mean nothing."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from d9d_core.protocols import Stage
+from d9d_core.state.mapper import Mapper, Select
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyModelConfig
@@ -62,13 +63,17 @@ class ToyFormat:
         """Just the sizes."""
         return {"model_type": "toy", "features": config.features, "dtype": dtype}
 
-    def export_state(self, _config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Prefix every name."""
-        return {f"toy.{name}": tensor for name, tensor in state.items()}
+    def config_from_json(self, data: Mapping[str, Any]) -> ToyModelConfig:
+        """The width; whoever loads knows the rest."""
+        return ToyModelConfig(features=data["features"])
 
-    def import_state(self, _config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def importer(self, _config: Any, _stored: Any) -> Mapper:
         """Remove the prefix."""
-        return {name.removeprefix("toy."): tensor for name, tensor in state.items()}
+        return Select("toy")
+
+    def exporter(self, config: Any) -> Mapper:
+        """Prefix every name."""
+        return self.importer(config, config).inverse()
 
 
 def build(config: ToyModelConfig, _stage: Stage) -> nn.Module:

@@ -45,6 +45,12 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         config=Ref("d9d_testing.toy.config:ToyDataConfig"),
         build=Ref("d9d_testing.toy.data:ToyStream"),
     )
+    yield DatasetSpec(
+        name="toy_tokens",
+        summary="Random tokens.",
+        config=Ref("d9d_testing.toy.config:ToyTokensConfig"),
+        build=Ref("d9d_testing.toy.data:ToyTokens"),
+    )
 
 
 @hookimpl

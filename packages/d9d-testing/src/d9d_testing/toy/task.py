@@ -26,8 +26,9 @@ class ToyTask:
 
     def check(self, model: Any, facts: State) -> None:
         """Widths must agree."""
-        if model.features != facts["features"]:
-            raise DataError(f"data has {facts['features']} features, model.features is {model.features}")
+        features = facts.get("features", model.features)
+        if model.features != features:
+            raise DataError(f"data has {features} features, model.features is {model.features}")
 
     def count(self, microbatch: Microbatch) -> int:
         """Samples."""

@@ -1,0 +1,78 @@
+"""A model whose sizes stand in the ``config.json`` of its published weights, not in the job file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.lookup import load_config
+from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import Entry, plugin_error
+
+
+def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The job file's fields, and for all others those of the published model.
+
+    Args:
+        entry: the model's record.
+        fields: as the job file has them, ``pretrained`` among them.
+
+    Raises:
+        JobError: the model cannot be loaded from anywhere, or ``config.json`` cannot be read or is not of this model.
+        PluginError: the model's Hugging Face format cannot be loaded.
+    """
+    spec = entry.spec
+    if not issubclass(load_config(entry), ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise JobError(f"model {entry} cannot start from published weights; it has no Hugging Face layout")
+    try:
+        layout = spec.hugging_face.load()()
+    except FOREIGN_FAILURES as error:
+        text = f"model {entry}: its Hugging Face format {spec.hugging_face} failed to load: {error!r}"
+        raise plugin_error(text, error) from error
+    location = str(fields["pretrained"])
+    try:
+        stored = layout.config_from_json(read_config_json(location))
+    except PluginError:
+        raise
+    except D9dError as error:
+        raise JobError(f"pretrained: {location}: {error}") from error
+    return {**stored.model_dump(), **fields}
+
+
+def read_config_json(location: str) -> dict[str, Any]:
+    """The contents of ``config.json`` in a directory, beside a file, or at an fsspec address.
+
+    Raises:
+        CheckpointError: it is absent or no JSON object.
+    """
+    try:
+        text = _read(location)
+    except (OSError, ImportError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout"
+        ) from error
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"its config.json is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError("its config.json holds no JSON object")
+    return values
+
+
+def _read(location: str) -> str:
+    name = "config.json"
+    if location.endswith(".safetensors"):
+        location = location.rpartition("/")[0] or "."
+    if "://" in location:
+        import fsspec  # type: ignore[import-untyped]
+
+        with fsspec.open(f"{location.rstrip('/')}/{name}", "rt", encoding="utf-8") as file:
+            return str(file.read())
+    return Path(location, name).read_text("utf-8")

@@ -1,0 +1,131 @@
+"""Starting from published weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import CheckpointError
+from d9d_core.loop.assemble import build_part
+from d9d_core.loop.progress import ByteBar
+from d9d_core.loop.selection import Selection, select
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols import Stage
+from d9d_core.state.hub.directory import ModelDirectory
+from d9d_core.state.loading import load_tensors
+from d9d_core.state.mapper import StateGraph
+from d9d_core.state.mapper.graph import specs_of
+from d9d_core.state.model import model_tensors
+from d9d_core.topology.local import local
+from d9d_core.topology.mesh import Topology
+from d9d_core.traits import TensorSpec
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights to start from, checked against the model.
+
+    Attributes:
+        directory: where they lie, opened.
+        graph: from their names and layouts to the model's.
+    """
+
+    directory: ModelDirectory
+    graph: StateGraph
+
+    def load(self, stage: nn.Module, job: JobConfig, topology: Topology, note: Callable[[str], None]) -> None:
+        """Fill the model's tensors. Collective over all ranks if ``loading.read`` is ``once``.
+
+        Raises:
+            CheckpointError: something cannot be read.
+        """
+        targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
+        started = time.perf_counter()
+        once = job.loading.read == "once" and topology.world_size > 1
+        size = sum(local(tensor).numel() * self.graph.outputs[n].spec.dtype.itemsize for n, tensor in targets.items())
+        with ByteBar("loading", size, shown=topology.is_main) as bar:
+            copies = topology.axes_group("dp_replicate", "dp_shard", "cp", "tp") if once else None
+            load_tensors(
+                self.graph,
+                self.directory,
+                targets,
+                threads=job.loading.threads,
+                once=once,
+                copies=copies,
+                on_bytes=bar.add,
+            )
+        seconds = time.perf_counter() - started
+        read = f"{bar.done / 2**30:,.2f} GiB in {seconds:.1f} s, {bar.done / 2**30 / max(seconds, 1e-9):.2f} GiB/s"
+        note(f"pretrained: {len(targets)} tensors from {self.directory.location} ({read}{' here' if copies else ''})")
+        if self.graph.fresh:
+            note(f"pretrained: not in it, drawn anew: {', '.join(sorted(self.graph.fresh))}")
+
+
+@contextmanager
+def pretrained_weights(
+    job: JobConfig, selection: Selection, stage: nn.Module, injected: frozenset[str]
+) -> Iterator[Pretrained | None]:
+    """Open what ``model.pretrained`` names, and compare it with the model before anything is read or allocated.
+
+    Args:
+        job: validated.
+        selection: the job's records.
+        stage: the model, on any device.
+        injected: names of the tensors that the fine-tuning method added; they are in no checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged or absent, or does not fit the model.
+    """
+    spec = selection.model.spec
+    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None or not isinstance(spec, ModelSpec):
+        yield None
+        return
+    assert spec.hugging_face is not None  # the config was resolved with it
+    layout = spec.hugging_face.load()()
+    with ModelDirectory.open(job.model.pretrained) as directory:
+        stored = layout.config_from_json(directory.config())
+        graph = StateGraph(layout.importer(job.model, stored), directory.specs)
+        graph.check(_expected(stage, injected))
+        yield Pretrained(directory, graph)
+
+
+def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpec]:
+    return {name: spec for name, spec in specs_of(model_tensors(stage)).items() if name not in injected}
+
+
+def passed_through(job: JobConfig) -> dict[str, bytes]:
+    """Files beside the weights the model started from that an export keeps, such as ``generation_config.json``.
+
+    Raises:
+        CheckpointError: they cannot be read any more.
+    """
+    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None:
+        return {}
+    with ModelDirectory.open(job.model.pretrained) as directory:
+        return {name: directory.read_file(name) for name in directory.other_files()}
+
+
+def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
+    """From the weights that a job starts from to its model; without any, from its model to what it exports.
+
+    Raises:
+        CheckpointError: the weights do not fit, or the model has no published form.
+    """
+    selection = select(job, registry)
+    spec = selection.model.spec
+    with torch.device("meta"):
+        stage = build_part(selection.model, job.model, Stage())
+    with pretrained_weights(job, selection, stage, frozenset()) as pretrained:
+        if pretrained is not None:
+            return pretrained.graph
+    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout")
+    return StateGraph(spec.hugging_face.load()().exporter(job.model), specs_of(model_tensors(stage)))

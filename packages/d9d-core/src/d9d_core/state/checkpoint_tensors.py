@@ -1,0 +1,113 @@
+"""A training checkpoint as a source of tensors, without a job, ranks, or memory for the model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from d9d_core.errors import CheckpointError
+from d9d_core.state.manifest import read_manifest
+from d9d_core.state.prune import folder, steps_in
+from d9d_core.state.safetensors_io import TensorFile
+from d9d_core.state.storage import MANIFEST, open_storage
+from d9d_core.traits import TensorSpec
+
+
+class CheckpointTensors:
+    """The tensors of one checkpoint, by window.
+
+    Args:
+        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; the newest one counts.
+        scope: only tensors whose names begin so, without it.
+
+    Attributes:
+        specs: shape and dtype of each.
+        manifest: the contents of ``manifest.json``.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, location: str | Path, scope: str = "") -> None:
+        text = str(location).rstrip("/")
+        parent, _, name = text.rpartition("/")
+        if not name.startswith("step-"):
+            parent = _checkpoints_below(text)
+            steps = steps_in(open_storage(parent))
+            if not steps:
+                raise CheckpointError(f"{parent} holds no checkpoint")
+            name = folder(steps[0])
+        self._storage, self._name = open_storage(parent or "."), name
+        self.location = self._storage.location(name)
+        self.manifest: dict[str, Any] = read_manifest(self._storage, name)
+        table: Mapping[str, Any] = self.manifest["tensors"]
+        self._table = {key.removeprefix(scope): entry for key, entry in table.items() if key.startswith(scope)}
+        self.specs = {
+            key: TensorSpec(tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in self._table.items()
+        }
+        self._opened = ExitStack()
+        self._files: dict[str, TensorFile] = {}
+        self._lock = threading.Lock()
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged there.
+        """
+        for piece in self._table[name]["pieces"]:
+            begin, end = piece["offset"], [o + n for o, n in zip(piece["offset"], piece["shape"], strict=True)]
+            first = [max(o, b) for o, b in zip(offset, begin, strict=True)]
+            last = [min(o + n, e) for o, n, e in zip(offset, into.shape, end, strict=True)]
+            if any(a >= z for a, z in zip(first, last, strict=True)):
+                continue
+            part = into
+            for dim, (a, z, o) in enumerate(zip(first, last, offset, strict=True)):
+                part = part.narrow(dim, a - o, z - a)
+            inside = [a - b for a, b in zip(first, begin, strict=True)]
+            dtype = self.specs[name].dtype
+            here = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
+            with self._lock:  # files have one position
+                self._file(piece["file"]).read(piece["key"], inside, here)
+            if here is not part:
+                part.copy_(here)
+
+    def __enter__(self) -> CheckpointTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            try:
+                opened = self._opened.enter_context(self._storage.open(self._name, name))
+            except FileNotFoundError as error:
+                raise CheckpointError(f"checkpoint {self.location} lacks {name}") from error
+            self._files[name] = TensorFile(opened, name)
+        return self._files[name]
+
+
+def is_checkpoint(location: str) -> bool:
+    """Whether a place holds training checkpoints rather than a model in Hugging Face layout."""
+    text = location.rstrip("/")
+    if text.rpartition("/")[2].startswith("step-"):
+        return True
+    if "://" in text:
+        return bool(steps_in(open_storage(text)))
+    path = Path(text)
+    return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
+
+
+def _checkpoints_below(location: str) -> str:
+    inside = Path(location, "checkpoints")
+    return str(inside) if "://" not in location and inside.is_dir() else location

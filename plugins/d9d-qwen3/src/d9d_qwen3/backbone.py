@@ -1,0 +1,135 @@
+"""The decoder of Qwen3 without heads, whole or as one pipeline stage.
+
+Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from d9d_core.protocols import Stage
+from d9d_core.traits import TensorSpec, TensorStyle
+from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.embedding import TokenEmbedding, token_embedding
+from d9d_nn.heads.config import head_layers
+from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
+from d9d_nn.rms_norm import RMSNorm
+from d9d_nn.rope import RotaryEmbedding
+from d9d_nn.stages import stage_layers
+from torch import Tensor, nn
+
+from d9d_qwen3.block import Qwen3Block
+from d9d_qwen3.config import Qwen3Config
+
+
+class Qwen3Backbone(nn.Module):
+    """The layers of one stage, with the embedding on the first and the final norm on the last.
+
+    Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
+
+    Args:
+        config: of the whole model; of its heads, only the layers that they read matter here.
+        stage: which part of it.
+
+    Raises:
+        BuildError: there are more stages than layers.
+    """
+
+    def __init__(self, config: Qwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
+        super().__init__()
+        self.config = config
+        self.stage = stage
+        read = (head_layers(head, config.num_layers) for head in config.heads.values())
+        self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
+        if stage.is_first:
+            std = config.initialization.std
+            self.embedding = token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=std)
+        self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
+        layers = stage_layers(config.num_layers, stage)
+        self.layers = nn.ModuleDict({str(index): Qwen3Block(config, index) for index in layers})
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        """The layers of this stage."""
+        return {f"layers.{index}": layer for index, layer in self.layers.items()}
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """An embedding in one piece is split over the vocabulary, the final norm sees split tokens."""
+        plan = {}
+        if self.stage.is_first and isinstance(self.embedding, TokenEmbedding):
+            plan["embedding"] = TensorStyle.VOCAB
+        if self.stage.is_last:
+            plan["norm"] = TensorStyle.SEQUENCE
+        return plan
+
+    def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """``hidden`` [B, S, H] in the dtype of this stage's parameters; nothing on the last stage.
+
+        If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype.
+        """
+        if self.stage.is_last:
+            return {}
+        dtype = next(self.parameters()).dtype
+        state = TensorSpec((*microbatch["tokens"].shape, self.config.hidden_size), dtype)
+        done = range(stage_layers(self.config.num_layers, self.stage).stop)
+        return dict.fromkeys(("hidden", *sums_begun(self.layer_means, done)), state)
+
+    def forward(
+        self,
+        *,
+        tokens: Tensor | None = None,
+        hidden: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        **layer_sums: Tensor,
+    ) -> dict[str, Tensor]:
+        """Run this stage.
+
+        Args:
+            tokens: int64 [B, S], for the first stage.
+            hidden: [B, S, H], for later stages: what the previous one returned.
+            positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
+            documents: int64 [B, S]; tokens only see their own document. ``None`` if a sample is one document.
+            layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
+
+        Returns:
+            What :meth:`boundary` names; from the last stage ``{"hidden": [B, S, H]}``, normalised.
+
+        Raises:
+            ValueError: the first stage got no tokens, or a later one no hidden states.
+            TypeError: an input is unknown.
+        """
+        return self.run(tokens, hidden, positions, documents, layer_sums)[0]
+
+    def run(
+        self,
+        tokens: Tensor | None,
+        hidden: Tensor | None,
+        positions: Tensor | None,
+        documents: Tensor | None,
+        layer_sums: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], dict[Layers, Tensor]]:
+        """As :meth:`forward`; beside its result the means of layers that heads read, [B, S, H] each, if it is the last.
+
+        For subclasses: a forward that goes on from here.
+        """
+        if self.stage.is_first:
+            if tokens is None:
+                raise ValueError("the first stage of qwen3 needs tokens")
+            hidden = self.embedding(tokens)
+        if hidden is None:
+            raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
+        if positions is None:
+            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums)
+        rotation = self.rotary(positions)
+        cores = (layer.attention.core for layer in self.layers.values() if isinstance(layer, Qwen3Block))
+        masks = prepare_masks(cores, documents, hidden.shape[1], hidden.device)
+        for index, layer in self.layers.items():
+            hidden = layer(hidden, rotation, masks)
+            sums.add(int(index), hidden)
+        if not self.stage.is_last:
+            return {"hidden": hidden, **sums.to_send()}, {}
+        return {"hidden": self.norm(hidden)}, sums.means(self.norm.weight)
