@@ -60,7 +60,7 @@ def launch(directory: Path, number: int) -> str:
         environ = os.environ | {"PYTHONHASHSEED": str(2 * number + rank + 1), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, str(target), str(store), str(rank), str(number)]
         processes.append(subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=120)[1] for process in processes]
+    errors = [process.communicate(timeout=600)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(errors)
     return digest(target)
 
@@ -88,3 +88,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=RANKS)
     export(target, int(seed))
     dist.destroy_process_group()
+    os._exit(0)  # all is written; rarely, a thread of torch's aborts the interpreter's own way out

@@ -294,6 +294,19 @@ def test_behind_an_address_the_file_that_makes_the_model_exist_comes_last(
     assert not any(memory.exists(f"/hub/m/{file}") for file in (*writer.files, "config.json", INDEX))
 
 
+@pytest.mark.parametrize("where", ["local", "remote"])
+def test_a_tokenizer_of_its_own_replaces_all_of_an_earlier_one(tmp_path: Path, where: str) -> None:
+    writer = ModelWriter(tmp_path / "m" if where == "local" else "memory://hub/m", specs(MODEL))
+    writer.start()
+    write_some(writer, *MODEL)
+    earlier = dict.fromkeys(["tokenizer.json", "added_tokens.json", "generation_config.json", "other.json"], b"earlier")
+    writer.publish({}, earlier, lambda d: [(d / n).write_bytes(b"own") for n in ("tokenizer.json", "other.json")])
+    with ModelDirectory.open(tmp_path / "m" if where == "local" else "memory://hub/m") as model:
+        assert model.other_files() == ["generation_config.json", "tokenizer.json"]
+        found = [model.read_file(name) for name in ("tokenizer.json", "other.json", "generation_config.json")]
+    assert found == [b"own", b"own", b"earlier"]
+
+
 def test_an_upload_that_fails_says_where(memory: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("no rights")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.job import Job
 from d9d_core.state.checkpoint import CheckpointStore
@@ -35,12 +37,15 @@ from d9d_core.state.mapper import (
     Transpose,
 )
 from d9d_core.state.mapper.graph import map_tensors, specs_of
+from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.runs import final_tensors, metrics_of, noted, quiet
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 MakeJob = Callable[..., Job]
 
@@ -131,6 +136,39 @@ def test_ranks_read_what_they_hold_in_any_layout(stored: Path, world: Any, once:
         assert max(numbers) < whole
 
 
+class Memory:
+    """Tensors in memory, read by windows."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        into.copy_(self.tensors[name][tuple(slice(o, o + n) for o, n in zip(offset, into.shape, strict=True))])
+
+
+def load_under_fsdp_and_tensor_parallelism() -> list[str]:
+    """Rows sharded twice lie in several pieces on a rank; runs on every rank; returns the kinds of placements."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 6))
+    expected = {name: torch.arange(float(p.numel())).reshape(p.shape) for name, p in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    targets = dict(model.named_parameters())
+    for once in (False, True):
+        for target in targets.values():
+            target.detach().to_local().zero_()  # type: ignore[attr-defined]
+        graph = StateGraph(Identity(), specs_of(expected))
+        load_tensors(graph, Memory(expected), targets, once=once, group=dist.group.WORLD)
+        for name, target in targets.items():
+            assert torch.equal(target.full_tensor(), expected[name]), (once, name)  # type: ignore[attr-defined]
+    return [type(p).__name__ for target in targets.values() for p in target.placements]  # type: ignore[attr-defined]
+
+
+def test_rows_that_are_sharded_twice_are_read(world: Any) -> None:
+    kinds = world(4).run(load_under_fsdp_and_tensor_parallelism)[0]
+    assert {"_StridedShard", "Shard", "Replicate"} == set(kinds)
+
+
 def test_numbers_become_the_targets_format_after_the_graphs(stored: Path) -> None:
     """A cast in the graph rounds, even if the target is wider."""
     with ModelDirectory.open(stored) as directory:
@@ -170,6 +208,39 @@ def test_a_read_that_fails_ends_the_load(stored: Path) -> None:
     targets = {name: torch.zeros_like(t) for name, t in map_tensors(mapper(), stored_tensors()).items()}
     with ModelDirectory.open(stored) as directory, pytest.raises(CheckpointError, match="cannot be read"):
         load_tensors(StateGraph(mapper(), directory.specs), Broken(), targets)
+
+
+class BrokenAt:
+    """A directory of which one tensor cannot be read."""
+
+    def __init__(self, directory: ModelDirectory, name: str) -> None:
+        self.directory = directory
+        self.name = name
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        if name == self.name:
+            raise CheckpointError(f"{name} cannot be read")
+        self.directory.read(name, offset, into)
+
+
+def load_with_a_broken_reader(directory: str, once: bool) -> str:
+    """Only the first rank cannot read; runs on every rank; returns what each of them is told."""
+    mesh = init_device_mesh("cpu", (2,))
+    with ModelDirectory.open(directory) as opened:
+        source = BrokenAt(opened, "gate" if dist.get_rank() == 0 else "")
+        expected = map_tensors(mapper(), stored_tensors())
+        targets = {name: distribute_tensor(torch.zeros_like(t), mesh, (Replicate(),)) for name, t in expected.items()}
+        with pytest.raises(CheckpointError) as caught:
+            load_tensors(
+                StateGraph(mapper(), opened.specs), source, targets, once=once, copies=mesh.get_group(),
+                group=dist.group.WORLD,
+            )  # fmt: skip
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["each reads", "one reads"])
+def test_a_rank_that_cannot_read_fails_all_with_one_text(stored: Path, world: Any, once: bool) -> None:
+    assert world(2).run(load_with_a_broken_reader, str(stored), once) == ["gate cannot be read"] * 2
 
 
 # --- export
@@ -263,8 +334,56 @@ def test_a_job_starts_from_published_weights_without_naming_sizes(job: MakeJob, 
     assert final_tensors(again).keys() >= {f"model/{name}" for name in weights}
 
 
+def test_a_run_ends_well_although_the_weights_it_started_from_are_gone(job: MakeJob, trained: Path) -> None:
+    """What an export keeps was read at the start; to go on without them, the error says how."""
+    (trained / "generation_config.json").write_text('{"top_k": 3}')
+    model = {"name": "toy_model", "blocks": 3, "pretrained": str(trained)}
+    second = job("steps=1", model=model)
+    trainer, _ = noted(second)
+    shutil.rmtree(trained)
+    trainer.train()
+    assert (second.run.directory / "model" / "generation_config.json").is_file()
+    with pytest.raises(JobError, match=r"goes on without it: run its job.yaml with model.pretrained set to null"):
+        job("steps=2", model=model)
+    resolved = yaml.safe_load((second.run.directory / "job.yaml").read_text())
+    quiet(job("steps=2", model=resolved["model"] | {"pretrained": None})).train()
+    assert metrics_of(second)[-1]["step"] == 2
+
+
+def open_on_ranks(first: str, second: str, runs: str) -> str:
+    """Each rank has a path of its own; runs on every rank."""
+    values = {
+        "run": {"dir": runs},
+        "steps": 1,
+        "device": "cpu",
+        "mesh": {"dp_replicate": 2},
+        "parallel": ["replicate"],
+        "batch": {"size": 4},
+        "model": {"name": "toy_model", "blocks": 3, "pretrained": first},
+        "task": "toy_task",
+        "data": "toy_data",
+        "optimizer": "toy_optimizer",
+    }
+    mine = job_of(values, ["d9d_testing.toy.plugin", "d9d_parallel.plugin"])
+    if dist.get_rank() == 1:
+        mine = mine.model_copy(update={"model": mine.model.model_copy(update={"pretrained": second})}).use(
+            mine.registry
+        )
+    with pytest.raises(CheckpointError) as caught:
+        mine.build(lambda _note: None, topology_here(mine))
+    return str(caught.value)
+
+
+def test_weights_that_one_rank_does_not_see_are_an_error_of_all(trained: Path, tmp_path: Path, world: Any) -> None:
+    pytest.importorskip("d9d_parallel")
+    said = world(2).run(open_on_ranks, str(trained), str(tmp_path / "nowhere"), str(tmp_path / "runs"))
+    assert said[0] == said[1]
+    assert "nowhere" in said[0]
+
+
 def test_the_plan_compares_the_weights_with_the_model(job: MakeJob, trained: Path) -> None:
     model = {"name": "toy_model", "pretrained": str(trained)}
+    assert job(model={**model, "blocks": 3}).plan().pretrained == f"5 tensors from {trained} fit"
     with pytest.raises(CheckpointError, match=r"gives 'layers.2.weight', which the model does not have"):
         job(model={**model, "blocks": 2}).plan()
     with pytest.raises(CheckpointError, match=r"needs 'layers.3.weight', which the checkpoint does not give"):
@@ -279,6 +398,8 @@ def test_the_plan_compares_the_weights_with_the_model(job: MakeJob, trained: Pat
         (lambda d: (d / "config.json").unlink(), "its config.json cannot be read"),
         (lambda d: (d / "config.json").write_text("[1]"), "holds no JSON object"),
         (lambda d: (d / "config.json").write_text("{"), "is damaged"),
+        (lambda d: (d / "config.json").write_text("[" * 10**5), "is damaged"),
+        (lambda d: (d / "config.json").write_text("{}"), "format failed to read the config.json of .*KeyError"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_an_error_of_the_job_file(

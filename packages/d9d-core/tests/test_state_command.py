@@ -138,6 +138,16 @@ def test_a_value_against_nan_is_a_difference(d9d: Run, tmp_path: Path) -> None:
     assert d9d("diff", a, b, "--tolerance", "1000")[0] == 1
 
 
+def test_integers_that_float64_cannot_tell_apart_are_a_difference(d9d: Run, tmp_path: Path) -> None:
+    a, b = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"w": torch.tensor([2**60, 5]), "u": torch.tensor([2**63], dtype=torch.uint64)}, a)
+    save_file({"w": torch.tensor([2**60 + 1, 5]), "u": torch.tensor([2**63 + 1], dtype=torch.uint64)}, b)
+    assert d9d("diff", a, a)[0] == 0
+    status, text = d9d("diff", a, b, "--json")
+    assert status == 1
+    assert [row["largest"] for row in json.loads(text)["different"]] == [1.0, 1.0]
+
+
 def test_large_tensors_are_compared_in_blocks(d9d: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d9d_core.state.convert._BLOCK", 7)
     tensor = torch.arange(5 * 3 * 4.0).reshape(5, 3, 4)
@@ -179,9 +189,73 @@ def test_sizes_and_formats_are_read() -> None:
     ]  # fmt: skip
     assert parse_dtype("bfloat16") == torch.bfloat16
     assert parse_dtype(None) is None
-    for text in ("5", "GB", "-1GB", "1..5GB"):
+    for text in ("5", "GB", "-1GB", "1..5GB", "0GB", f"{'9' * 400}GB"):
         with pytest.raises(CheckpointError, match="is no size"):
             parse_size(text)
     for text in ("int8", "nn", "float33"):
         with pytest.raises(CheckpointError, match="is no number format"):
             parse_dtype(text)
+
+
+@pytest.mark.parametrize("what", ["the run", "the source", "a file"])
+def test_conversion_replaces_nothing(d9d: Run, run: Path, what: str) -> None:
+    target = {"the run": run, "the source": run / "model", "a file": run / "job.yaml"}[what]
+    before = sorted(run.rglob("*"))
+    status, text = d9d("convert", run / "model", target)
+    assert (status, "exists: name a new directory" in text) == (2, True)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_conversion_replaces_nothing_behind_an_address(d9d: Run, run: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    try:
+        assert d9d("convert", run, "memory://convert/model")[0] == 0
+        status, text = d9d("convert", "memory://convert/model", "memory://convert/model")
+        assert (status, "exists: name a new directory" in text) == (2, True)
+        assert d9d("diff", run / "model", "memory://convert/model")[0] == 0
+    finally:
+        fsspec.filesystem("memory").store.clear()
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_line(d9d: Run, run: Path) -> None:
+    status, text = d9d("convert", run / "model", run / "job.yaml" / "out")
+    assert (status, "cannot be written" in text) == (2, True)
+    (run / "empty").mkdir()
+    assert d9d("convert", run / "model", run / "empty")[0] == 0
+
+
+def test_a_model_may_be_called_like_a_checkpoint(d9d: Run, run: Path, tmp_path: Path) -> None:
+    (run / "model").rename(tmp_path / "step-2")
+    run.rename(tmp_path / "step-3")
+    assert "toy.scale" in d9d("show", tmp_path / "step-2")[1]
+    assert "model/scale" in d9d("show", tmp_path / "step-3")[1]
+    assert "lacks manifest.json" in d9d("show", tmp_path / "step-4")[1]
+
+
+def test_a_checkpoint_without_its_manifest_is_passed_over(d9d: Run, run: Path) -> None:
+    (run / "checkpoints" / "step-00000009").mkdir()
+    assert "model/scale" in d9d("show", run)[1]
+
+
+def test_a_damaged_checkpoint_is_named_with_its_place(d9d: Run, run: Path, tmp_path: Path) -> None:
+    (file,) = (run / "checkpoints").glob("step-00000004/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert f"{file} is damaged" in d9d("convert", run, tmp_path / "out")[1].replace("\n", "")
+    file.unlink()
+    file.mkdir()
+    assert f"{file} cannot be read" in d9d("convert", run, tmp_path / "out")[1].replace("\n", "")
+
+
+def test_a_run_that_must_be_merged_is_not_converted_as_it_is(d9d: Run, job: MakeJob, tmp_path: Path) -> None:
+    tuned = job("steps=1", peft="toy_peft")
+    quiet(tuned).train()
+    status, text = d9d("convert", tuned.run.directory, tmp_path / "out")
+    assert (status, "resume the run with export: true" in text) == (2, True)
+
+
+def test_quantized_numbers_are_not_given_another_format(d9d: Run, run: Path, tmp_path: Path) -> None:
+    config = json.loads((run / "model" / "config.json").read_text())
+    (run / "model" / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    status, text = d9d("convert", run / "model", tmp_path / "out", "--dtype", "bfloat16")
+    assert (status, "is quantized" in text) == (2, True)
+    assert d9d("convert", run / "model", tmp_path / "out")[0] == 0

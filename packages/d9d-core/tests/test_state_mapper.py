@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -262,6 +263,13 @@ def test_functions_see_whole_tensors_and_give_windows() -> None:
         mapper.inverse()
 
 
+def test_functions_may_need_nothing() -> None:
+    mapper = Parallel(Compute((), lambda _: {"one": torch.ones(2)}, lambda _: specs(one=(2,))), Identity())
+    graph = StateGraph(mapper, specs(a=(3,)))
+    assert [(group.inputs, group.outputs) for group in graph.groups] == [((), ("one",)), (("a",), ("a",))]
+    assert torch.equal(read_window(graph, Memory({}), "one", [(1, 2)]), torch.ones(1))
+
+
 def test_a_function_that_lies_about_its_shapes_is_found_out() -> None:
     mapper = Compute(("w",), lambda t: {"w": t["w"][:1]}, lambda specs: specs)
     with pytest.raises(CheckpointError, match="declares"):
@@ -301,6 +309,16 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Parallel(Identity(), Identity()), specs(a=(3,)), ["one must do"]),
         (Parallel(Rename("a", "x"), Fresh(("x",))), specs(a=(3,)), ["'x' is made, and declared Fresh"]),
         (Prefix("m.", "", Rename("a", "x")), specs(**{"m.b": (3,)}), ["needs 'm.a'"]),
+        (Prefix("m.", "", Unstack("a", ["x", "x"])), specs(**{"m.a": (2,)}), ["Unstack('a') makes 'm.x' twice"]),
+        (Chunk("a", ["x", "x"]), specs(a=(2,)), ["Chunk('a') makes 'x' twice"]),
+        (Chunk("a", []), specs(a=(2,)), ["Chunk('a') makes nothing"]),
+        (Chunk("a", ["x", "y"], sizes=[3, -1]), specs(a=(2,)), ["cannot be cut into parts of [3, -1]"]),
+        (Stack([], "a"), {}, ["Stack('a') needs at least one tensor"]),
+        (Concatenate([], "a"), {}, ["Concatenate('a') needs at least one tensor"]),
+        (Share("a", ()), specs(a=(2,)), ["Share('a') makes nothing"]),
+        (Transpose("l.{n}.w", to="w"), specs(**{"l.0.w": (1, 1)}), ["'w' has other places in braces"]),
+        (Transpose("l.{n}.w", to="{m}.w"), specs(**{"l.0.w": (1, 1)}), ["'{m}.w' has other places in braces"]),
+        (Rename("x.{a}.{b}", "y.{a}{b}"), specs(**{"x.1.23": (1,), "x.12.3": (1,)}), ["makes 'y.123' twice", "x.12.3"]),
     ],
 )  # fmt: skip
 def test_graphs_that_cannot_be_are_refused_by_name(
@@ -322,6 +340,32 @@ def test_mappers_without_an_inverse_say_so() -> None:
             mapper.inverse()
     with pytest.raises(CheckpointError, match="different places"):
         Rename("a.{n}", "b.{m}")
+
+
+@pytest.fixture
+def guesses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names for which similar ones were looked for, which takes half a second among 10,000 names."""
+    guessed: list[str] = []
+    near = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", lambda name, *a, **k: guessed.append(name) or near(name, *a, **k))
+    return guessed
+
+
+def test_of_thousands_of_wrong_names_a_few_are_guessed(guesses: list[str]) -> None:
+    names = [f"model.layers.{layer}.attention.{kind}.weight" for layer in range(50) for kind in "qkvo"]
+    mapper = Parallel(*(Rename(name.replace("attention", "attn"), f"x.{name}") for name in names))
+    with pytest.raises(CheckpointError) as caught:
+        StateGraph(mapper, {name: TensorSpec((1,), F32) for name in names})
+    assert "did it mean 'model.layers.0.attention.q.weight'?" in str(caught.value)
+    assert "and 180 more" in str(caught.value)
+    assert 0 < len(guesses) <= 3
+
+
+def test_no_names_are_guessed_while_mappers_are_put_in_order(guesses: list[str]) -> None:
+    chain = [Rename(f"layer.a{i}", f"layer.a{i + 1}") for i in reversed(range(60))]
+    graph = StateGraph(Parallel(Connect(*chain), Identity()), specs(**{"layer.a0": (1,), "layer.b": (1,)}))
+    assert graph.outputs["layer.a60"].text() == "layer.a0"
+    assert guesses == []
 
 
 def test_a_model_that_wants_something_else_is_told_what() -> None:

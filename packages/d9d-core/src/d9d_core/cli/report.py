@@ -24,6 +24,8 @@ def print_plan(job: Job, plan: Plan) -> None:
     total, trained = plan.parameters
     table.add_row("mesh", f"{job.mesh}")
     table.add_row("model", f"{plan.selection.model.entry}: {total:,} parameters, {trained:,} of them train")
+    if plan.pretrained:
+        table.add_row("weights", plan.pretrained)
     memory = plan.memory
     parts = (memory.parameters, memory.gradients, memory.optimizer)
     table.add_row(

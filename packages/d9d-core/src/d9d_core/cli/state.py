@@ -28,7 +28,8 @@ from d9d_core.protocols import HuggingFaceFormat
 from d9d_core.state.checkpoint_tensors import CheckpointTensors, is_checkpoint
 from d9d_core.state.convert import convert, deviation
 from d9d_core.state.hub.directory import ModelDirectory
-from d9d_core.state.mapper import Cast, Identity, Mapper, StateGraph
+from d9d_core.state.hub.places import open_place
+from d9d_core.state.mapper import Cast, Identity, Mapper, Parallel, StateGraph
 from d9d_core.state.mapper.show import Line, graph_mermaid, graph_text, tensor_lines
 from d9d_core.traits import TensorSpec
 
@@ -55,7 +56,7 @@ def show_state(location: str, registry: Registry, picture: Path | None, as_json:
     if location.endswith(JOB_SUFFIXES):
         graph = job_state_graph(Job.load(location, registry=registry), registry)
         if picture is not None:
-            picture.write_text(graph_mermaid(graph))
+            picture.write_text(graph_mermaid(graph), "utf-8")
         text = {name: value.text() for name, value in graph.outputs.items()}
         sys.stdout.write((json.dumps(text, indent=1) if as_json else graph_text(graph)) + "\n")
         return
@@ -105,27 +106,33 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
     """Write a model in Hugging Face layout, from another one or from a training checkpoint; returns a summary.
 
     Raises:
-        CheckpointError: it cannot be read, converted or written.
+        CheckpointError: it cannot be read, converted or written, or something is at the target.
     """
+    _refuse_taken(asked.target)
     with opened(asked.source, "model/") as tensors:
         mapper, config, others = _described(tensors, asked, registry)
         dtype = asked.dtype
         graph = StateGraph(mapper, tensors.specs)
         if dtype is not None:
-            casts = [
-                Cast(name, dtype) for name, spec in graph.specs.items() if spec.dtype.is_floating_point
-            ]  # fmt: skip
-            graph = StateGraph(_sequence(mapper, casts), tensors.specs)
+            casts = (Cast(name, dtype) for name, spec in graph.specs.items() if spec.dtype.is_floating_point)
+            graph = StateGraph(mapper >> Parallel(*casts, Identity()), tensors.specs)
         size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in graph.specs.values())
         with ByteBar("converting", size) as bar:
             files = convert(graph, tensors, asked.target, config, others, asked.shard_bytes, asked.threads, bar.add)
     return f"{len(graph.outputs)} tensors, {size / 2**30:,.2f} GiB in {len(files)} files at {asked.target}"
 
 
-def _sequence(mapper: Mapper, casts: list[Cast]) -> Mapper:
-    from d9d_core.state.mapper import Parallel
-
-    return mapper >> Parallel(*casts, Identity())
+def _refuse_taken(target: str) -> None:
+    """A directory is replaced as a whole; here it may be a run, or the source."""
+    if "://" in target:
+        try:
+            taken = bool(open_place(target).names())
+        except CheckpointError:  # absent; what else may be wrong shows when it is written
+            taken = False
+    else:
+        taken = Path(target).exists() and not (Path(target).is_dir() and not any(Path(target).iterdir()))
+    if taken:
+        raise CheckpointError(f"{target} exists: name a new directory, or remove that one first")
 
 
 def _described(
@@ -135,12 +142,25 @@ def _described(
     if isinstance(tensors, ModelDirectory):
         config = tensors.config()
         if asked.dtype is not None:
+            if config.get("quantization_config"):
+                raise CheckpointError(
+                    f"{tensors.location} is quantized (quantization_config in config.json): its numbers mean nothing "
+                    "in another format; leave --dtype out, or take the weights it was made from"
+                )
             name = _dtype_name(asked.dtype)
             config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
         return Identity(), config, {name: tensors.read_file(name) for name in tensors.other_files()}
-    layout, model = _model_of(tensors.manifest["job"], registry, tensors.location)
-    stored = next(iter({spec.dtype for spec in tensors.specs.values() if spec.dtype.is_floating_point}), torch.float32)
-    return layout.exporter(model), layout.config_json(model, _dtype_name(asked.dtype or stored)), {}
+    job = tensors.manifest.get("job")
+    if job is None:
+        raise CheckpointError(f"{tensors.location} does not say which model it is of: no job saved it")
+    if job.get("peft") or tensors.manifest.get("left_out"):
+        raise CheckpointError(
+            f"{tensors.location} is of a fine-tuning run and holds no whole model: "
+            "resume the run with export: true, which merges and writes it"
+        )
+    layout, model = _model_of(job, registry, tensors.location)
+    dtype = job["precision"]["parameters"] if asked.dtype is None else _dtype_name(asked.dtype)
+    return layout.exporter(model), layout.config_json(model, dtype), {}
 
 
 def _model_of(job: Mapping[str, Any], registry: Registry, location: str) -> tuple[HuggingFaceFormat, PluginConfig]:
@@ -229,7 +249,7 @@ def parse_size(text: str) -> int:
         number = float(match[1]) if match else math.nan
     except ValueError:
         number = math.nan
-    if match is None or not number >= 0:
+    if match is None or not 0 < number < math.inf:
         raise CheckpointError(f"--shard-size: '{text}' is no size; such as 5GB or 512MiB")
     power = " KMGT".index(match[2].upper() or " ")
     return max(1, int(number * (1024 if match[3] else 1000) ** power))

@@ -24,7 +24,7 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
     Raises:
         JobError: the model cannot be loaded from anywhere, or ``config.json`` cannot be read or is not of this model.
-        PluginError: the model's Hugging Face format cannot be loaded.
+        PluginError: the model's Hugging Face format cannot be loaded, or fails in another way than these.
     """
     spec = entry.spec
     if not issubclass(load_config(entry), ModelConfig) or not isinstance(spec, ModelSpec) or spec.hugging_face is None:
@@ -41,6 +41,9 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         raise
     except D9dError as error:
         raise JobError(f"pretrained: {location}: {error}") from error
+    except FOREIGN_FAILURES as error:
+        text = f"model {entry}: its Hugging Face format failed to read the config.json of {location}: {error!r}"
+        raise plugin_error(text, error) from error
     return {**stored.model_dump(), **fields}
 
 
@@ -52,14 +55,15 @@ def read_config_json(location: str) -> dict[str, Any]:
     """
     try:
         text = _read(location)
-    except (OSError, ImportError, ValueError) as error:
+    except Exception as error:  # drivers of addresses raise whatever their client library raises
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout"
+            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout. A run that has "
+            "checkpoints goes on without it: run its job.yaml with model.pretrained set to null"
         ) from error
     try:
         values = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"its config.json is damaged: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError("its config.json holds no JSON object")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,18 +14,22 @@ import torch
 from torch import Tensor
 
 from d9d_core.errors import CheckpointError
+from d9d_core.state.hub.layout import CONFIG
+from d9d_core.state.hub.places import open_place
 from d9d_core.state.manifest import read_manifest
 from d9d_core.state.prune import folder, steps_in
 from d9d_core.state.safetensors_io import TensorFile
-from d9d_core.state.storage import MANIFEST, open_storage
+from d9d_core.state.storage import MANIFEST, Storage, open_storage
 from d9d_core.traits import TensorSpec
+
+_FOLDER = re.compile(r"step-\d+")
 
 
 class CheckpointTensors:
     """The tensors of one checkpoint, by window.
 
     Args:
-        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; the newest one counts.
+        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; the newest finished one counts.
         scope: only tensors whose names begin so, without it.
 
     Attributes:
@@ -38,12 +43,14 @@ class CheckpointTensors:
     def __init__(self, location: str | Path, scope: str = "") -> None:
         text = str(location).rstrip("/")
         parent, _, name = text.rpartition("/")
-        if not name.startswith("step-"):
+        if not _is_folder(text):
             parent = _checkpoints_below(text)
-            steps = steps_in(open_storage(parent))
-            if not steps:
+            storage = open_storage(parent)
+            found = (folder(step) for step in steps_in(storage))
+            finished = next((folder for folder in found if _is_finished(storage, folder)), None)
+            if finished is None:
                 raise CheckpointError(f"{parent} holds no checkpoint")
-            name = folder(steps[0])
+            name = finished
         self._storage, self._name = open_storage(parent or "."), name
         self.location = self._storage.location(name)
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
@@ -74,8 +81,11 @@ class CheckpointTensors:
             inside = [a - b for a, b in zip(first, begin, strict=True)]
             dtype = self.specs[name].dtype
             here = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
-            with self._lock:  # files have one position
-                self._file(piece["file"]).read(piece["key"], inside, here)
+            try:
+                with self._lock:  # files have one position
+                    self._file(piece["file"]).read(piece["key"], inside, here)
+            except OSError as error:
+                raise CheckpointError(f"{self.location}/{piece['file']} cannot be read: {error}") from error
             if here is not part:
                 part.copy_(here)
 
@@ -93,19 +103,40 @@ class CheckpointTensors:
                 opened = self._opened.enter_context(self._storage.open(self._name, name))
             except FileNotFoundError as error:
                 raise CheckpointError(f"checkpoint {self.location} lacks {name}") from error
-            self._files[name] = TensorFile(opened, name)
+            self._files[name] = TensorFile(opened, f"{self.location}/{name}")
         return self._files[name]
 
 
 def is_checkpoint(location: str) -> bool:
     """Whether a place holds training checkpoints rather than a model in Hugging Face layout."""
     text = location.rstrip("/")
-    if text.rpartition("/")[2].startswith("step-"):
+    if _is_folder(text):
         return True
     if "://" in text:
         return bool(steps_in(open_storage(text)))
     path = Path(text)
     return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
+
+
+def _is_folder(location: str) -> bool:
+    """Whether a place is one checkpoint; runs and models may be called ``step-100`` too."""
+    if _FOLDER.fullmatch(location.rpartition("/")[2]) is None:
+        return False
+    if "://" not in location and Path(location, "checkpoints").is_dir():
+        return False
+    try:
+        return CONFIG not in open_place(location).names()
+    except CheckpointError:  # absent: whoever opens it says so
+        return True
+
+
+def _is_finished(storage: Storage, folder: str) -> bool:
+    """Behind an address a folder may exist before its manifest."""
+    try:
+        with storage.open(folder, MANIFEST):
+            return True
+    except FileNotFoundError:
+        return False
 
 
 def _checkpoints_below(location: str) -> str:

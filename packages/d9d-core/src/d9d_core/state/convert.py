@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from d9d_core.errors import CheckpointError
+from d9d_core.state.hub.blocks import blocks
 from d9d_core.state.hub.shard import ShardWriter
 from d9d_core.state.hub.writer import ModelWriter
 from d9d_core.state.mapper import StateGraph
@@ -53,22 +55,16 @@ def convert(
         CheckpointError: something cannot be read or written; nothing is left then.
     """
     writer = ModelWriter(target, graph.specs, shard_bytes)
-    writer.start()
     try:
-        with ThreadPoolExecutor(threads) as pool:
-            for file in writer.files:
-                with writer.open_shard(file) as shard:
-                    _write(
-                        graph,
-                        source,
-                        [name for name in graph.outputs if writer.file_of(name) == file],
-                        shard,
-                        pool,
-                        on_bytes,
-                    )
+        writer.start()
+        for file in writer.files:
+            with writer.open_shard(file) as shard:
+                _write(graph, source, list(writer.tensors_of(file)), shard, threads, on_bytes)
         writer.publish(config_json, files)
-    except BaseException:
+    except BaseException as error:
         writer.discard()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target} cannot be written: {error}") from error
         raise
     return writer.files
 
@@ -78,7 +74,7 @@ def _write(
     source: TensorSource,
     names: Sequence[str],
     shard: ShardWriter,
-    pool: ThreadPoolExecutor,
+    threads: int,
     on_bytes: Callable[[int], None],
 ) -> None:
     def read(name: str) -> Tensor:
@@ -87,46 +83,34 @@ def _write(
         value.read(source, [0] * tensor.ndim, tensor)
         return tensor
 
-    workers = pool._max_workers  # noqa: SLF001 - so many tensors wait, no more
-    for first in range(0, len(names), workers):
-        some = names[first : first + workers]
-        for name, tensor in zip(some, pool.map(read, some), strict=True):
-            shard.write(name, tensor)
-            on_bytes(tensor.nbytes)
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(names), threads):  # so many tensors wait, no more
+            some = names[first : first + threads]
+            for name, tensor in zip(some, pool.map(read, some), strict=True):
+                shard.write(name, tensor)
+                on_bytes(tensor.nbytes)
 
 
 def deviation(name: str, left: _Tensors, right: _Tensors, on_bytes: Callable[[int], None]) -> float:
     """The largest difference of two equally shaped tensors, in float64; infinite where only one is NaN.
+
+    Different integers differ by at least 1, also where float64 cannot tell them apart.
 
     Raises:
         CheckpointError: one cannot be read.
     """
     largest = 0.0
     shape, dtypes = left.specs[name].shape, (left.specs[name].dtype, right.specs[name].dtype)
-    for offset, size in _blocks(shape):
+    for offset, size in blocks(shape, _BLOCK):
         a, b = (torch.empty(size, dtype=dtype) for dtype in dtypes)
         left.read(name, offset, a)
         right.read(name, offset, b)
         on_bytes(a.nbytes)
-        if a.numel() and not (a.dtype == b.dtype and torch.equal(a, b)):
+        if not (a.dtype == b.dtype and torch.equal(a, b)):
             wide_a, wide_b = a.double(), b.double()
             gap = (wide_a - wide_b).abs()
             gap[(wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan())] = 0.0
+            if a.dtype == b.dtype and not a.dtype.is_floating_point:
+                gap[(a != b) & (gap == 0.0)] = 1.0
             largest = max(largest, gap.nan_to_num(nan=math.inf).max().item())
     return largest
-
-
-def _blocks(shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Windows of whole rows, or of parts of them where rows are long."""
-    if not shape or math.prod(shape) <= _BLOCK:
-        yield [0] * len(shape), list(shape)
-        return
-    row = math.prod(shape[1:])
-    if row > _BLOCK:
-        for index in range(shape[0]):
-            for offset, size in _blocks(shape[1:]):
-                yield [index, *offset], [1, *size]
-        return
-    rows = max(1, _BLOCK // row)
-    for first in range(0, shape[0], rows):
-        yield [first, *[0] * (len(shape) - 1)], [min(rows, shape[0] - first), *shape[1:]]

@@ -25,8 +25,8 @@ class ModelFiles:
 
     Attributes:
         config_json: contents of ``config.json``.
-        others: name -> contents, such as ``generation_config.json``.
-        save_assets: writes further files, such as the tokenizer's, into the directory it is given.
+        others: name -> contents, such as ``generation_config.json`` and an earlier tokenizer's.
+        save_assets: writes further files, such as the tokenizer's, into the directory it is given; these count.
     """
 
     config_json: Mapping[str, Any]

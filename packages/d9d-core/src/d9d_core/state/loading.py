@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from d9d_core.state.agreement import on_all
 from d9d_core.state.mapper import StateGraph
 from d9d_core.state.mapper.values import TensorSource, Value
 from d9d_core.state.pieces import Piece, describe
@@ -28,6 +29,7 @@ def load_tensors(
     threads: int = 4,
     once: bool = False,
     copies: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] = lambda _count: None,
 ) -> None:
     """Fill each target with the graph's output of its name, converted to its dtype.
@@ -43,29 +45,50 @@ def load_tensors(
         once: of the ranks that hold the same numbers, one reads and sends them to the others; by default each reads.
             Collective over the ranks of the targets' meshes, and of ``copies``.
         copies: the ranks that hold the same plain tensors, for ``once``.
+        group: the ranks that learn together whether it worked, collective over them; with ``once``, all that load, or
+            those who were sent nothing would go on.
         on_bytes: told how many bytes of the graph's outputs are filled, by any thread.
 
     Raises:
-        CheckpointError: something cannot be read; some targets are filled then.
+        CheckpointError: something cannot be read, on any rank; some targets are filled then.
     """
+    on_all(lambda: _load(graph, source, targets, threads, once, copies, on_bytes), group)
+
+
+def _load(
+    graph: StateGraph,
+    source: TensorSource,
+    targets: Mapping[str, Tensor],
+    threads: int,
+    once: bool,
+    copies: dist.ProcessGroup | None,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """A rank that fails reads no more, but goes on sending, because the others wait for it."""
     parts = describe(targets)
+    failed: list[BaseException] = []
     with torch.no_grad(), ThreadPoolExecutor(threads, thread_name_prefix="d9d-load") as pool:
         pending: dict[str, list[Future[None]]] = {}
         try:
             for name, target in targets.items():
-                if once and not _reads(target, copies):
-                    continue
-                windows = [window for piece in parts[name].pieces for window in _tasks(graph.outputs[name], piece)]
-                pending[name] = [pool.submit(_fill, graph.outputs[name], source, w, on_bytes) for w in windows]
+                if not once or _reads(target, copies):
+                    windows = [window for piece in parts[name].pieces for window in _tasks(graph.outputs[name], piece)]
+                    pending[name] = [pool.submit(_fill, graph.outputs[name], source, w, on_bytes) for w in windows]
             for name, target in targets.items():
                 for future in pending.pop(name, ()):
-                    future.result()
+                    try:
+                        future.result()
+                    except CancelledError:
+                        pass  # the first error counts
+                    except Exception as error:
+                        failed.append(error)
+                        pool.shutdown(wait=False, cancel_futures=True)
                 if once:
                     _send(target, copies)
-        finally:
-            for futures in pending.values():  # the first error counts
-                for future in futures:
-                    future.cancel()
+        finally:  # whatever interrupts this must not wait for the rest of the files
+            pool.shutdown(cancel_futures=True)
+    if failed:
+        raise failed[0]
 
 
 def _fill(value: Value, source: TensorSource, window: Piece, on_bytes: Callable[[int], None]) -> None:

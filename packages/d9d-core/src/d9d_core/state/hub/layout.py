@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
@@ -17,11 +17,12 @@ _INDEX_END = ".safetensors.index.json"
 #: Reading them runs whatever code they hold.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
-#: What belongs to a model and is no weight: its tokenizer, and how to generate.
-_PASSED_THROUGH = (
-    "generation_config.json", "tokenizer*.json", "tokenizer*.model", "tokenizer*.txt", "*.jinja", "chat_template.json",
+_TOKENIZER = (
+    "tokenizer*.json", "tokenizer*.model", "tokenizer*.txt", "*.jinja", "chat_template.json",
     "vocab*.json", "vocab*.txt", "merges*.txt", "special_tokens_map.json", "added_tokens.json",
 )  # fmt: skip
+#: What belongs to a model and is no weight: its tokenizer, and how to generate.
+_PASSED_THROUGH = ("generation_config.json", *_TOKENIZER)
 
 
 def is_plain_name(name: str) -> bool:
@@ -31,7 +32,26 @@ def is_plain_name(name: str) -> bool:
 
 def passed_through(names: Iterable[str]) -> list[str]:
     """The files that a conversion copies as they are."""
-    return sorted(name for name in names if any(fnmatchcase(name, pattern) for pattern in _PASSED_THROUGH))
+    return sorted(name for name in names if _fits(name, _PASSED_THROUGH))
+
+
+def still_valid(files: Mapping[str, bytes], own: Collection[str]) -> dict[str, bytes]:
+    """Files passed through from another model that belong beside a model's own: not its names, nor a second tokenizer.
+
+    Args:
+        files: name -> content.
+        own: names of the files that the model has.
+    """
+    has_tokenizer = any(_fits(name, _TOKENIZER) for name in own)
+    return {
+        name: content
+        for name, content in files.items()
+        if name not in own and not (has_tokenizer and _fits(name, _TOKENIZER))
+    }
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def refuse_pickles(where: str, files: Sequence[str]) -> None:

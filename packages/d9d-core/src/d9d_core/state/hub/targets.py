@@ -13,7 +13,7 @@ from typing import BinaryIO, Protocol
 
 from d9d_core.errors import CheckpointError
 from d9d_core.state.files import replace, sync
-from d9d_core.state.hub.layout import CONFIG, SAFETENSORS
+from d9d_core.state.hub.layout import CONFIG, SAFETENSORS, still_valid
 
 
 class Target(Protocol):
@@ -28,8 +28,16 @@ class Target(Protocol):
     def size(self, file: str) -> int | None:
         """Bytes of a file, ``None`` if there is none."""
 
-    def publish(self, files: Mapping[str, bytes], save_assets: Callable[[Path], None] | None) -> None:
-        """Add small files in the order given and have the directory exist. One rank, after all others."""
+    def publish(
+        self, others: Mapping[str, bytes], last: Mapping[str, bytes], save_assets: Callable[[Path], None] | None
+    ) -> None:
+        """Add small files and have the directory exist. One rank, after all others.
+
+        Args:
+            others: such as an earlier tokenizer's; left out where ``save_assets`` writes other ones.
+            last: what makes the model exist, in this order.
+            save_assets: writes the model's own into the directory that it is given.
+        """
 
     def discard(self) -> None:
         """Remove what a failure left. One rank, when no other writes any more; never fails."""
@@ -84,11 +92,14 @@ class LocalTarget:
         path = self._place / file
         return path.stat().st_size if path.is_file() else None
 
-    def publish(self, files: Mapping[str, bytes], save_assets: Callable[[Path], None] | None) -> None:
+    def publish(
+        self, others: Mapping[str, bytes], last: Mapping[str, bytes], save_assets: Callable[[Path], None] | None
+    ) -> None:
         """See :class:`Target`."""
         if save_assets is not None:
             save_assets(self._place)
-        for name, content in files.items():
+        own = {path.name for path in self._place.iterdir()}
+        for name, content in {**still_valid(others, own), **last}.items():
             (self._place / name).write_bytes(content)
         for path in (*self._place.rglob("*"), self._place):
             sync(path)
@@ -138,7 +149,9 @@ class RemoteTarget:
             except FileNotFoundError:
                 return None
 
-    def publish(self, files: Mapping[str, bytes], save_assets: Callable[[Path], None] | None) -> None:
+    def publish(
+        self, others: Mapping[str, bytes], last: Mapping[str, bytes], save_assets: Callable[[Path], None] | None
+    ) -> None:
         """See :class:`Target`."""
         with tempfile.TemporaryDirectory() as directory:
             if save_assets is not None:
@@ -149,7 +162,8 @@ class RemoteTarget:
                     target = f"{self._root}/{path.relative_to(directory).as_posix()}"
                     self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
                     self._files.put_file(str(path), target)
-                for name, content in files.items():
+                own = {path.name for path in Path(directory).iterdir()}
+                for name, content in {**still_valid(others, own), **last}.items():
                     self._files.pipe_file(f"{self._root}/{name}", content)
 
     def discard(self) -> None:

@@ -106,8 +106,9 @@ class ModelWriter:
 
         Args:
             config_json: contents of config.json.
-            files: further small files, by name.
-            save_assets: writes further files, such as the tokenizer's, into the directory that it is given.
+            files: further small files, by name, such as those beside the weights that training started from.
+            save_assets: writes further files, such as the tokenizer's, into the directory that it is given; these
+                count, and no file of another tokenizer stays beside them.
 
         Raises:
             CheckpointError: a weight file is missing, or a further file has a name that is taken.
@@ -121,11 +122,11 @@ class ModelWriter:
                     f"{self._directory} is not complete: {file} has {size or 'no'} bytes of {layout.bytes}; "
                     "every file must be written, and all processes must see the same directory"
                 )
-        small = {**files, CONFIG: _json(CONFIG, config_json)}
+        last = {CONFIG: _json(CONFIG, config_json)}
         if len(self.files) > 1:
             total = sum(spec_bytes(spec) for part in self._plan.values() for spec in part.values())
-            small[INDEX] = _json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._file_of})
-        self._target.publish(small, save_assets)
+            last[INDEX] = _json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._file_of})
+        self._target.publish(files, last, save_assets)
 
     def discard(self) -> None:
         """Remove what was written but not published. One rank, when no other writes any more; never fails."""

@@ -14,6 +14,8 @@ from d9d_core.state.mapper.values import Value
 
 #: An error lists this many problems; a wrong prefix makes thousands.
 SHOWN = 20
+#: So many of them come with a similar name; looking for one costs half a second among 10,000 names.
+_HINTS = 3
 
 
 class Scope:
@@ -23,18 +25,25 @@ class Scope:
         values: in the order in which they come.
         problems: what is wrong so far; shared by all scopes of one graph.
         path: put before names in messages.
+        hints: whether complaints about absent names are to guess what was meant.
     """
 
-    def __init__(self, values: Mapping[str, Value], problems: list[str], path: str = "") -> None:
+    def __init__(self, values: Mapping[str, Value], problems: list[str], path: str = "", hints: bool = True) -> None:
         self.values = values
         self.problems = problems
         self.path = path
+        self.hints = hints
+
+    def over(self, values: Mapping[str, Value], prefix: str = "") -> Scope:
+        """The same place for complaints about other values, whose names lack ``prefix``."""
+        return Scope(values, self.problems, self.path + prefix, self.hints)
 
     def find(self, names: Sequence[str], leaf: str) -> list[Value] | None:
         """The values of these names; without one of them, a complaint and nothing."""
         missing = [name for name in names if name not in self.values]
         for name in missing:
-            near = difflib.get_close_matches(name, self.values, n=1) if len(self.problems) < SHOWN else []
+            wanted = self.hints and len(self.problems) < _HINTS
+            near = difflib.get_close_matches(name, self.values, n=1) if wanted else []
             hint = f"; did it mean '{self.path}{near[0]}'?" if near else ""
             self.problems.append(f"{leaf} needs '{self.path}{name}', which is not there{hint}")
         return None if missing else [self.values[name] for name in names]
@@ -42,6 +51,15 @@ class Scope:
     def complain(self, text: str) -> None:
         """Something is wrong."""
         self.problems.append(text)
+
+    def are_targets(self, names: Sequence[str], leaf: str) -> bool:
+        """Whether a leaf makes something, and nothing twice; else a complaint."""
+        if not names:
+            self.complain(f"{leaf} makes nothing: give the names of its results")
+        twice = {name: None for name in names if names.count(name) > 1} if len(set(names)) < len(names) else {}
+        for name in twice:
+            self.complain(f"{leaf} makes '{self.path}{name}' twice")
+        return bool(names) and not twice
 
     def below(self, prefix: str) -> dict[str, Value]:
         """The values whose names start with ``prefix``, without it."""

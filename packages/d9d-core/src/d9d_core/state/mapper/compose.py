@@ -29,7 +29,7 @@ class Parallel(Mapper):
                 scope.complain("two neighbours take the rest; one must do")
             taken = {name for effect in effects.values() for name in effect.taken}
             left = {name: value for name, value in scope.values.items() if name not in taken}
-            effects[id(greedy[0])] = greedy[0].apply(Scope(left, scope.problems, scope.path))
+            effects[id(greedy[0])] = greedy[0].apply(scope.over(left))
         for mapper in self.mappers:
             if id(mapper) in effects:
                 _add(together, effects[id(mapper)], scope)
@@ -57,7 +57,7 @@ class Sequential(Mapper):
         waiting = dict(scope.values)  # not taken yet
         made: dict[str, Value] = {}
         for mapper in self.mappers:
-            effect = mapper.apply(Scope({**waiting, **made}, scope.problems, scope.path))
+            effect = mapper.apply(scope.over({**waiting, **made}))
             for name in effect.taken:
                 if name in made:
                     del made[name]
@@ -92,7 +92,7 @@ class Prefix(Mapper):
         self.mapper = mapper
 
     def apply(self, scope: Scope) -> Effect:
-        inner = self.mapper.apply(Scope(scope.below(self.source), scope.problems, scope.path + self.source))
+        inner = self.mapper.apply(scope.over(scope.below(self.source), self.source))
         return Effect(
             {self.source + name: leaf for name, leaf in inner.taken.items()},
             {self.target + name: value for name, value in inner.made.items()},
@@ -114,22 +114,23 @@ class Connect(Mapper):
         self.mappers = mappers
 
     def apply(self, scope: Scope) -> Effect:
-        waiting, made = dict(scope.values), dict[str, Value]()
+        there, made = dict(scope.values), dict[str, Value]()
         whole, left = Effect(), list(self.mappers)
         while left:
             later = []
             for mapper in left:
                 attempt: list[str] = []
-                effect = mapper.apply(Scope({**waiting, **made}, attempt, scope.path))
+                effect = mapper.apply(Scope(there, attempt, scope.path, hints=False))
                 if attempt:
                     later.append((mapper, attempt))
                     continue
                 for name in effect.taken:
+                    del there[name]
                     if made.pop(name, None) is None:
-                        waiting.pop(name)
                         whole.taken[name] = effect.taken[name]
-                _check_new(effect.made, {**waiting, **made}, scope, "another mapper")
+                _check_new(effect.made, there, scope, "another mapper")
                 made |= effect.made
+                there |= effect.made
                 whole.fresh |= effect.fresh
             if len(later) == len(left):
                 reasons = [reason for _, attempt in later for reason in attempt]

@@ -44,7 +44,7 @@ def group_values(values: Mapping[str, Value]) -> list[Group]:
     outputs: dict[str, list[str]] = {}
     sizes: dict[str, int] = {}
     for name, value in values.items():
-        key = root(sources[name][0])
+        key = root(sources[name][0]) if sources[name] else f"without sources: {name}"
         inputs.setdefault(key, {}).update(dict.fromkeys(sources[name]))
         outputs.setdefault(key, []).append(name)
         sizes[key] = sizes.get(key, 0) + math.prod(value.spec.shape) * value.spec.dtype.itemsize

@@ -54,8 +54,14 @@ class PerTensor(Mapper):
 
     def apply(self, scope: Scope) -> Effect:
         effect = Effect()
+        places, kept = (Pattern(name).places for name in (self.name, self.to or self.name))
+        if places != kept:
+            scope.complain(f"{self.label()}: '{self.to}' has other places in braces, so its names are not known")
+            return effect
         for source, target in self._matches(scope):
             effect.taken[source] = self.label()
+            if target in effect.made:
+                scope.complain(f"{self.label()} makes '{scope.path}{target}' twice, the second time of '{source}'")
             try:
                 effect.made[target] = self.change(scope.values[source])
             except ValueError as error:
@@ -293,6 +299,7 @@ class Share(Mapper):
     def apply(self, scope: Scope) -> Effect:
         label = f"Share('{self.name}')"
         values = scope.find([self.name], label) or []
+        scope.are_targets(self.targets, label)
         return Effect({self.name: label}, {target: value for value in values for target in self.targets})
 
     def inverse(self) -> Mapper:

@@ -27,6 +27,8 @@ class Stack(Mapper):
         label = f"Stack('{self.to}')"
         effect = Effect(dict.fromkeys(self.names, label))
         values = scope.find(self.names, label)
+        if values == []:
+            scope.complain(f"{label} needs at least one tensor")
         if values and _alike(scope, label, self.names, values, None):
             if not 0 <= self.dim <= len(values[0].spec.shape):
                 shape = list(values[0].spec.shape)
@@ -56,6 +58,8 @@ class Unstack(Mapper):
     def apply(self, scope: Scope) -> Effect:
         label = f"Unstack('{self.name}')"
         effect = Effect({self.name: label})
+        if not scope.are_targets(self.to, label):
+            return effect
         for value in scope.find([self.name], label) or ():
             shape = value.spec.shape
             if not 0 <= self.dim < len(shape) or shape[self.dim] != len(self.to):
@@ -89,6 +93,8 @@ class Concatenate(Mapper):
         label = f"Concatenate('{self.to}')"
         effect = Effect(dict.fromkeys(self.names, label))
         values = scope.find(self.names, label)
+        if values == []:
+            scope.complain(f"{label} needs at least one tensor")
         if values and _alike(scope, label, self.names, values, self.dim):
             found = [value.spec.shape[self.dim] for value in values]
             if self.sizes is not None and found != list(self.sizes):
@@ -120,11 +126,13 @@ class Chunk(Mapper):
     def apply(self, scope: Scope) -> Effect:
         label = f"Chunk('{self.name}')"
         effect = Effect({self.name: label})
+        if not scope.are_targets(self.to, label):
+            return effect
         for value in scope.find([self.name], label) or ():
             shape = value.spec.shape
             whole = shape[self.dim] if 0 <= self.dim < len(shape) else -1
             sizes = self.sizes or [whole // len(self.to)] * len(self.to)
-            if sum(sizes) != whole or len(sizes) != len(self.to):
+            if sum(sizes) != whole or len(sizes) != len(self.to) or min(sizes) < 0:
                 wanted = f"parts of {list(self.sizes)}" if self.sizes else f"{len(self.to)} equal parts"
                 scope.complain(f"{label}: dimension {self.dim} of {list(shape)} cannot be cut into {wanted}")
                 continue

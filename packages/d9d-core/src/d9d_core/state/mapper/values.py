@@ -7,6 +7,8 @@ reads one shard, whatever lies between the file and the parameter.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,8 +92,18 @@ class Source(Value):
         return self.name
 
 
+class Unary(Value):
+    """Made of one other value, ``of``."""
+
+    of: Value
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+
 @dataclass(frozen=True, slots=True)
-class Permuted(Value):
+class Permuted(Unary):
     """Dimensions in another order: dimension ``k`` is ``dims[k]`` of the original."""
 
     of: Value
@@ -101,10 +113,6 @@ class Permuted(Value):
     def __post_init__(self) -> None:
         shape = tuple(self.of.spec.shape[dim] for dim in self.dims)
         object.__setattr__(self, "spec", TensorSpec(shape, self.of.spec.dtype))
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     @property
     def keeps_rows(self) -> bool:
@@ -122,7 +130,7 @@ class Permuted(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Unsqueezed(Value):
+class Unsqueezed(Unary):
     """With a dimension of size one more."""
 
     of: Value
@@ -133,10 +141,6 @@ class Unsqueezed(Value):
         shape = list(self.of.spec.shape)
         shape.insert(self.dim, 1)
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
         return self.of.tensor(find).unsqueeze(self.dim)
@@ -151,7 +155,7 @@ class Unsqueezed(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Squeezed(Value):
+class Squeezed(Unary):
     """Without a dimension of size one."""
 
     of: Value
@@ -162,10 +166,6 @@ class Squeezed(Value):
         shape = list(self.of.spec.shape)
         del shape[self.dim]
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
         return self.of.tensor(find).squeeze(self.dim)
@@ -178,7 +178,7 @@ class Squeezed(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Sliced(Value):
+class Sliced(Unary):
     """Indices ``start`` to ``start + length`` of a dimension."""
 
     of: Value
@@ -191,10 +191,6 @@ class Sliced(Value):
         shape = list(self.of.spec.shape)
         shape[self.dim] = self.length
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
         return self.of.tensor(find).narrow(self.dim, self.start, self.length)
@@ -216,11 +212,24 @@ class Joined(Value):
     of: tuple[Value, ...]
     dim: int
     spec: TensorSpec = field(init=False)
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shape = list(self.of[0].spec.shape)
-        shape[self.dim] = sum(part.spec.shape[self.dim] for part in self.of)
+        ends = tuple(itertools.accumulate(part.spec.shape[self.dim] for part in self.of))
+        shape[self.dim] = ends[-1]
+        object.__setattr__(self, "_ends", ends)
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of[0].spec.dtype))
+
+    def inside(self, first: int, last: int) -> Iterator[tuple[Value, int, int, int]]:
+        """The parts that overlap a range of indices: each with where it begins there, and the range inside the part."""
+        index = bisect.bisect_right(self._ends, first)
+        while first < last:
+            begin = self._ends[index] - self.of[index].spec.shape[self.dim]
+            stop = min(last, self._ends[index])
+            if first < stop:
+                yield self.of[index], first, first - begin, stop - begin
+            first, index = max(first, stop), index + 1
 
     @property
     def parts(self) -> tuple[Value, ...]:
@@ -231,15 +240,10 @@ class Joined(Value):
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
         first, last = offset[self.dim], offset[self.dim] + into.shape[self.dim]
-        begin = 0
-        for part in self.of:
-            end = begin + part.spec.shape[self.dim]
-            start, stop = max(first, begin), min(last, end)
-            if start < stop:
-                inner = [*offset]
-                inner[self.dim] = start - begin
-                part.read(source, inner, into.narrow(self.dim, start - first, stop - start))
-            begin = end
+        for part, at, start, stop in self.inside(first, last):
+            inner = [*offset]
+            inner[self.dim] = start
+            part.read(source, inner, into.narrow(self.dim, at - first, stop - start))
 
     def text(self) -> str:
         shown = [part.text() for part in (self.of if len(self.of) < 4 else (self.of[0], self.of[1], self.of[-1]))]
@@ -249,7 +253,7 @@ class Joined(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Converted(Value):
+class Converted(Unary):
     """In another number format."""
 
     of: Value
@@ -258,10 +262,6 @@ class Converted(Value):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spec", TensorSpec(self.of.spec.shape, self.dtype))
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
         return self.of.tensor(find).to(self.dtype)
@@ -279,7 +279,7 @@ class Converted(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Whole(Value):
+class Whole(Unary):
     """All of a tensor that is sharded over ranks. Computing it is collective over its mesh."""
 
     of: Value
@@ -287,10 +287,6 @@ class Whole(Value):
     @property
     def spec(self) -> TensorSpec:  # type: ignore[override]
         return self.of.spec
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
         return full(self.of.tensor(find))
@@ -303,7 +299,7 @@ class Whole(Value):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(Value):
+class Placed(Unary):
     """Sharded over a mesh. Nothing is communicated: each rank keeps its part."""
 
     of: Value
@@ -313,10 +309,6 @@ class Placed(Value):
     @property
     def spec(self) -> TensorSpec:  # type: ignore[override]
         return self.of.spec
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self.of,)
 
     def tensor(self, find: Callable[[str], Tensor]) -> DTensor:
         return distribute_tensor(self.of.tensor(find), self.mesh, self.placements, src_data_rank=None)
@@ -421,13 +413,8 @@ def sliced(value: Value, dim: int, start: int, length: int) -> Value:
     if isinstance(value, Sliced) and value.dim == dim:
         return Sliced(value.of, dim, value.start + start, length)
     if isinstance(value, Joined) and value.dim == dim:
-        found, begin = [], 0
-        for part in value.of:
-            size = part.spec.shape[dim]
-            first, last = max(start, begin), min(start + length, begin + size)
-            if first < last:
-                found.append(sliced(part, dim, first - begin, last - first))
-            begin += size
+        parts = value.inside(start, start + length)
+        found = [sliced(part, dim, first, last - first) for part, _, first, last in parts]
         return joined(found, dim) if found else Sliced(value, dim, start, length)
     return Sliced(value, dim, start, length)
 
