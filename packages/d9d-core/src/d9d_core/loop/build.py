@@ -23,7 +23,7 @@ from d9d_core.loop.keeper import Keeper, open_store
 from d9d_core.loop.loss import LossScale
 from d9d_core.loop.ownership import DATA_AXES
 from d9d_core.loop.plan import build_lr_schedule, build_schedule
-from d9d_core.loop.pretrained import passed_through, pretrained_weights
+from d9d_core.loop.pretrained import pretrained_weights
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.loop.statistics import Statistics
 from d9d_core.loop.step import TrainStep
@@ -85,10 +85,12 @@ def build(
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
-    with pretrained_weights(job, selection, assembly.stage, assembly.injected) as pretrained:
+    beside_weights: Mapping[str, bytes] = {}
+    with pretrained_weights(job, selection, assembly.stage, assembly.injected, topology) as pretrained:
         stage = materialise(assembly, job.seed, topology.device)
         if pretrained is not None:
             pretrained.load(stage, job, topology, note)
+            beside_weights = pretrained.others
     events.emit(ev.ModelReady(stage))
     trained = {name: p for name, p in stage.named_parameters() if name in assembly.trainable}
     share = f", {sum(local(p).numel() for p in stage.parameters()):,} of them here" if topology.world_size > 1 else ""
@@ -165,7 +167,7 @@ def build(
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, data_ranks, note),
         keeper=keeper,
-        export=_exporter(job, selection, assembly, topology, stage, stream),
+        export=_exporter(job, selection, assembly, topology, stage, stream, beside_weights),
         interrupts=interrupts,
         events=events,
         note=note,
@@ -256,7 +258,13 @@ def _evaluator(
 
 
 def _exporter(
-    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, stage: nn.Module, stream: DataStream
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    stage: nn.Module,
+    stream: DataStream,
+    beside_weights: Mapping[str, bytes],
 ) -> Callable[[], None] | None:
     spec = selection.model.spec
     if not job.export or not isinstance(spec, ModelSpec):
@@ -270,7 +278,7 @@ def _exporter(
         tensors = model_tensors(stage)
         graph = StateGraph(layout.exporter(job.model), specs_of(tensors))
         config = layout.config_json(job.model, job.precision.parameters)
-        files = ModelFiles(config, passed_through(job), stream.save_assets)
+        files = ModelFiles(config, beside_weights, stream.save_assets)
         export_model(ModelWriter(job.run.directory / "model", graph.specs), graph, tensors, files, topology.world)
 
     return export

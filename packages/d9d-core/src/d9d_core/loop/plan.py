@@ -48,6 +48,7 @@ class Plan:
         flops_per_token: of forward and backward, if the model and data tell.
         program: what the first pipeline rank does in one step.
         groups: the optimizer's parameter groups in words.
+        pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
     """
 
     selection: Selection
@@ -58,6 +59,7 @@ class Plan:
     flops_per_token: float | None
     program: Program
     groups: dict[str, Any]
+    pretrained: str | None = None
 
 
 def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances, world_size: int) -> Plan:
@@ -74,8 +76,8 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     task: Task = build_part(selection.task, job.task)
     task.check(job.model, {})  # what can be said without data
     assembly = assemble(job, selection, registry, topology, circumstances)
-    with pretrained_weights(job, selection, assembly.stage, assembly.injected):
-        pass  # they are there and fit
+    with pretrained_weights(job, selection, assembly.stage, assembly.injected, topology) as weights:
+        pretrained = None if weights is None else weights.summary()
     parameters = dict(assembly.stage.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if name in assembly.trainable}
     optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
@@ -94,6 +96,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         flops_per_token=_flops(job, selection),
         program=checked_programs(build_schedule(job, selection), job.mesh.pp, job.microbatches)[0],
         groups=dict(optimizer.describe()),
+        pretrained=pretrained,
     )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from d9d_core.loop.selection import Selection, select
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import Stage
+from d9d_core.state.agreement import on_all
 from d9d_core.state.hub.directory import ModelDirectory
 from d9d_core.state.loading import load_tensors
 from d9d_core.state.mapper import StateGraph
@@ -36,16 +37,23 @@ class Pretrained:
     Attributes:
         directory: where they lie, opened.
         graph: from their names and layouts to the model's.
+        others: files beside the weights that an export keeps, such as ``generation_config.json``; on the main rank.
     """
 
     directory: ModelDirectory
     graph: StateGraph
+    others: Mapping[str, bytes]
+
+    def summary(self) -> str:
+        """What would be read, and what would be drawn anew."""
+        anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
+        return f"{len(self.graph.outputs)} tensors from {self.directory.location} fit{anew}"
 
     def load(self, stage: nn.Module, job: JobConfig, topology: Topology, note: Callable[[str], None]) -> None:
-        """Fill the model's tensors. Collective over all ranks if ``loading.read`` is ``once``.
+        """Fill the model's tensors. Collective over all ranks.
 
         Raises:
-            CheckpointError: something cannot be read.
+            CheckpointError: something cannot be read, on any rank.
         """
         targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
         started = time.perf_counter()
@@ -60,6 +68,7 @@ class Pretrained:
                 threads=job.loading.threads,
                 once=once,
                 copies=copies,
+                group=topology.world,
                 on_bytes=bar.add,
             )
         seconds = time.perf_counter() - started
@@ -71,18 +80,21 @@ class Pretrained:
 
 @contextmanager
 def pretrained_weights(
-    job: JobConfig, selection: Selection, stage: nn.Module, injected: frozenset[str]
+    job: JobConfig, selection: Selection, stage: nn.Module, injected: frozenset[str], topology: Topology
 ) -> Iterator[Pretrained | None]:
     """Open what ``model.pretrained`` names, and compare it with the model before anything is read or allocated.
+
+    Collective over all ranks.
 
     Args:
         job: validated.
         selection: the job's records.
         stage: the model, on any device.
         injected: names of the tensors that the fine-tuning method added; they are in no checkpoint.
+        topology: the ranks.
 
     Raises:
-        CheckpointError: it is damaged or absent, or does not fit the model.
+        CheckpointError: it is damaged or absent, or does not fit the model, on any rank.
     """
     spec = selection.model.spec
     if not isinstance(job.model, ModelConfig) or job.model.pretrained is None or not isinstance(spec, ModelSpec):
@@ -90,27 +102,21 @@ def pretrained_weights(
         return
     assert spec.hugging_face is not None  # the config was resolved with it
     layout = spec.hugging_face.load()()
-    with ModelDirectory.open(job.model.pretrained) as directory:
-        stored = layout.config_from_json(directory.config())
-        graph = StateGraph(layout.importer(job.model, stored), directory.specs)
+    location = job.model.pretrained
+
+    def open_and_compare() -> Pretrained:
+        directory = opened.enter_context(ModelDirectory.open(location))
+        graph = StateGraph(layout.importer(job.model, layout.config_from_json(directory.config())), directory.specs)
         graph.check(_expected(stage, injected))
-        yield Pretrained(directory, graph)
+        others = directory.other_files() if topology.is_main else ()
+        return Pretrained(directory, graph, {name: directory.read_file(name) for name in others})
+
+    with ExitStack() as opened:
+        yield on_all(open_and_compare, None if topology.simulated else topology.world)
 
 
 def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpec]:
     return {name: spec for name, spec in specs_of(model_tensors(stage)).items() if name not in injected}
-
-
-def passed_through(job: JobConfig) -> dict[str, bytes]:
-    """Files beside the weights the model started from that an export keeps, such as ``generation_config.json``.
-
-    Raises:
-        CheckpointError: they cannot be read any more.
-    """
-    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None:
-        return {}
-    with ModelDirectory.open(job.model.pretrained) as directory:
-        return {name: directory.read_file(name) for name in directory.other_files()}
 
 
 def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
@@ -123,7 +129,7 @@ def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
     spec = selection.model.spec
     with torch.device("meta"):
         stage = build_part(selection.model, job.model, Stage())
-    with pretrained_weights(job, selection, stage, frozenset()) as pretrained:
+    with pretrained_weights(job, selection, stage, frozenset(), Topology()) as pretrained:
         if pretrained is not None:
             return pretrained.graph
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
