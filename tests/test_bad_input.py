@@ -20,6 +20,7 @@ def complaint(d9d: D9d, path: Path, *overrides: str) -> str:
     assert status == 2, err
     assert "Traceback" not in err
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == len(set(errors)), f"said twice: {err}"
     return "\n".join(errors)
 
 

@@ -122,7 +122,9 @@ def train(
         loaded.check_names(place.world_size)
         from d9d_core.topology.mesh import describe_rank
 
-        teller = process.teller(describe_rank(loaded.mesh.sizes(), place.rank))
+        # A process that is alone says why it failed on its way out, as every command does.
+        alone = place.launcher is None
+        teller = None if alone else process.teller(describe_rank(loaded.mesh.sizes(), place.rank))
         with loaded.joined(place, teller) as topology:
             outcome = loaded.build(topology=topology).train()
         if outcome.status == "finished" and topology.is_main:
