@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.errors import JobError
 from d9d_core.ops import Decision, OpSignature
 from d9d_nn.ops import flex, sdpa
 from d9d_nn.ops.attention import attention, visible
@@ -210,8 +211,27 @@ def test_windows_are_no_reason_to_refuse_for_kernels_that_read_masks() -> None:
 def test_flash_says_what_to_do_with_documents() -> None:
     function = FLASH.build(cuda())
     assert function.prepare(None, 8, torch.device("cpu")) is None
-    with pytest.raises(ValueError, match="flash attention reads no mask.* choose sdpa, sdpa_efficient or flex"):
+    with pytest.raises(
+        JobError, match="^kernels.attention: flash attention reads no mask.* choose sdpa, sdpa_efficient or flex"
+    ):
         function.prepare(torch.zeros(1, 8, dtype=torch.long), 8, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("dtype", "repeated"), [("bfloat16", False), ("float32", True)])
+def test_on_cuda_heads_are_repeated_where_no_fused_kernel_reads_groups(dtype: str, repeated: bool) -> None:
+    grouped: list[bool] = []
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.nn.functional.scaled_dot_product_attention:
+                grouped.append(kwargs["enable_gqa"])
+                assert args[1].shape[1] == (4 if repeated else 2)
+            return function(*args, **(kwargs or {}))
+
+    function = sdpa.build(OpSignature("attention", "cuda", dtype, {"window": None}))
+    with Sees():
+        function(heads(1, 4, 4), heads(1, 4, 2), heads(1, 4, 2), None)
+    assert grouped == [not repeated]
 
 
 @pytest.mark.parametrize("kernel", [FLASH, CUDNN, EFFICIENT], ids=lambda kernel: kernel.name)

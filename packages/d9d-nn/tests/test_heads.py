@@ -129,6 +129,13 @@ def test_a_sample_without_tokens_is_finite_forward_and_backward(pooling: str) ->
     assert hidden.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+@pytest.mark.parametrize("lengths", [torch.tensor([2]), torch.tensor([[2], [3]])], ids=["one for all", "a column"])
+def test_lengths_are_one_per_sample(lengths: Tensor, pooling: str) -> None:
+    with pytest.raises(ValueError, match=r"lengths must have the shape \(2,\), one per sample"):
+        pool(torch.randn(2, 3, 4), lengths, pooling)
+
+
 def test_a_mean_of_narrow_numbers_is_summed_wide() -> None:
     hidden = torch.ones(1, 1024, 1, dtype=torch.bfloat16)
     for lengths in (None, torch.tensor([1024])):
@@ -216,7 +223,7 @@ def test_a_mean_of_layers_is_that_of_their_normalised_outputs_over_any_stages() 
     for cuts in ([4], [1, 4], [2, 3, 4]):
         sent: dict[str, Tensor] = {}
         for start, stop in zip([0, *cuts], cuts, strict=False):
-            sums = LayerSums(wanted, 1e-3, sent)
+            sums = LayerSums(wanted, 1e-3, sent, range(start))
             for layer in range(start, stop):
                 sums.add(layer, outputs[layer])
             sent = sums.to_send()
@@ -227,4 +234,12 @@ def test_a_mean_of_layers_is_that_of_their_normalised_outputs_over_any_stages() 
 
 def test_an_input_that_is_no_sum_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected input 'tokes'"):
-        LayerSums([(0, 1)], 1e-6, {"tokes": torch.zeros(1)})
+        LayerSums([(0, 1)], 1e-6, {"tokes": torch.zeros(1)}, range(0))
+
+
+def test_exactly_the_sums_that_earlier_stages_began_are_taken() -> None:
+    state = torch.zeros(1, 2, 3)
+    with pytest.raises(ValueError, match="a head needs layer_sum_0_2; pass on all that the previous stage returned"):
+        LayerSums([(0, 2), (2,)], 1e-6, {}, range(1))
+    with pytest.raises(TypeError, match="unexpected input 'layer_sum_2'"):
+        LayerSums([(0, 2), (2,)], 1e-6, {"layer_sum_0_2": state, "layer_sum_2": state}, range(1))

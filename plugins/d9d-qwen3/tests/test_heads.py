@@ -268,6 +268,12 @@ def test_means_of_layers_cross_the_boundary_between_stages(count: int) -> None:
     assert_close_gradients(found, gradients(whole))
 
 
+def test_a_stage_that_lacks_what_the_previous_one_summed_says_so() -> None:
+    later = Qwen3(config(heads={"topic": {**TOPIC, "layers": [0, 1]}}), Stage(1, 2))
+    with pytest.raises(ValueError, match="a head needs layer_sum_0_1; pass on all"):
+        later(hidden=torch.randn(2, 3, 32))
+
+
 def test_a_boundary_names_the_sums_that_have_begun() -> None:
     of = config(heads={"a": {**TOPIC, "layers": [0, 3]}, "b": {**TOPIC, "layers": [2, 3]}}, num_layers=4)
     shapes = {"tokens": TensorSpec((2, 12), torch.int64)}

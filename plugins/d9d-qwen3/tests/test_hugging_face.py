@@ -337,6 +337,20 @@ def test_windows_of_transformers_4_are_read() -> None:
     assert without.sliding_window is None
 
 
+def test_a_window_that_is_switched_off_is_none() -> None:
+    """As in transformers, whatever the kinds of layers are."""
+    data = FORMAT.config_json(CONFIGS["window"], "float32")
+    assert FORMAT.config_from_json(data | {"use_sliding_window": False}).sliding_window is None
+
+
+def test_a_window_without_details_is_that_of_transformers() -> None:
+    data = FORMAT.config_json(changed(num_layers=30), "float32")
+    for name in ("layer_types", "sliding_window", "max_window_layers"):
+        del data[name]
+    config = FORMAT.config_from_json(data | {"use_sliding_window": True})
+    assert (config.sliding_window, config.sliding_from_layer) == (4096, 28)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -350,6 +364,13 @@ def test_windows_of_transformers_4_are_read() -> None:
         ({"vocab_size": "many"}, "no qwen3 model has these values: vocab_size: "),
         ({"num_attention_heads": 3}, "num_key_value_heads: .*does not divide"),
         ({"rope_parameters": "default"}, "rope_parameters is 'default', not a mapping"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
+        ({"attention_dropout": 0.1}, "attention_dropout is not 0"),
+        ({"num_hidden_layers": "28", "layer_types": None}, "of a kind that no qwen3 has there"),
+        ({"layer_types": 5}, "of a kind that no qwen3 has there"),
+        ({"architectures": 5}, "of a kind that no qwen3 has there"),
+        ({"architectures": "LlamaForCausalLM"}, "architecture LlamaForCausalLM is not one"),
+        ({"d9d": [1]}, "of a kind that no qwen3 has there"),
     ],
 )
 def test_configs_we_do_not_compute_are_refused(changes: dict[str, Any], text: str) -> None:

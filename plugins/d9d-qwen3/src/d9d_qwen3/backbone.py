@@ -98,7 +98,7 @@ class Qwen3Backbone(nn.Module):
             What :meth:`boundary` names; from the last stage ``{"hidden": [B, S, H]}``, normalised.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later one no hidden states.
+            ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
             TypeError: an input is unknown.
         """
         return self.run(tokens, hidden, positions, documents, layer_sums)[0]
@@ -123,7 +123,8 @@ class Qwen3Backbone(nn.Module):
             raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums)
+        done = range(stage_layers(self.config.num_layers, self.stage).start)
+        sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions)
         cores = (layer.attention.core for layer in self.layers.values() if isinstance(layer, Qwen3Block))
         masks = prepare_masks(cores, documents, hidden.shape[1], hidden.device)

@@ -86,6 +86,13 @@ class Qwen3HuggingFace:
             raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected 'qwen3'")
         if data.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"config.json: hidden_act is {data['hidden_act']!r}; qwen3 here computes silu only")
+        if data.get("quantization_config"):
+            raise CheckpointError(
+                "config.json: these weights are quantized (quantization_config), which qwen3 here does not compute; "
+                "take the weights that they were made from"
+            )
+        if data.get("attention_dropout"):
+            raise CheckpointError("config.json: attention_dropout is not 0; qwen3 here drops no attention, set it to 0")
         rope = data.get("rope_parameters") or data.get("rope_scaling") or {}
         if not isinstance(rope, Mapping):
             raise CheckpointError(f"config.json: rope_parameters is {rope!r}, not a mapping")
@@ -115,6 +122,8 @@ class Qwen3HuggingFace:
             }
         except KeyError as error:
             raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(f"config.json: a value is of a kind that no qwen3 has there: {error}") from error
         try:
             return Qwen3Config.model_validate(values)
         except ValidationError as error:
@@ -170,7 +179,7 @@ def _is_language_model(data: Mapping[str, Any]) -> bool:
 
 def _class_name(data: Mapping[str, Any]) -> str:
     names = data.get("architectures") or ["Qwen3ForCausalLM"]
-    return str(names[0])
+    return names if isinstance(names, str) else str(names[0])
 
 
 def _heads(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -190,11 +199,12 @@ def _heads(data: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _window(data: Mapping[str, Any]) -> tuple[int | None, int]:
     """Positions that sliding layers see, and the first such layer."""
-    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+    layers = data["num_hidden_layers"]
+    # What transformers makes of it, its defaults included.
+    window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
     kinds = data.get("layer_types")
     if kinds is None:
-        first = data.get("max_window_layers", layers) if data.get("use_sliding_window") else layers
-        first = min(first, layers)
+        first = min(data.get("max_window_layers", 28), layers)
     else:
         slides = [kind == "sliding_attention" for kind in kinds]
         first = slides.index(True) if True in slides else layers

@@ -77,7 +77,7 @@ class Qwen3(Qwen3Backbone):
             ``"<head>/<name>"``, causal_lm heads among them only with targets.
 
         Raises:
-            ValueError: the first stage got no tokens, or a later one no hidden states.
+            ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
             TypeError: an input is unknown.
         """
         states, means = self.run(tokens, hidden, positions, documents, layer_sums)

@@ -27,13 +27,23 @@ class LayerSums:
         wanted: which layers are summed together, ascending.
         eps: added to the mean square, as in the final norm.
         so_far: what earlier stages have sent, by :func:`sum_name`.
+        done: layers of earlier stages.
+
+    Raises:
+        TypeError: an input is no sum that earlier stages have begun.
+        ValueError: such a sum is missing; without it the mean would be of other layers.
     """
 
-    def __init__(self, wanted: Iterable[Layers], eps: float, so_far: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, wanted: Iterable[Layers], eps: float, so_far: Mapping[str, Tensor], done: Sequence[int] | range
+    ) -> None:
         self._wanted, self._eps = tuple(wanted), eps
         self._sums = dict(so_far)
-        if unknown := so_far.keys() - {sum_name(layers) for layers in self._wanted}:
+        begun = set(sums_begun(self._wanted, done))
+        if unknown := so_far.keys() - begun:
             raise TypeError(f"unexpected input '{min(unknown)}'")
+        if missing := begun - so_far.keys():
+            raise ValueError(f"a head needs {min(missing)}; pass on all that the previous stage returned")
 
     def add(self, layer: int, hidden: Tensor) -> None:
         """Count the output of a layer, [B, S, H]."""

@@ -19,8 +19,13 @@ def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling) -> Tensor:
 
     Returns:
         [B, H] in the dtype of ``hidden``.
+
+    Raises:
+        ValueError: there is not one length per sample.
     """
     samples, positions, features = hidden.shape
+    if lengths is not None and lengths.shape != (samples,):  # other shapes would broadcast to other means
+        raise ValueError(f"lengths must have the shape ({samples},), one per sample; it is {tuple(lengths.shape)}")
     if pooling == "last":
         if lengths is None:
             return hidden[:, -1]

@@ -33,8 +33,11 @@ def supports(signature: OpSignature) -> Decision:
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
     """The function for this device and window."""
-    # On CUDA, the flash and cuDNN kernels read grouped heads, those that take a mask do not; on CPU all do.
-    return Sdpa(signature.static.get("window"), grouped_with_mask=signature.device == "cpu")
+    # On CUDA, the flash and cuDNN kernels read grouped heads, in 16 bits and without a mask. What is left would be the
+    # kernel that holds all scores, so for the others heads are repeated. On CPU all kernels read grouped heads.
+    on_cuda = signature.device == "cuda"
+    grouped = not on_cuda or signature.dtype in ("bfloat16", "float16")
+    return Sdpa(signature.static.get("window"), grouped=grouped, grouped_with_mask=signature.device == "cpu")
 
 
 class Sdpa:

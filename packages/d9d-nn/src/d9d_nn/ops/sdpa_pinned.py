@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from d9d_core.errors import JobError
 from d9d_core.ops import Decision, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -76,7 +77,7 @@ class _Pinned(Sdpa):
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
         if documents is not None and not self._kernel.masks:
-            raise ValueError(
+            raise JobError(
                 f"kernels.attention: {self._kernel.name} reads no mask, but the microbatch has documents; "
                 "choose sdpa, sdpa_efficient or flex, or data of one document per sample"
             )
