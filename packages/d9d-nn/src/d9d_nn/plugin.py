@@ -71,6 +71,13 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         supports=Ref("d9d_nn.ops.rms_norm:torch_supports"),
         build=Ref("d9d_nn.ops.rms_norm:torch_build"),
     )
+    yield KernelSpec(
+        name="grouped_mm",
+        summary="torch.nn.functional.grouped_mm: all experts in one call; on CUDA bfloat16, without host reads.",
+        op="grouped_linear",
+        supports=Ref("d9d_nn.ops.grouped_linear_torch:supports"),
+        build=Ref("d9d_nn.ops.grouped_linear_torch:build"),
+    )
 
 
 @hookimpl

@@ -1,0 +1,53 @@
+"""``grouped_linear``: each expert's rows times that expert's matrix.
+
+Shapes: R rows, E experts, I features in, O features out. The slot's static facts are ``in_features``,
+``out_features`` and ``experts``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def grouped_linear(x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
+    """Reference: a loop over experts, ``out[rows of e] = x[rows of e] @ bank[e]``. The host waits for the counts.
+
+    An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
+
+    Args:
+        x: [R, I], sorted by expert: those of expert 0 first.
+        bank: [E, I, O], the matrices of all experts.
+        counts: int32 or int64 [E] on the device of ``x``, rows of each expert; not negative.
+        spare_rows: rows beyond the sum of counts belong to nobody: they come out as zeros and have gradients of
+            zeros, whatever is in them. ``False`` promises that there are none, which saves backends the clearing.
+
+    Returns:
+        [R, O].
+
+    Raises:
+        ValueError: counts add up to more than R, or to less without spare rows. Backends that leave counts on the
+            device cannot tell.
+    """
+    x, bank = autocast_operands(x, bank)
+    sizes = counts.tolist()
+    spare = len(x) - sum(sizes)
+    if spare < 0 or (spare and not spare_rows):
+        raise ValueError(
+            f"grouped_linear: counts add up to {sum(sizes)}, but there are {len(x)} rows; "
+            "sort rows by expert and count each once, or pass spare_rows=True if some at the end belong to nobody"
+        )
+    *rows, nobody = torch.split(x, [*sizes, spare])
+    # unbind, not bank[e]: the gradient of an index is as large as the whole bank, for each expert.
+    parts = [part @ matrix for part, matrix in zip(rows, bank.unbind(0), strict=True)]
+    return torch.cat([*parts, x.new_zeros(len(nobody), bank.shape[2])])
+
+
+def autocast_operands(x: Tensor, bank: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in autocast's dtype where it is on, as for a linear layer; torch casts for ``@``, not for its kernels."""
+    device = x.device.type
+    # The meta device has no autocast. (is_autocast_available would say so, but torch 2.11 cannot compile it.)
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return x.to(dtype), bank.to(dtype)
+    return x, bank

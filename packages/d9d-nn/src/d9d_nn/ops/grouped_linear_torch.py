@@ -1,0 +1,97 @@
+"""Backend ``grouped_mm`` of ``grouped_linear``: ``torch.nn.functional.grouped_mm``.
+
+Shapes: R rows, E experts, I features in, O features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.ops import Decision, OpSignature
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from d9d_nn.ops.grouped_linear import autocast_operands
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Bytes of a row, in and out, are a multiple of this.
+_ALIGNMENT = 16
+#: Major compute capabilities of torch's kernel. On other GPUs torch loops over experts and waits for their offsets.
+_CAPABILITIES = (9, 10)
+
+
+def supports(signature: OpSignature) -> Decision:
+    """Accept where torch computes this at all, and on CUDA where it does so without waiting for the device."""
+    if refusal := _refusal(signature):
+        return Decision(accept=False, reason=refusal)
+    how = "one kernel, the host reads no counts" if signature.device == "cuda" else "torch's loop over experts"
+    return Decision(accept=True, reason=how, priority=10)
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """The function; it is the same for all signatures."""
+    return grouped_mm
+
+
+def grouped_mm(x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
+    """See :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device."""
+    x, bank = autocast_operands(x, bank)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    # The kernel leaves memory as it was in rows past the last end.
+    spare = (torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1) if spare_rows else None
+    out: Tensor = _GroupedMM.apply(x.contiguous(), bank.contiguous(), ends, spare)
+    return out
+
+
+class _GroupedMM(torch.autograd.Function):
+    """Torch's own gradient fails for gradients of stride 0, such as those of a sum, and leaves spare rows unset."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, bank, ends, spare)
+        return _clear(functional.grouped_mm(x, bank, offs=ends), spare)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, bank, ends, spare = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = grad_bank = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _clear(functional.grouped_mm(grad, bank.mT, offs=ends), spare)
+        if ctx.needs_input_grad[1]:
+            grad_bank = functional.grouped_mm(x.mT, grad, offs=ends)
+        return grad_x, grad_bank, None, None
+
+
+def _clear(rows: Tensor, spare: Tensor | None) -> Tensor:
+    # Not in place: compiled by torch 2.11, the gradients would be zeros.
+    return rows if spare is None else rows.masked_fill(spare, 0)
+
+
+def _refusal(signature: OpSignature) -> str | None:
+    device, dtype = signature.device, signature.dtype
+    if device not in ("cpu", "cuda"):
+        return f"torch has it for cpu and cuda, the device is {device}"
+    if dtype not in _BYTES:
+        return f"needs one of {', '.join(_BYTES)}, the model is {dtype}"
+    for name in ("in_features", "out_features"):
+        features = signature.static[name]
+        if features * _BYTES[dtype] % _ALIGNMENT:
+            multiple = _ALIGNMENT // _BYTES[dtype]
+            return (
+                f"needs rows of whole {_ALIGNMENT} bytes: {name} is {features}, no multiple of {multiple} for {dtype}"
+            )
+    if device == "cuda" and dtype != "bfloat16":
+        return f"torch's kernel is for bfloat16; for {dtype} it would loop over experts and wait for the device"
+    # A laptop that checks a job for a cluster sees no GPU, and trusts.
+    if device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in _CAPABILITIES:
+        major, minor = torch.cuda.get_device_capability()
+        return (
+            f"torch's kernel is for compute capability {' or '.join(f'{c}.x' for c in _CAPABILITIES)}, this GPU has "
+            f"{major}.{minor}; here it would loop over experts and wait for the device"
+        )
+    return None
