@@ -1,0 +1,68 @@
+"""A mixture of experts in place of a feed-forward layer.
+
+Shapes: B samples, S positions, H features, T = B * S tokens.
+"""
+
+from __future__ import annotations
+
+from d9d_core.errors import BuildError
+from d9d_nn.linear import Linear
+from torch import Tensor, nn
+
+from d9d_moe.dispatch import Dispatcher
+from d9d_moe.experts import GroupedSwiGLU
+from d9d_moe.router import TopKRouter
+
+
+class MoELayer(nn.Module):
+    """The weighted sum of each token's experts, plus a shared expert that sees all tokens if there is one.
+
+    Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE has one times a
+    sigmoid gate.
+
+    Args:
+        router: picks experts for each token.
+        experts: the experts.
+        dispatcher: brings tokens to experts and back.
+        shared_expert: maps [B, S, H] to [B, S, H], for example :class:`d9d_nn.swiglu.SwiGLU`.
+        shared_gate: H features -> 1; its sigmoid is a token's factor for the shared expert.
+
+    Raises:
+        BuildError: router and experts disagree about their number, or there is a gate and nothing to gate.
+    """
+
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: GroupedSwiGLU,
+        dispatcher: Dispatcher,
+        *,
+        shared_expert: nn.Module | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        super().__init__()
+        if router.experts != len(experts.gate_proj):
+            raise BuildError(
+                f"MoELayer: the router chooses among {router.experts} experts, but there are {len(experts.gate_proj)}; "
+                "build both with the same number"
+            )
+        if shared_gate is not None and shared_expert is None:
+            raise BuildError("MoELayer: shared_gate without shared_expert has nothing to gate; pass both or neither")
+        self.router = router
+        self.experts = experts
+        self.dispatcher = dispatcher
+        self.shared_expert = shared_expert
+        self.shared_gate = shared_gate
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        tokens = hidden.flatten(0, 1)
+        sent = self.dispatcher.dispatch(tokens, self.router(tokens))
+        outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
+        mixed = self.dispatcher.combine(outputs, sent.handle).view_as(hidden)
+        return mixed if self.shared_expert is None else mixed + self._shared(hidden)
+
+    def _shared(self, hidden: Tensor) -> Tensor:
+        assert self.shared_expert is not None
+        shared: Tensor = self.shared_expert(hidden)
+        return shared if self.shared_gate is None else shared * self.shared_gate(hidden).sigmoid()

@@ -1,0 +1,33 @@
+"""Picking the best of few, reproducibly.
+
+Shapes: T tokens, E experts, G groups of E/G neighbouring experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: DeepSeek-V3 ranks a group by the sum of its two best experts.
+_EXPERTS_PER_GROUP_SCORE = 2
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Indices int64 [..., count] of the highest scores [..., N], highest first; of equals, the lowest index.
+
+    ``torch.topk`` leaves open which of equals it returns, so devices and releases differ; a stable sort does not.
+    """
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
+    """Scores [T, E] with minus infinity in all but each token's ``count`` best groups.
+
+    A group is worth the sum of its two best scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, node-limited
+    routing); the better of equals is the lower one.
+    """
+    grouped = scores.view(len(scores), groups, scores.shape[1] // groups)
+    group_best = grouped.gather(-1, best(grouped, _EXPERTS_PER_GROUP_SCORE))  # a group of one has one
+    kept = best(group_best.sum(dim=-1), count)  # [T, count]
+    dropped = torch.ones_like(group_best[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -1,0 +1,127 @@
+"""Dispatch and combine against a loop over tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from d9d_moe.dispatch import LocalDispatcher
+from d9d_moe.permutation import gather_rows, weighted_sum
+from d9d_moe.routing import Routing
+from d9d_testing.tolerances import assert_close_gradients, assert_close_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+HIDDEN, EXPERTS = 6, 5
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def routing(indices: list[list[int]], top_k: int = 2, dtype: torch.dtype = torch.float32) -> Routing:
+    chosen = torch.tensor(indices, dtype=torch.int64).view(-1, top_k)
+    return Routing(chosen, normal(*chosen.shape, seed=1, dtype=dtype), torch.zeros(len(chosen), EXPERTS, dtype=dtype))
+
+
+def through_experts(tokens: Tensor, chosen: Routing, matrices: Tensor) -> Tensor:
+    """Dispatch, a matrix [H, H] for each expert, combine."""
+    dispatcher = LocalDispatcher()
+    sent = dispatcher.dispatch(tokens, chosen)
+    expert = torch.arange(EXPERTS).repeat_interleave(sent.counts)
+    return dispatcher.combine(torch.einsum("rh,rhi->ri", sent.tokens, matrices[expert]), sent.handle)
+
+
+def token_by_token(tokens: Tensor, chosen: Routing, matrices: Tensor) -> Tensor:
+    out = 0 * tokens  # of no tokens, it has a graph still
+    for token in range(len(tokens)):
+        for index, weight in zip(chosen.indices[token], chosen.weights[token], strict=True):
+            out[token] += weight * (tokens[token] @ matrices[index])
+    return out
+
+
+CASES = {
+    "spread": [[0, 3], [3, 1], [1, 0], [4, 3]],
+    "one_expert_for_all": [[2, 2], [2, 2], [2, 2]],
+    "repeated_experts": [[1, 1], [0, 1], [4, 4]],
+    "one_token": [[4, 0]],
+    "no_token": [],
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("indices", CASES.values(), ids=CASES)
+def test_experts_see_their_tokens_and_tokens_their_experts(indices: list[list[int]]) -> None:
+    found = []
+    for function in (through_experts, token_by_token):
+        chosen = routing(indices, dtype=torch.float64)
+        tokens = normal(len(indices), HIDDEN, dtype=torch.float64).requires_grad_()
+        matrices = normal(EXPERTS, HIDDEN, HIDDEN, seed=2, dtype=torch.float64).requires_grad_()
+        chosen.weights.requires_grad_()
+        out = function(tokens, chosen, matrices)
+        (out * normal(*out.shape, seed=3, dtype=torch.float64)).sum().backward()
+        inputs = {"tokens": tokens, "weights": chosen.weights, "matrices": matrices}
+        # The loop over no tokens uses nothing else.
+        grads = {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
+        found.append({"out": out.detach()} | grads)
+    assert_close_values(found[0]["out"], found[1]["out"])
+    assert_close_gradients(*found)
+
+
+@given(
+    top_k=st.integers(1, 4),
+    indices=st.lists(st.lists(st.integers(0, EXPERTS - 1), min_size=4, max_size=4), max_size=12),
+)
+@settings(max_examples=100, deadline=None)
+def test_rows_are_sorted_by_expert_and_then_by_token(top_k: int, indices: list[list[int]]) -> None:
+    chosen = routing([row[:top_k] for row in indices], top_k)
+    tokens = torch.arange(len(indices), dtype=torch.float32).unsqueeze(1)
+    sent = LocalDispatcher().dispatch(tokens, chosen)
+    expected = sorted((expert, token) for token, row in enumerate(indices) for expert in row[:top_k])
+    assert sent.tokens.flatten().tolist() == [token for _, token in expected]
+    assert sent.counts.tolist() == [sum(expert == e for expert, _ in expected) for e in range(EXPERTS)]
+    assert not sent.spare_rows
+
+
+def test_a_token_comes_back_as_the_sum_of_its_weights() -> None:
+    chosen, tokens = routing(CASES["spread"]), normal(4, HIDDEN)
+    dispatcher = LocalDispatcher()
+    sent = dispatcher.dispatch(tokens, chosen)
+    assert_close_values(dispatcher.combine(sent.tokens, sent.handle), tokens * chosen.weights.sum(1, keepdim=True))
+
+
+def test_sums_of_bfloat16_rows_are_rounded_once() -> None:
+    places = torch.arange(64).view(8, 8)
+    rows, weights = normal(64, HIDDEN, dtype=torch.bfloat16).requires_grad_(), normal(8, 8, seed=1)
+    exact = (rows.double()[places] * weights.double().unsqueeze(2)).sum(1)
+    assert torch.equal(weighted_sum(rows, places, weights), exact.float().bfloat16())
+    tokens = normal(8, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    grad = normal(64, HIDDEN, seed=2, dtype=torch.bfloat16)
+    gather_rows(tokens, torch.arange(8).repeat_interleave(8), places).backward(grad)
+    assert torch.equal(tokens.grad, grad.double()[places].sum(1).float().bfloat16())
+
+
+def test_gradients_of_weights_stay_float32_for_bfloat16_rows() -> None:
+    places = torch.tensor([[1, 0], [2, 3]])
+    rows = normal(4, HIDDEN, dtype=torch.bfloat16).requires_grad_()
+    weights, grad = normal(2, 2, seed=1).requires_grad_(), normal(2, HIDDEN, seed=2, dtype=torch.bfloat16)
+    weighted_sum(rows, places, weights).backward(grad)
+    assert_close_values(weights.grad, (rows.detach().float()[places] * grad.float().unsqueeze(1)).sum(2))
+    assert rows.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.smoke
+def test_nothing_is_read_on_the_host() -> None:
+    tokens = torch.empty(7, HIDDEN, device="meta", requires_grad=True)
+    weights = torch.empty(7, 2, device="meta", requires_grad=True)
+    chosen = Routing(
+        torch.empty(7, 2, dtype=torch.int64, device="meta"), weights, torch.empty(7, EXPERTS, device="meta")
+    )
+    dispatcher = LocalDispatcher()
+    sent = dispatcher.dispatch(tokens, chosen)
+    out = dispatcher.combine(sent.tokens, sent.handle)
+    out.sum().backward()
+    assert sent.tokens.shape == (14, HIDDEN)
+    assert sent.counts.shape == (EXPERTS,)
+    assert out.shape == tokens.grad.shape == tokens.shape
+    assert weights.grad.shape == weights.shape
