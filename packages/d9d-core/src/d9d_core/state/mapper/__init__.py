@@ -18,20 +18,17 @@ and in which order they come. Most mappers invert by themselves::
 """
 
 from d9d_core.state.mapper.base import Mapper
+from d9d_core.state.mapper.choosing import Drop, Fresh, Select, Share
 from d9d_core.state.mapper.compose import Connect, Parallel, Prefix, Sequential, Shard
+from d9d_core.state.mapper.computing import Compute
 from d9d_core.state.mapper.graph import StateGraph
 from d9d_core.state.mapper.groups import Group
 from d9d_core.state.mapper.leaves import (
     Cast,
-    Compute,
     Distribute,
-    Drop,
-    Fresh,
     Gather,
     Identity,
     Rename,
-    Select,
-    Share,
     Squeeze,
     Transpose,
     Unsqueeze,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 
 from torch import Tensor
 
 from d9d_core.state.mapper.base import Mapper, Scope, raise_if
 from d9d_core.state.mapper.groups import Group, group_values
-from d9d_core.state.mapper.leaves import ends_placed, source_values
-from d9d_core.state.mapper.values import Value
+from d9d_core.state.mapper.values import Placed, Source, Value
 from d9d_core.traits import TensorSpec
 
 
@@ -34,14 +33,14 @@ class StateGraph:
     def __init__(self, mapper: Mapper, sources: Mapping[str, TensorSpec]) -> None:
         self.sources = dict(sources)
         problems: list[str] = []
-        effect = mapper.apply(Scope(source_values(self.sources), problems))
+        effect = mapper.apply(Scope(_source_values(self.sources), problems))
         if not problems:  # else most of them follow from the others
             left = [name for name in self.sources if name not in effect.taken]
             problems += [f"nothing takes '{name}'; name it in a Drop if it is not needed" for name in left]
         for name, value in effect.made.items():
             if name in effect.fresh:
                 problems.append(f"'{name}' is made, and declared Fresh")
-            if not ends_placed(value):
+            if not _ends_placed(value):
                 problems.append(f"'{name}': Distribute must come last")
         raise_if(problems, "the state graph does not fit the checkpoint:")
         self.outputs: dict[str, Value] = effect.made
@@ -107,3 +106,14 @@ def _surprises(sources: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor])
             yield f"'{name}' is missing"
         elif TensorSpec(tuple(tensors[name].shape), tensors[name].dtype) != spec:
             yield f"'{name}' is {tensors[name].dtype} {list(tensors[name].shape)}, not {spec.dtype} {list(spec.shape)}"
+
+
+def _source_values(specs: Mapping[str, TensorSpec]) -> dict[str, Value]:
+    """The tensors of a checkpoint as values."""
+    return {name: Source(name, spec) for name, spec in specs.items()}
+
+
+def _ends_placed(value: Value) -> bool:
+    """Whether sharding, if any, comes last."""
+    inner: Sequence[Value] = value.parts
+    return all(not isinstance(part, Placed) and _ends_placed(part) for part in inner)

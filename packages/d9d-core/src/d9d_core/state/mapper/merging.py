@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from d9d_core.state.mapper.base import Effect, Mapper, Scope
-from d9d_core.state.mapper.values import Value, joined, sliced, squeezed, unsqueezed
+from d9d_core.state.mapper.simplify import joined, sliced, squeezed, unsqueezed
+from d9d_core.state.mapper.values import Value
 
 
 @dataclass(frozen=True)

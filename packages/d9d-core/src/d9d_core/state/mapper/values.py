@@ -10,16 +10,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from d9d_core.errors import CheckpointError
 from d9d_core.topology.local import full
 from d9d_core.traits import TensorSpec
 
@@ -318,120 +317,3 @@ class Placed(Unary):
 
     def text(self) -> str:
         return f"distribute({self.of.text()}, {', '.join(map(str, self.placements))})"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A function over whole tensors, shared by the values that it returns."""
-
-    function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-    inputs: Mapping[str, Value]
-    label: str
-
-    def run(self, find: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
-        """Evaluate all inputs and call."""
-        return self.function({name: value.tensor(find) for name, value in self.inputs.items()})
-
-
-@dataclass(frozen=True, slots=True)
-class Computed(Value):
-    """What a function makes of whole tensors; even a window of it needs all its inputs."""
-
-    call: Call
-    output: str
-    spec: TensorSpec
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return tuple(self.call.inputs.values())
-
-    @property
-    def keeps_rows(self) -> bool:
-        return False
-
-    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
-        made = self.call.run(find)[self.output]
-        found = TensorSpec(tuple(made.shape), made.dtype)
-        if found != self.spec:
-            raise CheckpointError(f"{self.text()} gives {found}, but declares {self.spec}")
-        return made
-
-    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
-        known: dict[str, Tensor] = {}
-        specs: dict[str, TensorSpec] = {s.name: s.spec for s in _leaves(self)}
-
-        def find(name: str) -> Tensor:
-            if name not in known:
-                known[name] = torch.empty(specs[name].shape, dtype=specs[name].dtype)
-                source.read(name, [0] * known[name].ndim, known[name])
-            return known[name]
-
-        window: Any = tuple(slice(o, o + n) for o, n in zip(offset, into.shape, strict=True))
-        into.copy_(self.tensor(find)[window])
-
-    def text(self) -> str:
-        return f"{self.call.label}({', '.join(value.text() for value in self.call.inputs.values())}).{self.output}"
-
-
-def _leaves(value: Value) -> Iterator[Source]:
-    if isinstance(value, Source):
-        yield value
-    for part in value.parts:
-        yield from _leaves(part)
-
-
-# --- what undoes what: a mapper followed by its inverse leaves nothing but names
-
-
-def permuted(value: Value, dims: Sequence[int]) -> Value:
-    """Reorder dimensions."""
-    if isinstance(value, Permuted):
-        before = value.dims
-        value, dims = value.of, [before[dim] for dim in dims]
-    return value if list(dims) == list(range(len(dims))) else Permuted(value, tuple(dims))
-
-
-def squeezed(value: Value, dim: int) -> Value:
-    """Remove a dimension of size one."""
-    return value.of if isinstance(value, Unsqueezed) and value.dim == dim else Squeezed(value, dim)
-
-
-def unsqueezed(value: Value, dim: int) -> Value:
-    """Add a dimension of size one."""
-    return value.of if isinstance(value, Squeezed) and value.dim == dim else Unsqueezed(value, dim)
-
-
-def converted(value: Value, dtype: torch.dtype) -> Value:
-    """Change the number format."""
-    return value if value.spec.dtype == dtype else Converted(value, dtype)
-
-
-def sliced(value: Value, dim: int, start: int, length: int) -> Value:
-    """Part of a dimension. Parts of what was joined are looked up, so that no value grows with its neighbours."""
-    if start == 0 and length == value.spec.shape[dim]:
-        return value
-    if isinstance(value, Sliced) and value.dim == dim:
-        return Sliced(value.of, dim, value.start + start, length)
-    if isinstance(value, Joined) and value.dim == dim:
-        parts = value.inside(start, start + length)
-        found = [sliced(part, dim, first, last - first) for part, _, first, last in parts]
-        return joined(found, dim) if found else Sliced(value, dim, start, length)
-    return Sliced(value, dim, start, length)
-
-
-def joined(values: Sequence[Value], dim: int) -> Value:
-    """Concatenate. Neighbouring slices of one value become one slice again."""
-    merged: list[Value] = []
-    for value in values:
-        last = merged[-1] if merged else None
-        if (
-            isinstance(value, Sliced)
-            and isinstance(last, Sliced)
-            and value.of is last.of
-            and value.dim == last.dim == dim
-            and last.start + last.length == value.start
-        ):
-            merged[-1] = sliced(value.of, dim, last.start, last.length + value.length)
-        else:
-            merged.append(value)
-    return merged[0] if len(merged) == 1 else Joined(tuple(merged), dim)
