@@ -67,7 +67,7 @@ class Failure:
     def write(self, path: Path) -> None:
         """Into the file that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``."""
         fields = {"text": self.text, "exit_code": self.exit_code, "second_hand": self.second_hand}
-        path.write_text(json.dumps({**_agent_format(self.text, time.time()), "d9d": fields}))
+        _replace(path, {**_agent_format(self.text, time.time()), "d9d": fields})
 
 
 class Teller:
@@ -115,12 +115,19 @@ class Teller:
         if first != self.who:
             if self._file is not None:
                 # An agent takes the earliest for the cause.
-                self._file.write_text(json.dumps(_agent_format(f"stopped because {first} failed", time.time() + 1)))
+                _replace(self._file, _agent_format(f"stopped because {first} failed", time.time() + 1))
             return False
         if self._file is None:
             sys.stderr.write(f"{failure.text}\n")
             sys.stderr.flush()
         return True
+
+
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    # In one step: the process may be ended while it writes, and half a file would hide the cause.
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
 
 
 def _agent_format(text: str, when: float) -> dict[str, Any]:
