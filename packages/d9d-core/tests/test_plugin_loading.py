@@ -12,14 +12,14 @@ from d9d_core.plugin import PluginPolicy, Registry, discover, installed
 from d9d_core.plugin.known import KnownPlugins
 
 Install = Callable[..., None]
-OURS = {"acme-moe", "d9d-moe", "d9d-pipeline", "other"}
+OURS = {"acme-moe", "d9d-mixture", "d9d-pipeline", "other"}
 ONE = """
 @hookimpl
 def d9d_strategies():
     yield strategy("expert_parallel")
 """
 KNOWN = KnownPlugins(
-    {"strategy": {"expert_parallel": "d9d-moe"}, "schedule": {"zbv": "d9d-pipeline"}}, {"d9d-moe": "0.5.0"}
+    {"strategy": {"expert_parallel": "d9d-mixture"}, "schedule": {"zbv": "d9d-pipeline"}}, {"d9d-mixture": "0.5.0"}
 )
 
 
@@ -47,34 +47,35 @@ def test_a_name_finds_its_record_and_its_distribution(install: Install) -> None:
 
 def test_an_absent_first_party_plugin_says_what_to_install(install: Install) -> None:
     assert message("expert_parallel") == (
-        "strategy 'expert_parallel' comes from d9d-moe; install it with: pip install d9d-moe"
+        "strategy 'expert_parallel' comes from d9d-mixture; install it with: pip install d9d-mixture"
     )
 
 
 def test_a_near_miss_suggests_the_installed_name(install: Install) -> None:
-    install("d9d-moe", "0.1.0", ONE)
+    install("d9d-mixture", "0.1.0", ONE)
     assert message("expert_paralel") == (
-        "unknown strategy 'expert_paralel'; did you mean 'expert_parallel' (d9d-moe 0.1.0)? installed: expert_parallel"
+        "unknown strategy 'expert_paralel'; did you mean 'expert_parallel' (d9d-mixture 0.1.0)? "
+        "installed: expert_parallel"
     )
 
 
 def test_a_near_miss_of_an_absent_plugin_says_what_to_install(install: Install) -> None:
     assert message("expert_paralel") == (
-        "unknown strategy 'expert_paralel'; did you mean 'expert_parallel' (pip install d9d-moe)? installed: none"
+        "unknown strategy 'expert_paralel'; did you mean 'expert_parallel' (pip install d9d-mixture)? installed: none"
     )
 
 
 def test_an_unknown_name_lists_what_is_installed(install: Install) -> None:
-    install("d9d-moe", "0.1.0", ONE)
+    install("d9d-mixture", "0.1.0", ONE)
     assert message("zzz") == "unknown strategy 'zzz'; installed: expert_parallel"
 
 
 def test_two_plugins_with_one_name_are_an_error_when_it_is_used(install: Install) -> None:
     install("acme-moe", "9.9", ONE)
-    install("d9d-moe", "0.1.0", ONE)
+    install("d9d-mixture", "0.1.0", ONE)
     assert message("expert_parallel") == (
-        "strategy 'expert_parallel' is declared by acme-moe 9.9 and d9d-moe 0.1.0; "
-        "write 'd9d-moe/expert_parallel' or block one"
+        "strategy 'expert_parallel' is declared by acme-moe 9.9 and d9d-mixture 0.1.0; "
+        "write 'd9d-mixture/expert_parallel' or block one"
     )
     assert str(find("acme-moe/expert_parallel")) == "'expert_parallel' (acme-moe 9.9)"
 
@@ -111,22 +112,23 @@ def test_strict_turns_every_problem_into_an_error(install: Install) -> None:
 
 
 def test_an_older_plugin_api_says_what_to_install(install: Install) -> None:
-    install("d9d-moe", "0.1.0", "D9D_API = 0")
-    assert "d9d-moe 0.1.0, which was written for plugin API 0, this d9d-core offers API 1; install d9d-moe>=0.5.0" in (
-        message("expert_parallel")
+    install("d9d-mixture", "0.1.0", "D9D_API = 0")
+    assert (
+        "d9d-mixture 0.1.0, which was written for plugin API 0, this d9d-core offers API 1; install d9d-mixture>=0.5.0"
+        in (message("expert_parallel"))
     )
 
 
 def test_a_newer_plugin_api_asks_for_a_newer_core(install: Install) -> None:
-    install("d9d-moe", "0.1.0", "D9D_API = 99")
+    install("d9d-mixture", "0.1.0", "D9D_API = 99")
     assert message("expert_parallel").endswith(
         "was written for plugin API 99, this d9d-core offers API 1; install a newer d9d-core"
     )
 
 
 def test_a_missing_api_statement_is_reported(install: Install) -> None:
-    install("d9d-moe", "0.1.0", "del D9D_API")
-    assert "does not state its plugin API; write D9D_API = 1 in d9d_moe_plugin" in message("expert_parallel")
+    install("d9d-mixture", "0.1.0", "del D9D_API")
+    assert "does not state its plugin API; write D9D_API = 1 in d9d_mixture_plugin" in message("expert_parallel")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
     ],
 )
 def test_a_wrong_declaration_is_named(install: Install, code: str, text: str) -> None:
-    install("d9d-moe", "0.1.0", code)
+    install("d9d-mixture", "0.1.0", code)
     assert text in message("expert_parallel")
 
 
@@ -173,10 +175,10 @@ def test_a_declaration_that_imports_torch_is_reported(tmp_path: Path, install: I
 
 
 def test_blocked_plugins_are_not_imported_and_say_so(install: Install) -> None:
-    install("d9d-moe", "0.1.0", "1 / 0")
-    text = message("expert_parallel", block=frozenset({"d9d-moe"}))
+    install("d9d-mixture", "0.1.0", "1 / 0")
+    text = message("expert_parallel", block=frozenset({"d9d-mixture"}))
     assert text == (
-        "strategy 'expert_parallel' comes from d9d-moe, which is not loaded: "
+        "strategy 'expert_parallel' comes from d9d-mixture, which is not loaded: "
         "it is blocked (plugins.block or D9D_PLUGINS)"
     )
 
@@ -188,7 +190,7 @@ def test_a_required_plugin_must_load(install: Install) -> None:
 
 
 def test_the_order_on_disk_decides_nothing(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("other", "acme-moe", "d9d-moe"):
+    for name in ("other", "acme-moe", "d9d-mixture"):
         install(name, "1.0", f"@hookimpl\ndef d9d_strategies(): yield strategy('{name.replace('-', '_')}')")
     forward = discover(ours())
     listed = list(importlib.metadata.distributions())
@@ -257,8 +259,8 @@ def test_a_distribution_that_nobody_knows_is_not_advertised(install: Install) ->
         "no plugin 'evil-pkg' is installed; 'zbv' comes from d9d-pipeline; install it with: pip install d9d-pipeline"
     )
     assert message("evil-pkg/nothing") == "no plugin 'evil-pkg' is installed; installed: acme-moe, d9d-core"
-    assert message("D9D_moe/expert_parallel") == (
-        "strategy 'expert_parallel' comes from d9d-moe; install it with: pip install d9d-moe"
+    assert message("D9D_mixture/expert_parallel") == (
+        "strategy 'expert_parallel' comes from d9d-mixture; install it with: pip install d9d-mixture"
     )
 
 

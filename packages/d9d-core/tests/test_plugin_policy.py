@@ -59,7 +59,7 @@ def test_a_policy_without_effect_is_an_error(install: Install, policy: PluginPol
 
 
 def test_no_plugins_loads_only_core(install: Install) -> None:
-    install("d9d-moe", "0.1.0", "1 / 0")
+    install("d9d-mixture", "0.1.0", "1 / 0")
     registry = discover(PluginPolicy(autoload=False))
     assert {origin.distribution for origin in registry.plugins} == {"d9d-core"}
     assert registry.find("tracker", "jsonl")

@@ -70,7 +70,7 @@ def _misbehave(what: str, watchdog: Watchdog) -> None:
 
 def told(directory: Path) -> dict[int, str]:
     """Rank -> what it told, of those that were first."""
-    found = {int(file.name): Failure.read(json.loads(file.read_text())) for file in directory.iterdir()}
+    found = {int(file.name): Failure.read(json.loads(file.read_text())) for file in directory.glob("[0-9]*")}
     return {rank: failure.text for rank, failure in found.items() if failure is not None}
 
 
