@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.builtins import d9d_views
 from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError
 from d9d_core.loop.clipper import Clipper
@@ -14,7 +15,7 @@ from d9d_core.loop.executor import StageLoss
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.ownership import settle
 from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.protocols import GradientOwner
+from d9d_core.protocols import Applied, GradientOwner
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 from d9d_core.topology.simulate import simulated_world
@@ -34,9 +35,14 @@ def here(**mesh: int) -> Topology:
 # --- owners
 
 
+def claiming(*claims: GradientOwner) -> Applied:
+    """What a strategy says that owns these reductions."""
+    return Applied(modules=("",), gradients=claims)
+
+
 def test_what_nobody_claims_over_a_data_axis_is_summed_by_the_synchroniser() -> None:
-    claims = [("fsdp", [GradientOwner("a", "dp_shard", "fsdp")])]
-    owned = settle(["a", "b"], SIZES, claims)
+    claims = [("fsdp", claiming(GradientOwner("a", "dp_shard", "fsdp")))]
+    owned = settle(["a", "b"], Topology(sizes=SIZES), claims)
     assert owned.synchronised("a") == ("dp_replicate",)
     assert owned.synchronised("b") == ("dp_replicate", "dp_shard")
     assert ("dp_shard", "fsdp, sum", ("a",)) in owned.table()
@@ -47,18 +53,36 @@ def test_a_reduction_with_two_owners_is_refused() -> None:
     with pytest.raises(
         BuildError, match="'a' would be reduced twice over dp_shard: by parallel\\[0\\] and by parallel"
     ):
-        settle(["a"], SIZES, [("parallel[0]", [claim]), ("parallel[1]", [claim])])
+        settle(["a"], Topology(sizes=SIZES), [("parallel[0]", claiming(claim)), ("parallel[1]", claiming(claim))])
 
 
 def test_axes_of_one_rank_and_frozen_parameters_need_no_owner() -> None:
-    claims = [("s", [GradientOwner("frozen", "dp_shard", "fsdp"), GradientOwner("a", "tp", "sync")])]
-    assert settle(["a"], Mesh().sizes(), claims).table() == []
-    assert settle([], SIZES, claims).table() == []
+    claims = [("s", claiming(GradientOwner("frozen", "dp_shard", "fsdp"), GradientOwner("a", "tp", "sync")))]
+    assert settle(["a"], Topology(), claims).table() == []
+    assert settle([], Topology(sizes=SIZES), claims).table() == []
 
 
 def test_a_claim_over_an_axis_that_does_not_exist_is_refused() -> None:
     with pytest.raises(BuildError, match="s reduces 'a' over 'dp', which is no mesh axis"):
-        settle(["a"], SIZES, [("s", [GradientOwner("a", "dp", "sync")])])
+        settle(["a"], Topology(sizes=SIZES), [("s", claiming(GradientOwner("a", "dp", "sync")))])
+
+
+def test_a_parameter_of_a_view_is_summed_over_what_the_view_leaves() -> None:
+    topology = Topology(sizes=Mesh(dp_replicate=2, dp_shard=4, ep=2).sizes(), views={v.name: v for v in d9d_views()})
+    spread = Applied(modules=("",), gradients=(GradientOwner("e", "ep", "none"),), views={"e": "expert"})
+    sharded = claiming(GradientOwner("e", "expert_fsdp", "fsdp"), GradientOwner("a", "dp_shard", "fsdp"))
+    owned = settle(["a", "e"], topology, [("expert_parallel", spread), ("fsdp", sharded)])
+    assert owned.synchronised("a") == ("dp_replicate",)
+    assert owned.synchronised("e") == ("expert_replicate",)
+    assert owned.views == {"e": "expert"}
+    assert ("ep", "none", ("e",)) in owned.table()
+
+
+def test_a_parameter_of_two_views_is_refused() -> None:
+    topology = Topology(views={v.name: v for v in d9d_views()})
+    one, other = (Applied(modules=("",), views={"e": view}) for view in ("expert", "batch"))
+    with pytest.raises(BuildError, match="b spreads 'e' over the view 'batch', another strategy over 'expert'"):
+        settle(["e"], topology, [("a", one), ("b", other)])
 
 
 # --- buckets
@@ -69,7 +93,7 @@ def summed(bucket_elements: int, unused_on: dict[str, list[int]], microbatches: 
     topology = here(dp_shard=dist.get_world_size())
     width = getattr(torch, dtype)
     parameters = {f"p{i}": nn.Parameter(torch.zeros(4 + i, dtype=width)) for i in range(4)}
-    ownership = settle(parameters, topology.sizes, [])
+    ownership = settle(parameters, topology, [])
     # bfloat16 adds up in float32, so that a rank without a gradient must know the format of the others.
     gradients = _with_limit(parameters, ownership, topology, bucket_elements * 4, torch.float32)
     for index in range(microbatches):
@@ -126,7 +150,7 @@ class Silent:
 def launched_in_backward(reducers: int) -> bool:
     topology = here(dp_shard=dist.get_world_size())
     parameters = {"p": nn.Parameter(torch.zeros(4))}
-    ownership = settle(parameters, topology.sizes, [])
+    ownership = settle(parameters, topology, [])
     gradients = Gradients(parameters, ownership, topology, [Silent()] * reducers)
     gradients.before_backward(last=True)
     parameters["p"].sum().backward()
@@ -146,14 +170,13 @@ def test_reductions_overlap_with_the_backward_unless_a_strategy_reduces_meanwhil
 
 def test_one_gradient_is_not_summed_over_one_axis_and_maximised_over_another() -> None:
     claims = [GradientOwner("p", "dp_replicate", "sync"), GradientOwner("p", "tp", "sync", "max")]
-    sizes = Mesh(dp_replicate=2, tp=2).sizes()
     parameters = {"p": nn.Parameter(torch.zeros(4))}
-    topology = Topology(sizes=sizes, world_size=4, simulated=True)
+    topology = Topology(sizes=Mesh(dp_replicate=2, tp=2).sizes(), world_size=4, simulated=True)
     with (
         simulated_world(4),
         pytest.raises(BuildError, match="'p' would be reduced by sum over dp_replicate and by max over tp"),
     ):
-        Gradients(parameters, settle(parameters, sizes, [("s", claims)]), topology)
+        Gradients(parameters, settle(parameters, topology, [("s", claiming(*claims))]), topology)
 
 
 def all_cases(cases: list[Any]) -> list[dict[str, Any]]:
@@ -163,7 +186,7 @@ def all_cases(cases: list[Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("accumulate", [None, torch.float32])
 def test_many_small_gradients_add_up_in_the_accumulation_format(accumulate: torch.dtype | None) -> None:
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    gradients = Gradients({"p": parameter}, settle(["p"], Mesh().sizes(), []), Topology(), accumulate=accumulate)
+    gradients = Gradients({"p": parameter}, settle(["p"], Topology(), []), Topology(), accumulate=accumulate)
     for index in range(300):
         gradients.before_backward(last=index == 299)
         (parameter * 1.0).sum().backward()

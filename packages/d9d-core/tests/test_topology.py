@@ -62,10 +62,17 @@ def test_views_have_the_dimensions_of_the_design() -> None:
     found = {name: dict(Grid.of_view(view, axes).sizes) for name, view in VIEWS.items()}
     assert found == {
         "dense": {"pp": 2, "dp_replicate": 3, "fsdp": 8, "tp": 2},
-        "expert": {"pp": 2, "dp_replicate": 3, "expert_fsdp": 2, "ep": 8},
+        "expert": {"pp": 2, "expert_replicate": 3, "expert_fsdp": 2, "ep": 8},
         "batch": {"pp": 2, "dp": 12, "cp": 2, "tp": 2},
         "world": {"world": 96},
     }
+
+
+def test_experts_reach_over_replicas_once_they_cover_all_shards() -> None:
+    sizes = Grid.of_view(VIEWS["expert"], Mesh(dp_replicate=4, dp_shard=2, ep=4).sizes()).sizes
+    assert sizes == {"pp": 1, "expert_replicate": 2, "expert_fsdp": 1, "ep": 4}
+    with pytest.raises(ValidationError, match="must cover whole inner axes"):
+        Mesh(dp_replicate=4, dp_shard=3, ep=2)
 
 
 def test_a_view_that_does_not_cover_all_ranks_is_refused() -> None:
@@ -76,7 +83,7 @@ def test_a_view_that_does_not_cover_all_ranks_is_refused() -> None:
 
 def test_a_view_that_does_not_divide_is_refused() -> None:
     uneven = ViewSpec(name="uneven", summary="cuts", dims=(ViewDim("a", ("dp_shard",), over=("ep",)),))
-    with pytest.raises(JobError, match=r"view 'uneven' cannot divide dp_shard=3 by ep=2"):
+    with pytest.raises(JobError, match=r"view 'uneven' cannot lay ep=2 over dp_shard=3"):
         Grid.of_view(uneven, Mesh(dp_shard=3).sizes() | {"ep": 2})
 
 

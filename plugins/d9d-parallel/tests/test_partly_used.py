@@ -118,7 +118,7 @@ def wrapped(model: nn.Module, case: Mapping[str, Any]) -> Gradients:
     applied = strategy(config(**case["settings"])).apply(model, topology)
     model.to_empty(device="cpu")
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    ownership = settle(trained, sizes, [(case["strategy"], applied.gradients)])
+    ownership = settle(trained, topology, [(case["strategy"], applied)])
     accumulate = getattr(torch, case["accumulate"]) if case.get("accumulate") else None
     return Gradients(trained, ownership, topology, applied.reducers, accumulate=accumulate)
 

@@ -42,7 +42,7 @@ def d9d_views() -> Iterator[ViewSpec]:
         summary="Parameters that only some tokens use.",
         dims=(
             pipeline,
-            replicate,
+            ViewDim("expert_replicate", ("dp_replicate",), over=("ep",)),
             ViewDim("expert_fsdp", ("dp_shard", "cp", "tp"), over=("ep",)),
             ViewDim("ep", ("ep",)),
         ),

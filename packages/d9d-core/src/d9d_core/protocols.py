@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -253,7 +253,10 @@ class LrSchedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GradientOwner:
-    """Who reduces the gradient of one parameter over one mesh axis, and how."""
+    """Who reduces the gradient of one parameter over one mesh axis, and how.
+
+    A parameter that belongs to a view (:attr:`Applied.views`) has that view's dimensions in place of the axes.
+    """
 
     parameter: str
     axis: str
@@ -280,6 +283,7 @@ class Applied:
     Attributes:
         modules: qualified names of the modules it changed; the stage itself is ``""``.
         gradients: the reductions it takes responsibility for.
+        views: parameter -> the view of the mesh that it is spread over, if that is none of the base axes.
         reducers: what must know when a backward starts.
         compute_dtype: what it converts parameters and inputs to for the forward, if it does.
         on_host: names of the parameters that live in the host's memory, whatever the device.
@@ -287,6 +291,7 @@ class Applied:
 
     modules: tuple[str, ...]
     gradients: tuple[GradientOwner, ...] = ()
+    views: Mapping[str, str] = field(default_factory=dict)
     reducers: tuple[Reducer, ...] = ()
     compute_dtype: torch.dtype | None = None
     on_host: frozenset[str] = frozenset()
@@ -323,6 +328,25 @@ class PeftMethod(Protocol):
 # --- what is observed
 
 
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A logged value with two dimensions, such as the load of each expert of each layer.
+
+    Attributes:
+        values: [rows, columns]; NaN where there is nothing.
+        row: what a row is, for example ``layer``.
+        column: what a column is.
+        unit: what a value is.
+        neutral: the value in the middle of a picture's colours; ``None`` if there is no such value.
+    """
+
+    values: Tensor
+    row: str = "row"
+    column: str = "column"
+    unit: str = "value"
+    neutral: float | None = None
+
+
 class Metric(Protocol):
     """A statistic whose state can be merged over ranks and saved."""
 
@@ -343,12 +367,28 @@ class Metric(Protocol):
         """Continue from a (merged or saved) state."""
         ...
 
-    def compute(self) -> Mapping[str, Tensor]:
-        """Series name -> 0-d value, from the present state; device tensors."""
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        """Series name -> 0-d value or table, from the present state; device tensors."""
         ...
 
     def reset(self) -> None:
         """Forget everything."""
+        ...
+
+
+@runtime_checkable
+class StageMetric(Protocol):
+    """A metric that also wants to know the model, for what its modules tally (:class:`d9d_core.traits.HasTallies`).
+
+    The observations of a microbatch hold each tally as ``"<module name>/<tally>"``.
+    """
+
+    def attach(self, stage: nn.Module) -> None:
+        """Look at the model, once and before anything else, so that the state has its final shapes.
+
+        Raises:
+            BuildError: the model has nothing to observe.
+        """
         ...
 
 
@@ -390,6 +430,15 @@ class TrackerRun(Protocol):
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End the run."""
+        ...
+
+
+@runtime_checkable
+class TakesTables(Protocol):
+    """A tracker's run that takes tables too. Those that do not never see any."""
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Name -> table, in the host's memory, after ``step`` steps (1-based)."""
         ...
 
 

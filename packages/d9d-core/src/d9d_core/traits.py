@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_core.ops import OpSlot
 
@@ -33,6 +33,19 @@ class TensorStyle(StrEnum):
     ROW = "row"  # weight [out, in] split over in; input features are split, output is a partial sum
     VOCAB = "vocab"  # weight [vocabulary, features] split over the vocabulary
     SEQUENCE = "sequence"  # weight replicated, tokens split over the sequence; weight gradients are partial sums
+
+
+@dataclass(frozen=True, slots=True)
+class LossTerm:
+    """A term that a module adds to the loss of a step: ``coefficient * (its sum over the batch) / (global weight)``.
+
+    Attributes:
+        coefficient: factor of the term in the total.
+        per: what the sum is over and the mean is of: ``sample``, or ``position`` of a sample. Padding counts.
+    """
+
+    coefficient: float
+    per: Literal["sample", "position"]
 
 
 @runtime_checkable
@@ -72,6 +85,69 @@ class ContextParallelizable(Protocol):
 
 
 @runtime_checkable
+class HasExperts(Protocol):
+    """``model:experts``: the module sends each token to some of its experts.
+
+    Attributes:
+        dispatcher: brings tokens to the experts and back; replaced by a strategy that spreads experts over ranks.
+    """
+
+    dispatcher: Any
+
+    def expert_banks(self) -> Mapping[str, nn.Module]:
+        """Modules, keyed by relative name, of whose parameters dimension 0 is the expert."""
+        ...
+
+
+@runtime_checkable
+class AddsLosses(Protocol):
+    """``model:losses``: the module adds terms of its own to the task's loss.
+
+    Its forward leaves the sum of each term over the microbatch, and injects the gradient of ``sum * factor`` where its
+    output passes (:func:`d9d_nn.added_loss.add_loss`). So a term needs no way through the model's outputs and pipeline
+    stages. Weights follow from shapes alone: factors are known before the first forward.
+    """
+
+    def loss_terms(self) -> Mapping[str, LossTerm]:
+        """The terms. Modules may share one: their sums add up, and they must agree about it."""
+        ...
+
+    def loss_factors(self) -> Mapping[str, Tensor]:
+        """Term -> the buffer, float32 0-d, that holds ``coefficient / (global weight)``; filled before each step."""
+        ...
+
+    def loss_sums(self) -> Mapping[str, Tensor]:
+        """Term -> the buffer, float32 0-d, that each forward overwrites with its sum over the microbatch."""
+        ...
+
+
+@runtime_checkable
+class HasTallies(Protocol):
+    """``model:tallies``: the module counts what happens in its forward."""
+
+    def tallies(self) -> Mapping[str, Tensor]:
+        """Name -> the buffer that each forward overwrites with sums over the microbatch.
+
+        Overwrites: what a forward leaves is taken before the next one, so a recomputation counts nothing twice.
+        """
+        ...
+
+
+@runtime_checkable
+class Adapts(HasTallies, Protocol):
+    """``model:adapts``: the module changes buffers of its own once per optimizer step, in the same way on all ranks."""
+
+    def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
+        """Update from the tallies of a step, without waiting for the device.
+
+        Args:
+            tallies: summed over all microbatches and all ranks that see other samples, or other parts of them.
+            finite: 0-d bool; where it is false, nothing may change.
+        """
+        ...
+
+
+@runtime_checkable
 class PipelineStage(Protocol):
     """``model:pipeline``: the module can be built as one of several stages."""
 
@@ -104,6 +180,10 @@ TRAITS: Mapping[str, type] = {
     "model:blocks": HasBlocks,
     "model:tensor_parallel": TensorParallelizable,
     "model:context_parallel": ContextParallelizable,
+    "model:experts": HasExperts,
+    "model:losses": AddsLosses,
+    "model:tallies": HasTallies,
+    "model:adapts": Adapts,
     "model:pipeline": PipelineStage,
     "model:ops": HasOps,
     "model:divisible": Divisible,

@@ -58,7 +58,7 @@ class Mesh(Section):
     @field_validator("ep")
     @classmethod
     def _lies_over_whole_axes(cls, value: int, info: ValidationInfo) -> int:
-        inner = {axis: info.data.get(axis, 1) for axis in ("tp", "cp", "dp_shard")}
+        inner = {axis: info.data.get(axis, 1) for axis in ("tp", "cp", "dp_shard", "dp_replicate")}
         rest = value
         for size in inner.values():
             if size % rest == 0:

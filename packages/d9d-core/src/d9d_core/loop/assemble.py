@@ -94,9 +94,9 @@ def assemble(
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
     kernels = bind_kernels(stage, registry, job.kernels, topology.device.type, compute, judge.verdicts)
-    claims = [(f"{chosen.where} ({chosen.spec.name})", outcome.gradients) for chosen, outcome in applied]
+    outcomes = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in stage.named_parameters() if name in trainable]
-    return Assembly(stage, kernels, applied, peft, trainable, settle(trained, job.mesh.sizes(), claims), injected)
+    return Assembly(stage, kernels, applied, peft, trainable, settle(trained, topology, outcomes), injected)
 
 
 def build_part(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:

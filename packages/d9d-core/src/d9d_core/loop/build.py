@@ -12,6 +12,7 @@ from torch import distributed as dist
 
 from d9d_core.config.job import JobConfig
 from d9d_core.loop import events as ev
+from d9d_core.loop.added import AddedLosses, Tallies
 from d9d_core.loop.assemble import Assembly, assemble, build_part
 from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.evaluation import Evaluator
@@ -112,10 +113,13 @@ def build(
         bucket_mib=job.gradients.bucket_mib,
         accumulate=getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None,
     )
+    added, tallies = AddedLosses(stage, task), Tallies(stage, data_ranks)
     interrupts = Interrupts()
     executor = Executor(
         stage=stage,
         task=task,
+        added=added,
+        tallies=tallies,
         gradients=gradients,
         statistics=statistics,
         schedule=build_schedule(job, selection),
@@ -126,22 +130,24 @@ def build(
     )
     step = TrainStep(
         task=task,
-        loss_scale=LossScale(task, data_ranks),
+        loss_scale=LossScale(task, added, data_ranks),
         executor=executor,
         gradients=gradients,
         clipper=Clipper(
             trained,
-            task.coefficients,
+            {**task.coefficients, **added.coefficients},
             topology,
             job.gradient_clipping.max_norm,
             job.gradient_clipping.p,
             # Ranks learn at different moments that a save in the background failed; they stop after the same step.
             stop=lambda: interrupts.requested is not None or store.failed,
+            views=assembly.ownership.views,
         ),
         statistics=statistics,
         before_update=store.before_mutation,
         optimizer=optimizer,
         lr_schedule=lr_schedule,
+        tallies=tallies,
         events=events,
     )
     tracked = selection.trackers if topology.is_main else ()

@@ -54,6 +54,7 @@ class Clipper:
         max_norm: ``None`` measures only.
         p: which norm.
         stop: whether this process was asked to stop; asked once per step.
+        views: parameter -> the view of the mesh that it is spread over, if there is one.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Clipper:
         max_norm: float | None,
         p: float,
         stop: Callable[[], bool] = lambda: False,
+        views: Mapping[str, str] | None = None,
     ) -> None:
-        self._counted = {name: parameter for name, parameter in parameters.items() if counts(parameter, topology)}
+        of = views or {}
+        self._counted = {name: p for name, p in parameters.items() if counts(p, topology, of.get(name))}
         self._parameters = tuple(parameters.values())
         self._coefficients = dict(coefficients)
         self._topology = topology
@@ -137,13 +140,14 @@ class Clipper:
             torch._foreach_mul_(gradients, factor.to(device))
 
 
-def counts(parameter: Tensor, topology: Topology) -> bool:
+def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
     """Whether this rank is the first of those that hold the same part of a parameter.
 
-    Along mesh dimensions that shard it, every rank holds another part. Along the others, and along base axes that its
-    mesh does not span, the first rank counts. Pipeline ranks hold different parameters.
+    Along mesh dimensions that shard it, every rank holds another part. Along the others, and along base axes (or
+    dimensions of its view) that its mesh does not span, the first rank counts. Pipeline ranks hold different
+    parameters.
     """
-    grid = Grid({axis: topology.sizes[axis] for axis in AXES})
+    grid = Grid({axis: topology.sizes[axis] for axis in AXES}) if view is None else topology.grid(view)
     own = grid.coordinate(topology.rank)
     spanned = {"pp"}
     if isinstance(parameter, DTensor):
@@ -153,5 +157,5 @@ def counts(parameter: Tensor, topology: Topology) -> bool:
         if any(placement.is_replicate() and at for placement, at in zip(parameter.placements, place, strict=True)):
             return False
         others = [grid.coordinate(rank) for rank in mesh.mesh.flatten().tolist()]
-        spanned |= {axis for axis in AXES if any(other[axis] != own[axis] for other in others)}
-    return all(own[axis] == 0 for axis in AXES if axis not in spanned)
+        spanned |= {axis for axis in own if any(other[axis] != own[axis] for other in others)}
+    return all(at == 0 for axis, at in own.items() if axis not in spanned)

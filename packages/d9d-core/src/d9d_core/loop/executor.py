@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from d9d_core.errors import BuildError
+from d9d_core.loop.added import AddedLosses, Tallies
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, validate
 from d9d_core.loop.statistics import Statistics
@@ -55,6 +56,8 @@ class Executor:
     Args:
         stage: the model.
         task: turns microbatches into inputs and outputs into losses.
+        added: the loss terms of the model's own modules.
+        tallies: what they count.
         gradients: told when a stage's gradients are complete.
         statistics: updated with the task's observations.
         schedule: generates the programs.
@@ -68,6 +71,8 @@ class Executor:
         self,
         stage: nn.Module,
         task: Task,
+        added: AddedLosses,
+        tallies: Tallies,
         gradients: Gradients,
         statistics: Statistics,
         schedule: Schedule,
@@ -78,6 +83,8 @@ class Executor:
     ) -> None:
         self.stage = stage
         self._task = task
+        self._added = added
+        self._tallies = tallies
         self._gradients = gradients
         self._statistics = statistics
         self._coefficients = dict(task.coefficients)
@@ -99,6 +106,7 @@ class Executor:
         """
         program = self._program(len(pack))
         state = StepState(step, pack, scale)
+        self._added.begin(scale)
         state.backwards.update(action.stage for action in program if isinstance(action, Backward))
         for action in program:
             self._handlers[type(action)](action, state)
@@ -114,10 +122,13 @@ class Executor:
         state.pending[action.microbatch] = torch.stack(
             [c * means[term] for term, c in self._coefficients.items()]
         ).sum()
+        # The gradients of these are injected where they arise, so they take no part in the backward from here.
+        means |= {term: total * state.scale[term] for term, total in self._added.take().items()}
         for term, mean in means.items():
             state.terms[term] = state.terms[term] + mean.detach() if term in state.terms else mean.detach()
+        counted = self._tallies.take()
         if self._statistics:
-            self._statistics.update(self._task.observations(outputs, microbatch))
+            self._statistics.update({**counted, **self._task.observations(outputs, microbatch)})
 
     def _backward(self, action: Action, state: StepState) -> None:
         assert isinstance(action, Backward)

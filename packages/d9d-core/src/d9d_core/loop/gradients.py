@@ -95,7 +95,10 @@ def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topol
                 f"the gradient of '{name}' would be reduced {parts} at once; the strategy that owns one of them must "
                 "reduce it itself"
             )
-        group = topology.axes_group(*axes) if axes else None
+        view = ownership.views.get(name)
+        group = None
+        if axes:
+            group = topology.axes_group(*axes) if view is None else topology.group(view, *axes)
         if group is not None:
             members.append(Member(parameter, group, operations[axes[0]]))
     return members

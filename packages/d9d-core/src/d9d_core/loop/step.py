@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from d9d_core.loop import events as ev
+from d9d_core.loop.added import Tallies
 from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.executor import Executor
 from d9d_core.loop.gradients import Gradients
@@ -26,6 +27,7 @@ class TrainStep:
         before_update: called before parameters change, while a checkpoint may still be copying them.
         optimizer: updates the parameters.
         lr_schedule: step -> factor on the base learning rate.
+        tallies: what the model's modules counted, which some adapt to.
         events: observers.
     """
 
@@ -40,6 +42,7 @@ class TrainStep:
         before_update: Callable[[], None],
         optimizer: Optimizer,
         lr_schedule: LrSchedule,
+        tallies: Tallies,
         events: ev.Events,
     ) -> None:
         self.task = task
@@ -51,6 +54,7 @@ class TrainStep:
         self.before_update = before_update
         self.optimizer = optimizer
         self.lr_schedule = lr_schedule
+        self.tallies = tallies
         self.events = events
 
     def __call__(self, step: int, pack: Pack) -> ev.StepResult:
@@ -70,6 +74,7 @@ class TrainStep:
         self.before_update()
         self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
         self.optimizer.step(gate=totals.finite)  # a non-finite step changes nothing, decided on the device
+        self.tallies.adapt(totals.finite)  # such as the bias that balances experts
         self.events.emit(ev.OptimizerStepEnds(step))
 
         self.statistics.settle(totals.finite)

@@ -22,7 +22,19 @@ from d9d_core.plugin.registry import Entry, Registry
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 #: Traits that core itself knows; see :mod:`d9d_core.traits`.
-MODEL_TRAITS = ("late_init", "blocks", "tensor_parallel", "context_parallel", "pipeline", "ops", "divisible")
+MODEL_TRAITS = (
+    "late_init",
+    "blocks",
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline",
+    "ops",
+    "divisible",
+    "experts",
+    "losses",
+    "tallies",
+    "adapts",
+)
 _UNDECLARED = "nobody declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 

@@ -207,12 +207,13 @@ class CommandSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class ViewDim:
-    """One dimension of a view: its size is the product of mesh axes, divided by others.
+    """One dimension of a view: its size is the product of mesh axes, divided by what lies over them.
 
     Attributes:
         name: what meshes call it.
         axes: mesh axes whose sizes multiply.
-        over: mesh axes whose sizes divide the product.
+        over: mesh axes that are laid over these and take their place. One that is larger than the product covers it
+            whole and goes on over the next dimension outwards that names it.
     """
 
     name: str

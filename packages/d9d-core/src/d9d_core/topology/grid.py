@@ -34,13 +34,19 @@ class Grid:
         Raises:
             JobError: a dimension does not divide, or the view does not cover all ranks exactly once.
         """
-        sizes = {}
-        for dim in view.dims:
-            product, divisor = (math.prod(axes[axis] for axis in names) for names in (dim.axes, dim.over))
-            if product % divisor:
-                whole, parts = (" x ".join(f"{axis}={axes[axis]}" for axis in names) for names in (dim.axes, dim.over))
-                raise JobError(f"mesh: view '{view.name}' cannot divide {whole} by {parts}; change one of them")
-            sizes[dim.name] = product // divisor
+        sizes: dict[str, int] = {}
+        rest = {axis: axes[axis] for dim in view.dims for axis in dim.over}
+        for dim in reversed(view.dims):
+            size = math.prod(axes[axis] for axis in dim.axes)
+            for axis in dim.over:
+                covered = min(size, rest[axis])
+                if size % covered or rest[axis] % covered:
+                    whole = " x ".join(f"{inner}={axes[inner]}" for inner in dim.axes)
+                    text = f"mesh: view '{view.name}' cannot lay {axis}={axes[axis]} over {whole}; change one of them"
+                    raise JobError(text)
+                size, rest[axis] = size // covered, rest[axis] // covered
+            sizes[dim.name] = size
+        sizes = {dim.name: sizes[dim.name] for dim in view.dims}
         grid, world = cls(sizes), math.prod(axes[axis] for axis in AXES)
         if grid.size != world:
             raise JobError(f"mesh: view '{view.name}' has {grid} = {grid.size} ranks, the mesh has {world}")

@@ -9,17 +9,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from d9d_core.config.job import Mesh
-from d9d_core.plugin.records import StrategySpec
-from d9d_core.protocols import Applied
+from d9d_core.plugin.records import ModelSpec, StrategySpec
+from d9d_core.protocols import Applied, Stage
 from d9d_core.topology.mesh import Topology
 from d9d_core.topology.simulate import simulated_world
 from d9d_core.verify.layouts import Layout
 
 from d9d_testing.layouts import Harness, assert_passed, job_of
-from d9d_testing.toy.config import ToyModelConfig
-from d9d_testing.toy.model import ToyModel
 
 _TOY = "d9d_testing.toy.plugin"
+_TOY_MODEL = {"blocks": 3, "dropout": 0.1}
 
 
 class StrategySuite:
@@ -32,7 +31,11 @@ class StrategySuite:
             target = "my_strategy"
             meshes = ({"dp_shard": 2}, {"dp_shard": 4})
 
-    Every test runs the toy job of d9d-testing, whose model has blocks, an unused parameter and dropout.
+    Every test runs the toy job of d9d-testing, whose model has blocks, an unused parameter and dropout. A strategy that
+    needs another trait brings a model of its own, which maps ``x`` [B, features] to ``y`` [B, features]::
+
+            model_plugin = "my_plugin.my_tests.model"
+            model = {"name": "my_model", "features": 8}
 
     Attributes:
         plugin: the module that declares it, or the path of a single-file plugin.
@@ -40,7 +43,9 @@ class StrategySuite:
         meshes: the meshes it is tested on; small, as every rank is a process. Runs are resumed on the last one.
         settings: fields of its config, one mapping for each variation to test. Runs are resumed with the first one.
         beside: further strategies of the job, as a job file lists them.
-        model: fields of the toy model.
+        model: fields of the toy model, or of the plugin's own.
+        model_plugin: what declares another model: a module, or the path of a single-file plugin.
+        large: the mesh of a job that is planned without processes; by default, 64 ranks along each axis in turn.
     """
 
     plugin: ClassVar[str]
@@ -49,6 +54,8 @@ class StrategySuite:
     settings: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
     beside: ClassVar[Sequence[Any]] = ()
     model: ClassVar[Mapping[str, Any]] = {}
+    model_plugin: ClassVar[str | None] = None
+    large: ClassVar[Sequence[Mapping[str, int]]] = ()
 
     def test_every_axis_of_its_record_is_tested(self) -> None:
         """On one rank, a forgotten reduction shows nothing."""
@@ -71,9 +78,7 @@ class StrategySuite:
 
     def test_names_and_shapes_of_parameters_stay(self) -> None:
         """Checkpoints and optimizers know parameters by name."""
-        with torch.device("meta"):
-            plain = ToyModel(self.toy_model())
-        expected = {name: tuple(parameter.shape) for name, parameter in plain.named_parameters()}
+        expected = {name: tuple(parameter.shape) for name, parameter in self.stage().named_parameters()}
         for mesh, settings in product(self.meshes, self.settings):
             stage, _ = self.applied(mesh, settings)
             found = {name: tuple(parameter.shape) for name, parameter in stage.named_parameters()}
@@ -98,11 +103,15 @@ class StrategySuite:
             stage, outcome = self.applied(mesh, settings)
             modules, parameters = dict(stage.named_modules()), dict(stage.named_parameters())
             where = f"{mesh} {settings}: Applied"
+            views = job_of(self.job_values(), self.plugins()).views()
+            axes = {*Mesh().sizes(), *(dim.name for view in views.values() for dim in view.dims)}
             assert outcome.modules, f"{where}.modules is empty; a strategy that changes nothing is an error"
             for what, named, known in (
                 ("modules names", outcome.modules, modules),
                 ("gradients names parameters", [claim.parameter for claim in outcome.gradients], parameters),
-                ("gradients names axes", [claim.axis for claim in outcome.gradients], Mesh().sizes()),
+                ("gradients names axes", [claim.axis for claim in outcome.gradients], axes),
+                ("views names parameters", outcome.views, parameters),
+                ("views names views", outcome.views.values(), views),
                 ("on_host names", outcome.on_host, parameters),
             ):
                 unknown = sorted(set(named) - set(known))
@@ -111,7 +120,7 @@ class StrategySuite:
     def test_the_plan_of_a_large_job_needs_no_processes(self) -> None:
         """``d9d check`` applies it to the model in a simulated world."""
         axes = self.spec().axes
-        for mesh in [{axis: 64} for axis in sorted(axes)] or [{}]:
+        for mesh in self.large or [{axis: 64} for axis in sorted(axes)] or [{}]:
             values = self.job_values(mesh=mesh, parallel=self.parallel(self.settings[0]), batch={"size": 64})
             names = [chosen.spec.name for chosen, _ in job_of(values, self.plugins()).plan().assembly.applied]
             assert self.target in names, f"{mesh}: applied were {names}"
@@ -119,8 +128,8 @@ class StrategySuite:
     # --- what subclasses may use
 
     def plugins(self) -> list[str]:
-        """The toy plugin and the strategy's."""
-        return [_TOY, self.plugin]
+        """The toy plugin, the strategy's, and that of the model."""
+        return [_TOY, self.plugin, *([self.model_plugin] if self.model_plugin else [])]
 
     def parallel(self, settings: Mapping[str, Any]) -> list[Any]:
         """The strategies of a job."""
@@ -133,19 +142,28 @@ class StrategySuite:
         assert isinstance(spec, StrategySpec)
         return spec
 
-    def toy_model(self) -> ToyModelConfig:
-        """The toy model's config."""
-        return ToyModelConfig(**{"features": 6, "blocks": 3, "dropout": 0.1, **self.model})
+    def model_values(self) -> dict[str, Any]:
+        """The model section of a job."""
+        return {"name": "toy_model", "features": 6, **({} if self.model_plugin else _TOY_MODEL), **self.model}
+
+    def stage(self) -> torch.nn.Module:
+        """The model on the meta device, before any strategy."""
+        job = job_of(self.job_values(), self.plugins())
+        spec = job.registry.find("model", job.model.selector).spec
+        assert isinstance(spec, ModelSpec)
+        with torch.device("meta"):
+            model: torch.nn.Module = spec.build.load()(job.model, Stage())
+        return model
 
     def job_values(self, **sections: Any) -> dict[str, Any]:
         """A job file over the toy plugin."""
-        model = self.toy_model()
+        model = self.model_values()
         return {
             "steps": 4,
             "device": "cpu",
             "batch": {"size": 4},
-            "model": model.model_dump(),
-            "data": {"name": "toy_data", "features": model.features},
+            "model": model,
+            "data": {"name": "toy_data", "features": model["features"]},
             "task": {"name": "toy_task", "decay": 0.01},
             "optimizer": "toy_optimizer",
             "gradient_clipping": {"max_norm": None},
@@ -173,9 +191,7 @@ class StrategySuite:
             ),
             self.plugins(),
         )
-        with torch.device("meta"):
-            stage = ToyModel(self.toy_model())
-        sizes = job.mesh.sizes()
+        stage, sizes = self.stage(), job.mesh.sizes()
         topology = Topology(sizes=sizes, world_size=job.mesh.world_size, views=job.views(), simulated=True)
         with simulated_world(job.mesh.world_size):
             applied: Applied = self.spec().build.load()(job.parallel[-1]).apply(stage, topology)

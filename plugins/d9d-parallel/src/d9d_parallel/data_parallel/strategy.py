@@ -1,6 +1,7 @@
 """Data parallelism on FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
 
-One unit per block and one for the rest of the stage. Gradients are summed, never averaged: the loss is divided by its
+One unit per block and one for the rest of the stage; experts that are spread over ranks are units of their own, over
+the ranks that hold the same ones. Gradients are summed, never averaged: the loss is divided by its
 global weight before the backward. ``replicate`` is ``hsdp`` with a shard size of one, so FSDP2 owns the data axes of
 everything it wraps, and there is one code path for all layouts.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 
 import torch
 from d9d_core.compat import prepare_fsdp_gradients
@@ -23,10 +24,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from d9d_parallel.blocks import find_blocks
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
+from d9d_parallel.data_parallel.experts import REPLICAS, SHARDS, VIEW, ShardDimension, spread_banks
 from d9d_parallel.data_parallel.reducer import FsdpReducer
 
-#: Mesh axes over which FSDP2 sums the gradients of what it wraps.
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+
+@dataclass(frozen=True)
+class _Dims:
+    """What FSDP2's mesh is made of, and what it therefore sums over.
+
+    Attributes:
+        dense, experts: dimensions of the two views, outermost first.
+        axes: mesh axes that the dense ones cover.
+    """
+
+    dense: tuple[str, ...]
+    experts: tuple[str, ...]
+    axes: tuple[str, ...]
+
+
+_SHARDED = _Dims(("fsdp",), (SHARDS,), ("dp_shard", "cp"))
+_REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate", "dp_shard", "cp"))
 
 
 class Replicate:
@@ -41,9 +58,8 @@ class Replicate:
         Raises:
             BuildError: the stage has no blocks, or a pattern matches no parameter.
         """
-        mesh = topology.mesh("dense", "dp_replicate", "fsdp")
         # FSDP2 copies parameters for the forward, also where there is nothing to gather: once is enough.
-        return wrap(stage, mesh, self._config, reshard_after_forward=False)
+        return wrap(stage, topology, _REPLICATED, self._config, reshard_after_forward=False)
 
 
 class Fsdp:
@@ -58,8 +74,7 @@ class Fsdp:
         Raises:
             BuildError: the stage has no blocks, or a pattern matches no parameter.
         """
-        mesh = topology.mesh("dense", "fsdp")
-        return wrap(stage, mesh, self._config, self._config.reshard_after_forward)
+        return wrap(stage, topology, _SHARDED, self._config, self._config.reshard_after_forward)
 
 
 class Hsdp:
@@ -74,21 +89,22 @@ class Hsdp:
         Raises:
             BuildError: the stage has no blocks, or a pattern matches no parameter.
         """
-        mesh = topology.mesh("dense", "dp_replicate", "fsdp")
-        return wrap(stage, mesh, self._config, self._config.reshard_after_forward)
+        return wrap(stage, topology, _REPLICATED, self._config, self._config.reshard_after_forward)
 
 
 def wrap(
     stage: nn.Module,
-    mesh: DeviceMesh,
+    topology: Topology,
+    dims: _Dims,
     config: ReplicateConfig | FsdpConfig | HsdpConfig,
     reshard_after_forward: bool | int,
 ) -> Applied:
-    """Make every block of the stage, and the stage around them, a unit of FSDP2. In place.
+    """Make every block of the stage, and the stage around them, a unit of FSDP2. In place. Collective over all ranks.
 
     Args:
         stage: on the meta device.
-        mesh: one dimension to shard over, or two: replicas, then shards.
+        topology: where the meshes come from.
+        dims: one dimension to shard over, or two: replicas, then shards.
         config: of the strategy.
         reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
@@ -96,15 +112,26 @@ def wrap(
         BuildError: the stage has no blocks, a pattern matches no parameter, the group size does not divide, or units
             share a parameter.
     """
-    blocks = find_blocks(stage, config.name)
+    mesh = topology.mesh("dense", *dims.dense)
+    blocks, banks = find_blocks(stage, config.name), spread_banks(stage)
     _check_ties(stage, blocks, config.name)
     ignored = _ignored(stage, config)
-    _check_group(reshard_after_forward, mesh, config.name)
+    _check_group(reshard_after_forward, mesh, config.name, spread=bool(banks))
     policy = MixedPrecisionPolicy(_dtype(config.compute_dtype), _reduce_dtype(stage, config))
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, _dtype(config.output_dtype))
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
     skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
+    for bank in banks.values():
+        fully_shard(
+            bank,
+            mesh=topology.mesh(VIEW, *dims.experts),
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=ShardDimension(topology, config.name),
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=skipped,
+        )
     for block in blocks.values():
         fully_shard(
             block,
@@ -129,15 +156,16 @@ def wrap(
         unit.set_force_sum_reduction_for_comms(True)
     prepare_fsdp_gradients(stage)
     stage.register_forward_hook(_reshard_without_backward)
-    _prefetch([block for block in blocks.values() if isinstance(block, FSDPModule)], config)
+    _prefetch([_units_of(block) for block in blocks.values()], config)
+    spread = {f"{bank}.{name}" for bank, module in banks.items() for name, _ in module.named_parameters()}
     owners = (
         GradientOwner(name, axis, "fsdp")
         for name, parameter in stage.named_parameters()
         if name not in ignored
-        for axis in DATA_AXES[-mesh.ndim - 1 :]  # a mesh without replicas reduces over none
+        for axis in (dims.experts if name in spread else dims.axes)
     )
     return Applied(
-        modules=(*blocks, ""),
+        modules=(*banks, *blocks, ""),
         gradients=tuple(owners),
         reducers=(FsdpReducer(root, config.defer),),
         compute_dtype=policy.param_dtype,
@@ -154,9 +182,16 @@ def _ignored(stage: nn.Module, config: DataParallelConfig) -> frozenset[str]:
     return frozenset(name for name in names if any(fnmatch.fnmatchcase(name, p) for p in config.ignore))
 
 
-def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: str) -> None:
+def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: str, *, spread: bool) -> None:
     shards = mesh.size(mesh.ndim - 1)
-    if isinstance(reshard_after_forward, bool) or shards % reshard_after_forward == 0:
+    if isinstance(reshard_after_forward, bool):
+        return
+    if spread:
+        raise BuildError(
+            f"strategy '{strategy}': reshard_after_forward {reshard_after_forward} is not possible with experts that "
+            "are spread over ranks; use true or false"
+        )
+    if shards % reshard_after_forward == 0:
         return
     raise BuildError(
         f"strategy '{strategy}': reshard_after_forward {reshard_after_forward} does not divide the {shards} ranks that "
@@ -186,17 +221,25 @@ def _reshard_without_backward(stage: nn.Module, _inputs: object, _outputs: objec
                 unit.reshard()
 
 
-def _prefetch(blocks: list[FSDPModule], config: DataParallelConfig) -> None:
+def _units_of(block: nn.Module) -> list[FSDPModule]:
+    """The block and the experts in it, in the order of a forward."""
+    return [unit for unit in block.modules() if isinstance(unit, FSDPModule)]
+
+
+def _prefetch(blocks: list[list[FSDPModule]], config: DataParallelConfig) -> None:
     if config.forward_prefetch:
-        for ahead in _windows(blocks, config.forward_prefetch):
-            ahead[0].set_modules_to_forward_prefetch(ahead[1:])
+        for units, ahead in _windows(blocks, config.forward_prefetch):
+            units[0].set_modules_to_forward_prefetch(ahead)
     if config.backward_prefetch:
-        for ahead in _windows(blocks[::-1], config.backward_prefetch):
-            ahead[0].set_modules_to_backward_prefetch(ahead[1:])
+        for units, ahead in _windows(blocks[::-1], config.backward_prefetch):
+            units[0].set_modules_to_backward_prefetch(ahead)
 
 
-def _windows(blocks: list[FSDPModule], depth: int) -> Iterable[list[FSDPModule]]:
-    return (blocks[index : index + depth + 1] for index, _ in enumerate(pairwise(blocks)))
+def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[FSDPModule], list[FSDPModule]]]:
+    """Each block but the last: its units, its experts first among those that are fetched ahead with it."""
+    for index, units in enumerate(blocks[:-1]):
+        following = blocks[index + 1 : index + 1 + depth]
+        yield units, [*units[1:], *(unit for later in following for unit in later)]
 
 
 def _reduce_dtype(stage: nn.Module, config: DataParallelConfig) -> torch.dtype | None:
