@@ -15,7 +15,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,75 +23,12 @@ import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
 from d9d_core.job import Job
-from d9d_core.plugin import DatasetSpec, Ref, Registry, hookimpl
-from d9d_core.protocols import DataContext, Pack
+from d9d_core.plugin import Registry
 from plain_fsdp2 import plain_step
+from random_tokens import Synthetic
 from torch import distributed as dist
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_qwen3.plugin")
-
-
-class Synthetic:
-    """A plugin with one dataset: random tokens."""
-
-    D9D_API = 1
-
-    @hookimpl
-    def d9d_datasets(self) -> Iterator[DatasetSpec]:
-        """The dataset ``random_tokens``."""
-        yield DatasetSpec(
-            name="random_tokens",
-            summary="Random tokens.",
-            config=Ref(f"{__name__}:RandomTokensConfig"),
-            build=Ref(f"{__name__}:RandomTokens"),
-        )
-
-
-def _config() -> Any:
-    from typing import Literal
-
-    from d9d_core.config.base import PluginConfig
-
-    class RandomTokensConfig(PluginConfig):
-        """Random tokens."""
-
-        name: Literal["random_tokens"] = "random_tokens"
-        """Selects the dataset."""
-        vocab_size: int
-        """Number of token ids."""
-        sequence_length: int
-        """Positions of a sample."""
-
-    return RandomTokensConfig
-
-
-RandomTokensConfig = _config()
-
-
-class RandomTokens:
-    """The same microbatches in every pack."""
-
-    def __init__(self, config: Any, context: DataContext) -> None:
-        generator = torch.Generator().manual_seed(context.rank)
-        count = context.batch_size // context.ranks // context.microbatch_size
-        shape = (context.microbatch_size, config.sequence_length + 1)
-        rows = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(count)]
-        self._pack = [{"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].contiguous()} for row in rows]
-        self.facts = {"vocab_size": config.vocab_size, "sequence_length": config.sequence_length}
-
-    def next_pack(self) -> Pack:
-        """The pack."""
-        return self._pack
-
-    def state(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state(self, state: Any) -> None:
-        """Nothing."""
-
-    def save_assets(self, directory: Path) -> None:
-        """Nothing."""
 
 
 def job_of(options: argparse.Namespace, directory: str) -> Job:

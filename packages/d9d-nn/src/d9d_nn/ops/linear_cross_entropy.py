@@ -17,9 +17,11 @@ from torch.nn import functional
 IGNORE = -100
 #: Logits that may live from forward to backward: 512 MiB in float32. With more, they are computed twice.
 KEPT_ELEMENTS = 1 << 27
+#: A large GPU may keep more of them: one part in so many of its memory.
+_KEPT_PART = 20
 #: Probabilities that exist at once. A CPU loses nothing with few; a GPU needs large matrices.
 _CHUNK_ELEMENTS = {"cpu": 1 << 19}
-_CHUNK_ELEMENTS_ELSEWHERE = 1 << 27
+_CHUNK_ELEMENTS_ELSEWHERE = 1 << 28
 _LEAST_ROWS = 256
 
 
@@ -28,9 +30,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Reference: ``-log_softmax(hidden @ weight.T)[target]`` per token, the softmax in float32 or wider.
 
-    Tokens are processed in chunks. Few logits (at most :data:`KEPT_ELEMENTS`) are kept for the backward, in the dtype
-    of ``hidden``; more are computed again there, chunk by chunk, which costs a third of this op's work and bounds its
-    memory.
+    Tokens are processed in chunks. Few logits (at most :data:`KEPT_ELEMENTS`, or a twentieth of a GPU's memory) are
+    kept for the backward, in the dtype of ``hidden``; more are computed again there, chunk by chunk, which costs a
+    third of this op's work and bounds its memory.
 
     Args:
         hidden: [..., H].
@@ -46,7 +48,7 @@ def linear_cross_entropy(
     if rows is None:
         rows = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
     if keep is None:
-        keep = targets.numel() * vocabulary <= KEPT_ELEMENTS
+        keep = targets.numel() * vocabulary <= _may_be_kept(hidden)
     device = hidden.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
@@ -55,6 +57,13 @@ def linear_cross_entropy(
             return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
     loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep)
     return loss
+
+
+def _may_be_kept(hidden: Tensor) -> int:
+    if hidden.device.type != "cuda":
+        return KEPT_ELEMENTS
+    memory: int = torch.cuda.get_device_properties(hidden.device).total_memory
+    return max(KEPT_ELEMENTS, memory // _KEPT_PART // hidden.itemsize)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -70,7 +79,18 @@ def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
     """``(softmax(logits) - onehot(word)) * grad_loss``, [C, V] in the dtype of the logits; grad_loss is [C, 1]."""
     grad = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
     grad.scatter_add_(1, words, grad.new_full((1, 1), -1.0).expand_as(words))
-    return grad.mul_(grad_loss).to(logits.dtype)
+    # Into the narrow tensor at once: a product in place and a cast would read and write the wide one again.
+    return torch.mul(grad, grad_loss, out=torch.empty_like(logits))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``; total may be wider."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.device.type == "cuda":  # which adds up in the wide format inside the product
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -109,8 +129,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is None:
                 continue
-            if grad_weight.dtype == grad_logits.dtype:
-                torch.addmm(grad_weight, grad_logits.mT, hidden[chunk], out=grad_weight)
-            else:
-                grad_weight += grad_logits.mT @ hidden[chunk]
+            _add_product(grad_weight, grad_logits.mT, hidden[chunk])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
