@@ -15,9 +15,12 @@ class ConsoleConfig(PluginConfig):
 
 
 class JsonlConfig(PluginConfig):
-    """Appends one JSON object per logged step to <run>/metrics.jsonl and draws <run>/loss.svg."""
+    """Appends one JSON object per logged step to <run>/metrics.jsonl and draws <run>/loss.svg.
+
+    Tables of metrics, such as the load of each expert, go to <run>/tables.jsonl and become one heat map each.
+    """
 
     name: Literal["jsonl"] = "jsonl"
     """Selects this tracker."""
     picture: bool = True
-    """Draw the loss curve when the run ends."""
+    """Draw the loss curve and the heat maps when the run ends."""

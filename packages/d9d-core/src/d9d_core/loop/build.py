@@ -105,6 +105,7 @@ def build(
         _unique(c, selection.metrics): build_part(c, config) for c, config in selection.metrics
     }
     statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=data_ranks)
+    statistics.attach(stage)
     gradients = Gradients(
         trained,
         assembly.ownership,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from d9d_core.errors import NonFiniteError
 from d9d_core.loop.events import StepResult
+from d9d_core.protocols import Table
 from d9d_core.topology.devices import wide_dtype
 
 #: Steps the host may be ahead of the values it has seen.
@@ -23,7 +24,8 @@ MAX_PENDING = 2
 class _Entry:
     step: int
     names: tuple[str, ...]
-    values: Tensor  # [names], on the host once `copied` has passed
+    tables: Mapping[str, Table]  # with the device's values
+    values: Tensor  # [names, then the cells of each table], on the host once `copied` has passed
     copied: torch.Event | None
     host: Mapping[str, float] | None  # None: this step is watched, not logged
 
@@ -40,6 +42,7 @@ class Logbook:
         nonfinite: what follows a step whose loss or gradient was not finite.
         skipped: how many such steps there were before.
         tokens: how many tokens were consumed before.
+        write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class Logbook:
         nonfinite: Literal["error", "skip"],
         skipped: int = 0,
         tokens: int = 0,
+        write_tables: Callable[[int, Mapping[str, Table]], None] | None = None,
     ) -> None:
         self._write = write
+        self._write_tables = write_tables
         self._watch = watch
         self._nonfinite = nonfinite
         self._pending: deque[_Entry] = deque()
@@ -63,7 +68,7 @@ class Logbook:
         step: int,
         result: StepResult,
         logged: Mapping[str, float] | None,
-        measured: Mapping[str, Tensor] | None = None,
+        measured: Mapping[str, Tensor | Table] | None = None,
     ) -> None:
         """Take in a step; older steps whose values have arrived are written.
 
@@ -71,24 +76,30 @@ class Logbook:
             step: 1-based.
             result: device tensors.
             logged: host values to log with it; ``None`` if the step is not logged.
-            measured: further 0-d device tensors to log.
+            measured: further 0-d device tensors to log, and tables.
 
         Raises:
             NonFiniteError: an earlier step was not finite and the policy is ``error``.
         """
         tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
+        tables: dict[str, Table] = {}
         if logged is not None:
             several = len(result.terms) > 1
             tensors |= {f"loss/{term}": mean for term, mean in result.terms.items()} if several else {}
-            tensors |= measured or {}
-        values = torch.stack([tensor.to(wide_dtype(tensor.device)) for tensor in tensors.values()])
+            for name, value in (measured or {}).items():
+                if not isinstance(value, Table):
+                    tensors[name] = value
+                elif self._write_tables is not None:
+                    tables[name] = value
+        cells = [*tensors.values(), *(table.values for table in tables.values())]
+        values = torch.cat([tensor.flatten().to(wide_dtype(tensor.device)) for tensor in cells])
         copied = None
         if values.device.type != "cpu":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             values = host.copy_(values, non_blocking=True)
             copied = torch.Event(tensors["loss"].device)
             copied.record()
-        self._pending.append(_Entry(step, tuple(tensors), values, copied, logged))
+        self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged))
         limit = MAX_PENDING if copied is not None else 0
         while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
             self._take(self._pending.popleft())
@@ -105,7 +116,8 @@ class Logbook:
     def _take(self, entry: _Entry) -> None:
         if entry.copied is not None:
             entry.copied.synchronize()
-        values = dict(zip(entry.names, entry.values.tolist(), strict=True))
+        count = len(entry.names)
+        values = dict(zip(entry.names, entry.values[:count].tolist(), strict=True))
         if not values.pop("finite"):
             self._meet_nonfinite(entry.step, values)
         self.stop = self.stop or bool(values.pop("stop"))
@@ -114,6 +126,8 @@ class Logbook:
         if entry.host is not None:
             extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
             self._write(entry.step, {**values, "tokens": float(self.tokens), **entry.host, **extra})
+        if entry.tables and self._write_tables is not None:
+            self._write_tables(entry.step, _filled(entry.tables, entry.values[count:]))
 
     def _meet_nonfinite(self, step: int, values: Mapping[str, float]) -> None:
         self.skipped += 1
@@ -124,3 +138,10 @@ class Logbook:
                 f"step {step}: {what}; this step changed nothing. Look at its data, lower the learning rate, "
                 "or set 'nonfinite: skip' to go on without such steps"
             )
+
+
+def _filled(tables: Mapping[str, Table], cells: Tensor) -> dict[str, Table]:
+    """The tables with their values from the host: all cells, one table after the other."""
+    parts = torch.split(cells, [table.values.numel() for table in tables.values()])
+    pairs = zip(tables.items(), parts, strict=True)
+    return {name: replace(table, values=part.view(table.values.shape)) for (name, table), part in pairs}

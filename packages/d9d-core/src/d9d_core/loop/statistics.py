@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from d9d_core.errors import BuildError
-from d9d_core.protocols import Metric
+from d9d_core.protocols import Metric, StageMetric, Table
 
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 #: Series that the loop itself logs.
@@ -38,6 +38,12 @@ class Statistics:
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
+    def attach(self, stage: nn.Module) -> None:
+        """Show the model to the metrics that want to know it; before their states are loaded."""
+        for metric in self._metrics.values():
+            if isinstance(metric, StageMetric):
+                metric.attach(stage)
+
     def begin(self) -> None:
         """A step begins."""
         if self._gated:
@@ -61,8 +67,8 @@ class Statistics:
             self._metrics[name].load_state(kept)
         self._before = {}
 
-    def compute(self) -> dict[str, Tensor]:
-        """Series name -> value since the last reset; a name that is taken gets the metric's own in front.
+    def compute(self) -> dict[str, Tensor | Table]:
+        """Series name -> value or table since the last reset; a name that is taken gets the metric's own in front.
 
         Collective over the group.
         """
@@ -110,7 +116,7 @@ class Statistics:
                 anew.append(name)
         return anew
 
-    def _compute(self, metric: Metric) -> Mapping[str, Tensor]:
+    def _compute(self, metric: Metric) -> Mapping[str, Tensor | Table]:
         if self._group is None:
             return metric.compute()
         own = {key: tensor.clone() for key, tensor in metric.state().items()}  # a metric may load in place

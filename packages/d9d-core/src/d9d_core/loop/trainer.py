@@ -139,7 +139,9 @@ class Trainer:
 
     def _run(self, progress: Progress, bar: ProgressBar) -> Literal["finished", "stopped"]:
         job, total = self.job, self.job.steps
-        logbook = Logbook(self._write, bar.update, job.nonfinite, progress.skipped, progress.tokens)
+        logbook = Logbook(
+            self._write, bar.update, job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
+        )
         speed = _Speed()
         saved = progress.step if progress.step else None
         self.events.emit(ev.TrainingStarts(progress.step, total))

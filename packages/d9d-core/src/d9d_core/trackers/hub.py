@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from d9d_core.protocols import RunInfo, State, Tracker, TrackerRun
+from d9d_core.protocols import RunInfo, State, Table, TakesTables, Tracker, TrackerRun
 
 
 class TrackerHub:
@@ -35,6 +35,12 @@ class TrackerHub:
         """Log values after ``step`` steps."""
         for name, run in list(self._runs.items()):
             self._guard(name, lambda r=run: r.write(step, values))  # type: ignore[misc]
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Log tables after ``step`` steps, where a tracker takes any."""
+        for name, run in list(self._runs.items()):
+            if isinstance(run, TakesTables):
+                self._guard(name, lambda r=run: r.write_tables(step, tables))  # type: ignore[misc]
 
     def flush(self) -> None:
         """Make everything survive a crash."""
