@@ -18,7 +18,7 @@ and in which order they come. Most mappers invert by themselves::
 """
 
 from d9d_core.state.mapper.base import Mapper
-from d9d_core.state.mapper.choosing import Drop, Fresh, Select, Share
+from d9d_core.state.mapper.choosing import Drop, Either, Fresh, Select, Share
 from d9d_core.state.mapper.compose import Connect, Parallel, Prefix, Sequential, Shard
 from d9d_core.state.mapper.computing import Compute
 from d9d_core.state.mapper.graph import StateGraph
@@ -43,6 +43,7 @@ __all__ = [
     "Connect",
     "Distribute",
     "Drop",
+    "Either",
     "Fresh",
     "Gather",
     "Group",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from d9d_core.errors import CheckpointError
 from d9d_core.state.mapper.base import Effect, Mapper, Scope
 from d9d_core.state.mapper.leaves import Rename
 from d9d_core.state.mapper.pattern import Pattern
@@ -102,6 +103,41 @@ class Fresh(Mapper):
         from d9d_core.state.mapper.compose import Parallel
 
         return Parallel(*(Drop(name) for name in self.names))
+
+
+class Either(Mapper):
+    """The first of several mappers that finds all its tensors: for checkpoints that come in more than one layout.
+
+    If none does, the complaints are those of the one that finds most of its tensors. What the others would have taken
+    is left, so a checkpoint that holds two layouts at once is refused. A mapper whose tensors may all be absent always
+    fits: give it last.
+
+    Args:
+        mappers: in order of preference; the inverse is that of the first.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        if not mappers:
+            raise CheckpointError("Either needs at least one mapper")
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        nearest, most = self.mappers[0], 0
+        for mapper in self.mappers:
+            attempt: list[str] = []
+            effect = mapper.apply(Scope(scope.values, attempt, scope.path, hints=False))
+            if not attempt:
+                return effect
+            found = len(effect.taken.keys() & scope.values.keys())
+            if found > most:
+                nearest, most = mapper, found
+        return nearest.apply(scope)
+
+    def inverse(self) -> Mapper:
+        return self.mappers[0].inverse()
+
+    def rest(self) -> bool:
+        return any(mapper.rest() for mapper in self.mappers)
 
 
 class _Nothing(Mapper):
