@@ -12,6 +12,7 @@ from d9d_core.job import Job
 from d9d_core.verify.compare import compare
 from d9d_core.verify.layouts import own_layout, parse_layout, scaled_values
 from d9d_core.verify.measure import Measurement
+from d9d_core.verify.run import verify
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,6 +66,25 @@ def test_the_jobs_own_layout_passes_and_a_wrong_strategy_fails(small_job: Write,
     assert bad["angle"][0] < 1e-8  # in the right direction
 
 
+def test_a_model_that_differs_between_layouts_by_its_nature_says_so(
+    small_job: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job.load(small_job(model={**EXPERTS, "capacity": 1.5, "balancing": [{"name": "bias_update"}]}))
+    nothing = Measurement([1.0], [1.0], {}, [{}])
+    monkeypatch.setattr("d9d_core.verify.run._run", lambda *_: nothing)
+    notes: list[str] = []
+    verify(job, [parse_layout("dp_shard=2:fsdp", job)], 1, notes.append)
+    assert [note for note in notes if "by its nature" in note] == [
+        "this model differs between layouts by its nature: capacity drops tokens of each microbatch on each rank by "
+        "itself"
+    ]
+
+
+EXPERTS = {
+    "name": "qwen3_moe", "vocab_size": 257, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_positions": 64, "num_experts": 4, "experts_per_token": 2,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
 LARGE = {
     "name": "qwen3", "vocab_size": 257, "hidden_size": 4096, "intermediate_size": 11008, "num_layers": 40,
     "num_attention_heads": 32, "num_key_value_heads": 8, "max_positions": 4096,

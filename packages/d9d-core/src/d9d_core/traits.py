@@ -7,7 +7,7 @@ checks that both agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -137,13 +137,26 @@ class HasTallies(Protocol):
 class Adapts(HasTallies, Protocol):
     """``model:adapts``: the module changes buffers of its own once per optimizer step, in the same way on all ranks."""
 
+    def adapts_to(self) -> Collection[str]:
+        """The tallies that :meth:`adapt` needs, which are summed over ranks for it. None: the module stays as it is."""
+        ...
+
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
         """Update from the tallies of a step, without waiting for the device.
 
         Args:
-            tallies: summed over all microbatches and all ranks that see other samples, or other parts of them.
+            tallies: those of :meth:`adapts_to`, summed over all microbatches and all ranks that see other samples, or other parts of them.
             finite: 0-d bool; where it is false, nothing may change.
         """
+        ...
+
+
+@runtime_checkable
+class LayoutDependent(Protocol):
+    """``model:layout_dependent``: the module may compute what depends on how a batch is cut; ``d9d verify`` says so."""
+
+    def layout_dependence(self) -> Sequence[str]:
+        """What differs between layouts, one phrase each; empty as it is configured if nothing does."""
         ...
 
 
@@ -184,6 +197,7 @@ TRAITS: Mapping[str, type] = {
     "model:losses": AddsLosses,
     "model:tallies": HasTallies,
     "model:adapts": Adapts,
+    "model:layout_dependent": LayoutDependent,
     "model:pipeline": PipelineStage,
     "model:ops": HasOps,
     "model:divisible": Divisible,

@@ -81,14 +81,16 @@ class Tallies:
 
     def __init__(self, stage: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         self._modules: dict[str, HasTallies] = modules_with(stage, HasTallies)
-        self._adaptive: dict[str, Adapts] = modules_with(stage, Adapts)
+        adaptive: dict[str, Adapts] = modules_with(stage, Adapts)
+        self._adaptive = {name: module for name, module in adaptive.items() if module.adapts_to()}
+        self._needed = [f"{name}/{key}" for name, module in self._adaptive.items() for key in module.adapts_to()]
         self._group = group
         self._sums: dict[str, Tensor] = {}
 
     def take(self) -> dict[str, Tensor]:
         """``"<module>/<name>"`` -> what the last forward counted. The next forward writes into the same tensors."""
         counted = {f"{name}/{key}": t for name, module in self._modules.items() for key, t in module.tallies().items()}
-        needed = {key: t for key, t in counted.items() if key.rpartition("/")[0] in self._adaptive}
+        needed = {key: counted[key] for key in self._needed}
         if needed and self._sums:
             torch._foreach_add_(list(self._sums.values()), list(needed.values()))
         elif needed:
@@ -106,7 +108,7 @@ class Tallies:
         if self._group is not None:
             _reduce(list(self._sums.values()), self._group)
         for name, module in self._adaptive.items():
-            module.adapt({key: self._sums[f"{name}/{key}"] for key in module.tallies()}, finite)
+            module.adapt({key: self._sums[f"{name}/{key}"] for key in module.adapts_to()}, finite)
         self._sums = {}
 
 

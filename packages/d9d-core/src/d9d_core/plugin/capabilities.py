@@ -34,6 +34,7 @@ MODEL_TRAITS = (
     "losses",
     "tallies",
     "adapts",
+    "layout_dependent",
 )
 _UNDECLARED = "nobody declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")

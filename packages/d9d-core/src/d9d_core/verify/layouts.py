@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.errors import D9dError, JobError
@@ -20,7 +21,7 @@ from d9d_core.plugin.policy import CORE
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols import DataContext, DataStream, Stage, State, Task
 from d9d_core.topology.grid import AXES
-from d9d_core.traits import HasOps, modules_with
+from d9d_core.traits import HasOps, LayoutDependent, modules_with
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,23 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
     return mine
 
 
-def model_ops(job: Job, values: Mapping[str, Any]) -> list[str]:
-    """The ops that the scaled model calls."""
+def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
+    """The scaled model, on the meta device."""
     selection = select(job, job.registry)
     with torch.device("meta"):
-        stage = build_part(selection.model, type(job.model).model_validate(values["model"]), Stage())
+        stage: nn.Module = build_part(selection.model, type(job.model).model_validate(values["model"]), Stage())
+    return stage
+
+
+def model_ops(stage: nn.Module) -> list[str]:
+    """The ops that a model calls."""
     return sorted({slot.op for module in modules_with(stage, HasOps).values() for slot in module.op_slots().values()})
+
+
+def layout_dependence(stage: nn.Module) -> list[str]:
+    """What in a model differs between layouts by its nature, each thing once."""
+    modules = modules_with(stage, LayoutDependent).values()
+    return list(dict.fromkeys(reason for module in modules for reason in module.layout_dependence()))
 
 
 def _tiny(job: Job, layouts: Sequence[Layout]) -> PluginConfig:

@@ -16,7 +16,15 @@ import torch
 from d9d_core.errors import TrainingError
 from d9d_core.job import Job
 from d9d_core.verify.compare import Verdict, compare
-from d9d_core.verify.layouts import REFERENCE_LAYOUT, Layout, layout_values, model_ops, scaled_values
+from d9d_core.verify.layouts import (
+    REFERENCE_LAYOUT,
+    Layout,
+    layout_dependence,
+    layout_values,
+    model_ops,
+    scaled_model,
+    scaled_values,
+)
 from d9d_core.verify.measure import Measurement
 
 
@@ -33,7 +41,10 @@ def verify(job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str]
         TrainingError: the reference could not be computed.
     """
     values = scaled_values(job, layouts, steps)
-    ops = model_ops(job, values)
+    stage = scaled_model(job, values)
+    ops = model_ops(stage)
+    for reason in layout_dependence(stage):
+        note(f"this model differs between layouts by its nature: {reason}")
     with tempfile.TemporaryDirectory(prefix="d9d-verify-") as directory:
         note(f"reference: one process, {steps} steps, batch {values['batch']['size']}")
         found = _run(
