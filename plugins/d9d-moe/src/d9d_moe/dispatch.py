@@ -5,7 +5,7 @@ Shapes: T tokens, H features, E experts, k experts of a token, R rows that reach
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +13,41 @@ from torch import Tensor
 from d9d_moe.permutation import gather_rows, weighted_sum
 from d9d_moe.routing import Routing
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Transfer(Protocol[T_co]):
+    """Something on its way. What is computed between its start and :meth:`wait` overlaps with it."""
+
+    def wait(self) -> T_co:
+        """What has arrived; call it once. Later work on the device comes after the arrival."""
+        ...
+
+
+class Arrived(Generic[T]):
+    """A transfer that takes no time.
+
+    Args:
+        value: what :meth:`wait` returns.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def wait(self) -> T:
+        """The value."""
+        return self._value
+
 
 class Dispatched(NamedTuple):
     """Tokens where their experts are.
 
     Attributes:
         tokens: [R, H], sorted by expert.
-        counts: int64 [E], rows of each expert, on the device of the tokens.
+        counts: int64 [experts of this process], rows of each expert, on the device of the tokens.
         spare_rows: whether there may be more rows than counts add up to. Those belong to nobody.
         handle: what :meth:`Dispatcher.combine` of the same dispatcher needs.
     """
@@ -33,14 +61,15 @@ class Dispatched(NamedTuple):
 class Dispatcher(Protocol):
     """Brings tokens to experts, and what experts make of them back. Gradients travel the same way."""
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
-        """Tokens [T, H] -> a row for each expert of each token."""
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
+        """Start to bring tokens [T, H] to their experts. Collective over the ranks that share the experts."""
         ...
 
-    def combine(self, outputs: Tensor, handle: Any) -> Tensor:
-        """Outputs of the experts [R, H], in the order of dispatch -> [T, H], their sums weighted by the routing.
+    def combine(self, outputs: Tensor, handle: Any) -> Transfer[Tensor]:
+        """Start to bring outputs [R, H], in the order of dispatch, back as [T, H]: sums weighted by the routing.
 
-        The sum is computed in float32 or wider and rounded once, to the dtype of the outputs.
+        Collective over the ranks that share the experts. Sums are computed in float32 or wider. They are rounded to
+        the dtype of the outputs where they leave a rank, and once at the end.
         """
         ...
 
@@ -49,12 +78,16 @@ class LocalHandle(NamedTuple):
     """Where the rows of a token are, and its weights.
 
     Attributes:
-        places: int64 [T, k], row of each expert of each token.
+        slots: int64 [R], which of the T * k choices each row is.
+        places: int64 [T, k], row of each choice; R or more for one that has none.
         weights: [T, k].
+        absent: whether some choices may have no row.
     """
 
+    slots: Tensor
     places: Tensor
     weights: Tensor
+    absent: bool
 
 
 class LocalDispatcher:
@@ -64,17 +97,32 @@ class LocalDispatcher:
     same input gives the same bits.
     """
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
-        """Tokens [T, H] -> [T * k, H]."""
-        top_k, experts = routing.indices.shape[1], routing.scores.shape[1]
-        chosen, order = torch.sort(routing.indices.flatten(), stable=True)  # order: row -> token * k + place in top k
-        rows = torch.arange(len(order), device=order.device)
-        places = torch.empty_like(order).scatter_(0, order, rows).view_as(routing.indices)
-        ends = torch.searchsorted(chosen, torch.arange(experts, device=order.device), right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        handle = LocalHandle(places, routing.weights)
-        return Dispatched(gather_rows(tokens, order // top_k, places), counts, spare_rows=False, handle=handle)
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Arrived[Dispatched]:
+        """Tokens [T, H] -> [T * k, H]; with a limit at most E * limit rows, the last of which may be spare."""
+        rows = routing.indices.numel()
+        if routing.limit is not None:
+            rows = min(rows, len(routing.counts) * routing.limit)
+        slots, places = sort_by_expert(routing.indices, rows)
+        handle = LocalHandle(slots, places, routing.weights, absent=rows < places.numel())
+        sent = gather_rows(tokens, slots, places, absent=handle.absent)
+        return Arrived(Dispatched(sent, routing.counts, spare_rows=routing.limit is not None, handle=handle))
 
-    def combine(self, outputs: Tensor, handle: LocalHandle) -> Tensor:
-        """Outputs [T * k, H] -> [T, H]."""
-        return weighted_sum(outputs, handle.places, handle.weights)
+    def combine(self, outputs: Tensor, handle: LocalHandle) -> Arrived[Tensor]:
+        """Outputs [R, H] -> [T, H]."""
+        return Arrived(weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=handle.absent))
+
+
+def sort_by_expert(experts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Give each choice a row: sorted by expert, within an expert by token.
+
+    Args:
+        experts: integers [T, k], the expert of each choice. One past the last stands for nobody and sorts to the end.
+        rows: R, as many as somebody has chosen, or more: those go to nobody's choices.
+
+    Returns:
+        Slots int64 [R], which of the T * k choices a row is, and places int64 [T, k], the row of a choice; nobody's
+        may have none, and then R or more.
+    """
+    order = torch.sort(experts.flatten(), stable=True).indices
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return order[:rows], places.view_as(experts)

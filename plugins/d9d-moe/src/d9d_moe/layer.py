@@ -5,6 +5,8 @@ Shapes: B samples, S positions, H features, T = B * S tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from d9d_core.errors import BuildError
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
@@ -54,15 +56,22 @@ class MoELayer(nn.Module):
         self.shared_expert = shared_expert
         self.shared_gate = shared_gate
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        tokens = hidden.flatten(0, 1)
-        sent = self.dispatcher.dispatch(tokens, self.router(tokens))
-        outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
-        mixed = self.dispatcher.combine(outputs, sent.handle).view_as(hidden)
-        return mixed if self.shared_expert is None else mixed + self._shared(hidden)
+    def expert_banks(self) -> Mapping[str, nn.Module]:
+        """The experts; a strategy that spreads them over ranks replaces ``dispatcher`` too."""
+        return {"experts": self.experts}
 
-    def _shared(self, hidden: Tensor) -> Tensor:
-        assert self.shared_expert is not None
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, S, H] -> [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is."""
+        tokens = hidden.flatten(0, 1)
+        sending = self.dispatcher.dispatch(tokens, self.router(tokens, samples=len(hidden)))
+        shared = self._shared(hidden)  # while tokens travel; autograd's order gives the same in the backward
+        sent = sending.wait()
+        outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
+        mixed = self.dispatcher.combine(outputs, sent.handle).wait().view_as(hidden)
+        return mixed if shared is None else mixed + shared
+
+    def _shared(self, hidden: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
         shared: Tensor = self.shared_expert(hidden)
         return shared if self.shared_gate is None else shared * self.shared_gate(hidden).sigmoid()

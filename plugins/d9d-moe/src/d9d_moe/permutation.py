@@ -1,9 +1,16 @@
 """Copying tokens to rows and summing rows to tokens, each the other's backward.
 
 Written out, because autograd's gradient of an index adds rows up atomically: in any order, and in the narrow dtype.
-Sums run over the experts of a token one after the other, so that no tensor of T x k x H in float32 ever exists.
+Sums run over the experts of a token one after the other, so that no tensor of T x k x H in float32 ever exists. All is
+plain indexing, which a compiler fuses.
 
-Shapes: T tokens, H features, k rows of each token, R = T * k rows.
+Shapes: T tokens, H features, k choices of each token, R rows: one for each choice, or for fewer, or for none.
+
+Two tensors say which row is whose:
+
+- slots: int64 [R], the choice of each row: ``token * k + place among the token's k``.
+- places: int64 [T, k], the row of each choice, the inverse of ``slots``. R or more: the choice has no row (is absent).
+  Whether that may be is known to the host (``absent``), so that where it may not be, nothing is masked.
 """
 
 from __future__ import annotations
@@ -15,72 +22,127 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def gather_rows(tokens: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+def gather_rows(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
     """Copy each token to its rows.
 
     Args:
         tokens: [T, H].
-        sources: int64 [R], token of each row.
-        places: int64 [T, k], rows of each token: the inverse of ``sources``.
+        slots: int64 [R].
+        places: int64 [T, k]. A row that is nobody's place gets a copy too, and its gradient goes nowhere.
+        absent: whether places may be absent.
 
     Returns:
         [R, H].
     """
-    rows: Tensor = _GatherRows.apply(tokens, sources, places)
+    rows: Tensor = _GatherRows.apply(tokens, slots, places, absent)
     return rows
 
 
-def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Sum each token's rows, times its weights, in the dtype of the weights or wider.
+def sum_rows(rows: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
+    """Sum each token's rows in float32 or wider.
 
     Args:
         rows: [R, H].
-        places: int64 [T, k], rows of each token; each row is in it once.
-        weights: [T, k].
+        slots: int64 [R].
+        places: int64 [T, k].
+        absent: whether places may be absent.
 
     Returns:
         [T, H] in the dtype of ``rows``.
     """
-    total: Tensor = _WeightedSum.apply(rows, places, weights)
+    total: Tensor = _SumRows.apply(rows, slots, places, absent)
     return total
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def weighted_sum(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
+    """Sum each token's rows, times its weights, in the dtype of the weights or wider.
+
+    Args:
+        rows: [R, H].
+        slots: int64 [R].
+        places: int64 [T, k].
+        weights: [T, k]. Those of absent choices get gradients of zero.
+        absent: whether places may be absent.
+
+    Returns:
+        [T, H] in the dtype of ``rows``.
+    """
+    total: Tensor = _WeightedSum.apply(rows, slots, places, weights, absent)
+    return total
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
         ctx.save_for_backward(places)
-        return tokens.index_select(0, sources)
+        ctx.absent = absent
+        return copied(tokens, slots, places.shape[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        total = grad_rows.new_zeros(len(places), grad_rows.shape[1], dtype=_wide(grad_rows))
-        for place in places.unbind(1):
-            total += grad_rows.index_select(0, place)
-        return total.to(grad_rows.dtype), None, None
+        return summed(grad_rows, places, ctx.absent), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.choices = places.shape[1]
+        return summed(rows, places, absent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return copied(grad, slots, ctx.choices), None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, places, weights)
-        total = rows.new_zeros(len(places), rows.shape[1], dtype=torch.promote_types(_wide(rows), weights.dtype))
-        for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-            total += rows.index_select(0, place) * weight.unsqueeze(1)
-        return total.to(rows.dtype)
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:
+        ctx.save_for_backward(rows, slots, places, weights)
+        ctx.absent = absent
+        return summed(rows, places, absent, weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
-        rows, places, weights = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+        rows, slots, places, weights = ctx.saved_tensors
+        factors = weights.flatten().index_select(0, slots).unsqueeze(1)
+        # In place: multiplied in the wider of both dtypes and rounded once, without a wide copy of all rows.
+        grad_rows = copied(grad, slots, places.shape[1]).mul_(factors)
         wide = grad.to(torch.promote_types(_wide(rows), weights.dtype))
-        grad_rows, grad_weights = torch.empty_like(rows), []
-        for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
-            grad_rows.index_copy_(0, place, (wide * weight.unsqueeze(1)).to(rows.dtype))
-            grad_weights.append((wide * rows.index_select(0, place)).sum(dim=1))
-        return grad_rows, None, torch.stack(grad_weights, dim=1).to(weights.dtype)
+        grad_weights = torch.zeros_like(weights)
+        if len(rows):
+            products = [(wide * rows.index_select(0, _safe(p, rows, ctx.absent))).sum(1) for p in places.unbind(1)]
+            grad_weights = torch.stack(products, dim=1).to(weights.dtype)
+            if ctx.absent:
+                grad_weights = grad_weights.masked_fill(places >= len(rows), 0)
+        return grad_rows, None, None, grad_weights, None
+
+
+def copied(tokens: Tensor, slots: Tensor, choices: int) -> Tensor:
+    """Tokens [T, H] -> [R, H], the token of each row; without a gradient."""
+    return tokens.index_select(0, slots // choices)
+
+
+def summed(rows: Tensor, places: Tensor, absent: bool, weights: Tensor | None = None) -> Tensor:
+    """Rows [R, H] -> [T, H], summed in float32 or wider and rounded once; without a gradient."""
+    dtype = _wide(rows) if weights is None else torch.promote_types(_wide(rows), weights.dtype)
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=dtype)
+    for choice, place in enumerate(places.unbind(1) if len(rows) else ()):
+        part = rows.index_select(0, _safe(place, rows, absent))
+        if weights is not None:
+            part = part * weights[:, choice].unsqueeze(1)
+        total += part.masked_fill((place >= len(rows)).unsqueeze(1), 0) if absent else part
+    return total.to(rows.dtype)
+
+
+def _safe(place: Tensor, rows: Tensor, absent: bool) -> Tensor:
+    return place.clamp(max=len(rows) - 1) if absent else place
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

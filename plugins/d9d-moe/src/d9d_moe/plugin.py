@@ -1,18 +1,35 @@
-"""What d9d-moe offers: a word for models with experts. Its layers are built by the models that contain them."""
+"""What d9d-moe offers: experts on several ranks, and statistics of routers. Its layers are built by the models that contain them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from d9d_core.plugin import CapabilitySpec, hookimpl
+from d9d_core.plugin import MetricSpec, Ref, StrategySpec, hookimpl
 
 D9D_API = 1
 
 
 @hookimpl
-def d9d_capabilities() -> Iterable[CapabilitySpec]:
-    """What a plugin may ask of a model."""
-    yield CapabilitySpec(
-        token="model:experts",  # noqa: S106 - a capability token
-        summary="some layers of the model are mixtures of experts; see d9d_moe.layer.MoELayer",
+def d9d_strategies() -> Iterable[StrategySpec]:
+    """What is applied to a built model, selected by ``parallel``."""
+    yield StrategySpec(
+        name="expert_parallel",
+        summary="Spreads the experts of every layer over ranks; tokens travel to them.",
+        config=Ref("d9d_moe.expert_parallel.config:ExpertParallelConfig"),
+        build=Ref("d9d_moe.expert_parallel.strategy:ExpertParallel"),
+        requires=frozenset({"model:experts"}),
+        anchor="expert",
+        axes=frozenset({"ep"}),
+    )
+
+
+@hookimpl
+def d9d_metrics() -> Iterable[MetricSpec]:
+    """Statistics, selected by ``metrics``."""
+    yield MetricSpec(
+        name="router",
+        summary="How evenly routers use their experts: entropy, violation, dropped tokens, and the load as a picture.",
+        config=Ref("d9d_moe.metric_config:RouterMetricConfig"),
+        build=Ref("d9d_moe.metric:RouterMetric"),
+        requires=frozenset({"model:experts", "model:tallies"}),
     )

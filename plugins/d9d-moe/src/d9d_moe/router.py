@@ -5,6 +5,8 @@ Shapes: T tokens, H features, E experts, k experts of a token, G groups of E/G n
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,14 +14,13 @@ from d9d_core.errors import BuildError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_moe.routing import Routing
-from d9d_moe.selection import best, keep_best_groups
+from d9d_moe.balancing.balanced import BalancedRouter
+from d9d_moe.balancing.base import TINY, Balancer, Choice
+from d9d_moe.routing import Routing, count_rows
+from d9d_moe.selection import best, beyond, keep_best_groups
 
-#: Keeps a sum of scores that all underflowed from dividing zero by zero; too small to change any other sum.
-_TINY = 1e-20
 
-
-class TopKRouter(nn.Module):
+class TopKRouter(BalancedRouter):
     """Scores ``s = softmax(W h)`` or ``sigmoid(W h)``; the k best experts, each weighted by its score.
 
     Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2 for k = 1;
@@ -41,10 +42,14 @@ class TopKRouter(nn.Module):
         groups: G; experts are picked from the best groups only, which bounds the nodes that a token travels to.
         top_groups: how many groups a token may use; needed if there is more than one.
         selection_bias: keep a buffer float32 [E] of this name, at first zeros, that is added to the scores for the
-            selection and not for the weights.
+            selection and not for the weights. It is there, too, if something in ``balancing`` moves it.
+        balancing: what balances the router; see :mod:`d9d_moe.balancing`.
+        capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, the others are
+            dropped (:func:`d9d_moe.selection.beyond`). Weights are renormalised before. Who is dropped depends on
+            which samples share a microbatch and a rank: not layout invariant.
 
     Raises:
-        BuildError: the numbers do not fit each other.
+        BuildError: the numbers do not fit each other, or the balancers do not.
     """
 
     def __init__(
@@ -60,10 +65,11 @@ class TopKRouter(nn.Module):
         groups: int = 1,
         top_groups: int | None = None,
         selection_bias: bool = False,
+        balancing: Sequence[Balancer] = (),
+        capacity: float | None = None,
     ) -> None:
-        super().__init__()
-        _check(experts, top_k, scoring, groups, top_groups)
-        self.experts = experts
+        super().__init__(experts, balancing, selection_bias=selection_bias, drops=capacity is not None)
+        _check(experts, top_k, scoring, groups, top_groups, capacity)
         self.top_k = top_k
         self.std = std
         self.scoring = scoring
@@ -71,26 +77,45 @@ class TopKRouter(nn.Module):
         self.scale = scale
         self.groups = groups
         self.top_groups = top_groups or groups
+        self.capacity = capacity
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
-        bias = torch.empty(experts, dtype=torch.float32) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W from N(0, std); zero the bias."""
+        """Draw W from N(0, std); zero the buffers."""
         nn.init.normal_(self.weight, std=self.std)
-        if isinstance(self.selection_bias, Tensor):
-            nn.init.zeros_(self.selection_bias)
+        self.reset_buffers()
 
-    def forward(self, tokens: Tensor) -> Routing:
-        """Tokens [T, H] -> indices and weights [T, k], best first, and scores [T, E]."""
+    def layout_dependence(self) -> Sequence[str]:
+        """What here differs with the way in which a batch is cut into microbatches and spread over ranks."""
+        dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank by itself"]
+        return [*super().layout_dependence(), *dropping]
+
+    def forward(self, tokens: Tensor, samples: int = 1) -> Routing:
+        """Choose experts.
+
+        Args:
+            tokens: [T, H], the positions of all samples, one sample after the other.
+            samples: how many samples of equal length these are.
+
+        Returns:
+            Indices and weights [T, k], best first.
+        """
         logits = self._logits(tokens)
         scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
         indices = self._select(scores.detach())
         weights = scores.gather(1, indices)
         if self.renormalise:
-            weights = weights / (weights.sum(dim=-1, keepdim=True) + _TINY)
-        return Routing(indices, weights * self.scale, scores)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+        choice = Choice(logits, scores, indices, samples)
+        weights, limit = self.add_losses(weights * self.scale, choice), None
+        if self.capacity is not None:
+            limit = math.ceil(self.capacity * indices.numel() / self.experts)
+            late = beyond(indices, limit)
+            indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
+        counts = count_rows(indices, self.experts)
+        self.tally(choice, counts)
+        return Routing(indices, weights, scores, counts, limit)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         dtype = torch.promote_types(tokens.dtype, torch.float32)
@@ -107,7 +132,7 @@ class TopKRouter(nn.Module):
         return best(scores, self.top_k)
 
 
-def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int | None) -> None:
+def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int | None, capacity: float | None) -> None:
     if scoring not in ("softmax", "sigmoid"):
         raise BuildError(f"router: scoring is {scoring!r}; choose softmax or sigmoid")
     if not 1 <= top_k <= experts:
@@ -124,3 +149,5 @@ def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int 
             f"router: top_k is {top_k}, but {top_groups} of {groups} groups hold {reachable} experts; "
             "raise top_groups or lower top_k"
         )
+    if capacity is not None and not 0 < capacity < math.inf:
+        raise BuildError(f"router: capacity is {capacity}; choose a number above zero, or none to drop nothing")

@@ -1,6 +1,6 @@
 """Picking the best of few, reproducibly.
 
-Shapes: T tokens, E experts, G groups of E/G neighbouring experts.
+Shapes: T tokens, E experts, k experts of a token, G groups of E/G neighbouring experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ def best(scores: Tensor, count: int) -> Tensor:
 
     ``torch.topk`` leaves open which of equals it returns, so devices and releases differ; a stable sort does not.
     """
-    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
+    return order[..., :count].contiguous()  # lets the rest go, which is N / count times as large
 
 
 def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
@@ -31,3 +32,20 @@ def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
     kept = best(group_best.sum(dim=-1), count)  # [T, count]
     dropped = torch.ones_like(group_best[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
     return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def beyond(indices: Tensor, limit: int) -> Tensor:
+    """Which choices, bool [T, k], find their expert full: it takes ``limit`` rows, first come, first served.
+
+    The first choices of all tokens come before any second one, and within each earlier tokens before later ones:
+    Lepikhin et al. 2020, "GShard", algorithm 1; Fedus et al. 2021, "Switch Transformers", section 2.2.
+
+    Args:
+        indices: int64 [T, k], experts of each token, best first.
+        limit: rows that an expert takes.
+    """
+    chosen, order = torch.sort(indices.T.flatten(), stable=True)
+    rows = torch.arange(len(order), device=order.device)
+    first = torch.searchsorted(chosen, chosen)  # of the rows of the same expert
+    late = torch.empty_like(order, dtype=torch.bool).scatter_(0, order, rows - first >= limit)
+    return late.view(indices.T.shape).T

@@ -1,0 +1,143 @@
+"""Tokens and their labels on the way to the ranks of their experts, and their gradients on the way back.
+
+Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
+arrive, R rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_moe.all_to_all_plan import make_plan, read_labels, write_labels
+from d9d_moe.exchange import Flights, Sizes, send_rows
+from d9d_moe.exchange_side import HostNumbers, SideStream
+from d9d_moe.overlap import Departure, Tensors
+from d9d_moe.permutation import summed
+from d9d_moe.routing import Routing
+
+_UNEQUAL = (
+    "AllToAllDispatcher: with a limit on the rows of an expert, all ranks must route equally many tokens with the same "
+    "top_k and limit, but some differ; give the ranks samples of equal length, or route without a capacity"
+)
+
+
+class Trip:
+    """One dispatch. Collective over ``group``, as is :meth:`arrive`, and the backward of either.
+
+    Args:
+        tokens: [T, H].
+        routing: of the tokens.
+        group: W ranks.
+        local: experts of each rank.
+        side: where exchanges are launched.
+
+    Attributes:
+        plan: which token travels where.
+        local: experts of each rank.
+        sizes: rows by rank; known after the arrival.
+        rows: R, or an upper bound of it with padding; known after the arrival.
+    """
+
+    sizes: Sizes
+    rows: int
+
+    def __init__(
+        self, tokens: Tensor, routing: Routing, group: dist.ProcessGroup, local: int, side: SideStream
+    ) -> None:
+        self.plan = make_plan(routing.indices, group.size(), local, routing.limit)
+        self.local = local
+        self._group, self._ranks, self._side = group, group.size(), side
+        # Both are kept until the arrival, because the side stream reads them.
+        self._tokens, self._routing = tokens.detach(), routing
+        self._departure = Departure(
+            (tokens, routing.weights), (self.plan.places, routing.indices), partial(_settle, local=local)
+        )
+        self._flights: Flights | None = None
+        with side.active(tokens, follow=True):
+            self._announced = self._announce()
+        if self.plan.padded is not None:
+            self._depart()
+
+    def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [N, H], weights [N, k], and experts int64 [N, k] with ``local`` for those of other ranks."""
+        if self._flights is None:
+            self._depart()
+        assert self._flights is not None
+        back = partial(send_back, sizes=self.sizes.back(), group=self._group)
+        tokens, weights, experts = self._departure.arrive(_Unpacked(self._flights), (), back)
+        return tokens, weights, experts
+
+    @property
+    def sent_slots(self) -> Tensor:
+        """Int64 [S], which of the T * W choices of ranks each row that left is; any for padding."""
+        return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
+
+    def _announce(self) -> HostNumbers | None:
+        """Tell each rank what it will get."""
+        plan, routing, ranks = self.plan, self._routing, self._ranks
+        each = Sizes((1,) * ranks, (1,) * ranks)
+        if plan.padded is None:
+            rows = routing.counts.view(ranks, self.local).sum(1)
+            theirs = send_rows(torch.stack([plan.tokens, rows], dim=1), each, self._group).wait()
+            return HostNumbers(torch.cat([plan.tokens, theirs.T.flatten()]))
+        shapes = (*routing.indices.shape, routing.limit or 0)
+        mine = torch.stack([torch.full_like(plan.tokens, number) for number in shapes], dim=1)
+        theirs = send_rows(mine, each, self._group).wait()
+        # Not public, but nothing public compares on the device: NCCL would hang where ranks disagree about sizes.
+        torch._assert_async((theirs == mine).all(), _UNEQUAL)  # noqa: SLF001
+        return None
+
+    def _depart(self) -> None:
+        """Launch both exchanges; without padding the host waits for the sizes first."""
+        plan, routing, ranks = self.plan, self._routing, self._ranks
+        if self._announced is not None:
+            numbers = self._announced.wait()
+            self.sizes = Sizes(tuple(numbers[:ranks]), tuple(numbers[ranks : 2 * ranks]))
+            self.rows = sum(numbers[2 * ranks :])
+        else:
+            even = (plan.padded or 0,) * ranks
+            self.sizes = Sizes(even, even)
+            self.rows = ranks * self.local * (routing.limit or 0)
+        slots = plan.slots[: sum(self.sizes.sent)]
+        with self._side.active(self._tokens):
+            labels = write_labels(slots, routing.indices, routing.weights.detach(), ranks, self.local)
+            rows = self._tokens.index_select(0, slots.clamp(min=0) // ranks)
+            self._flights = Flights((rows, labels), self.sizes, self._group)
+
+
+class _Unpacked:
+    """Rows [N, H] and labels [N, 2 * k], on their way, as tokens, weights and experts."""
+
+    __slots__ = ("_flights",)
+
+    def __init__(self, flights: Flights) -> None:
+        self._flights = flights
+
+    def wait(self) -> Tensors:
+        rows, labels = self._flights.wait()
+        experts, weights = read_labels(labels)
+        return rows, weights, experts
+
+
+def send_back(grads: Tensors, _saved: Tensors, *, sizes: Sizes, group: dist.ProcessGroup) -> Flights:
+    """Start to return the gradients of rows [N, ...]. Collective over ``group``."""
+    return Flights(grads, sizes, group)
+
+
+def _settle(arrived: Tensors, saved: Tensors, *, local: int) -> Tensors:
+    """Gradients of tokens [T, H] and weights [T, k] from those of rows [S, H] and [S, k]."""
+    (rows, labels), (places, indices) = arrived, saved
+    return summed(rows, places, absent=True), _of_choices(labels, places, indices // local)
+
+
+def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
+    """Rows [S, k], places [T, W] and ranks [T, k] -> [T, k], from the rank of each choice; zero for nobody's."""
+    if not len(rows):
+        return rows.new_zeros(ranks.shape)
+    nobody = ranks >= places.shape[1]
+    place = places.gather(1, ranks.masked_fill(nobody, 0)).clamp(max=len(rows) - 1)
+    return rows.gather(0, place).masked_fill(nobody, 0)

@@ -1,0 +1,1 @@
+"""Keeping experts equally busy: loss terms of a router, and a bias that follows the load."""

@@ -1,0 +1,84 @@
+"""Rows that travel between the ranks of a group; started, and awaited later.
+
+Shapes: S rows that leave this rank, N rows that arrive; both sorted by the other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How many rows go where.
+
+    Attributes:
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def back(self) -> Sizes:
+        """Those of the way back."""
+        return Sizes(self.received, self.sent)
+
+
+class Flight:
+    """Rows on their way. Neither what leaves nor what arrives may be touched before :meth:`wait`.
+
+    Args:
+        leaving: kept alive until then.
+        arriving: [N, ...].
+        work: what the process group waits on.
+    """
+
+    __slots__ = ("_arriving", "_leaving", "_work")
+
+    def __init__(self, leaving: Tensor, arriving: Tensor, work: Any) -> None:
+        self._leaving: Tensor | None = leaving
+        self._arriving = arriving
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Rows [N, ...]. On a GPU its current stream waits, the host does not."""
+        self._work.wait()
+        self._leaving = None
+        if self._arriving.is_cuda:  # it may have been allocated for another stream
+            self._arriving.record_stream(torch.cuda.current_stream(self._arriving.device))
+        return self._arriving
+
+
+def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Flight:
+    """Start to send rows [S, ...]. Collective over ``group``."""
+    leaving = rows.contiguous()
+    arriving = rows.new_empty(sum(sizes.received), *rows.shape[1:])
+    splits = list(sizes.received), list(sizes.sent)
+    work = dist.all_to_all_single(arriving, leaving, *splits, group=group, async_op=True)
+    return Flight(leaving, arriving, work)
+
+
+class Flights:
+    """Several tensors of rows on their way between the same ranks.
+
+    Args:
+        tensors: [S, ...] each.
+        sizes: of the exchange.
+        group: collective over it, once for each tensor.
+    """
+
+    __slots__ = ("_flights",)
+
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sizes, group: dist.ProcessGroup) -> None:
+        self._flights = [send_rows(rows, sizes, group) for rows in tensors]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Rows [N, ...] of each."""
+        return tuple(flight.wait() for flight in self._flights)

@@ -1,0 +1,1 @@
+"""Experts on several ranks."""

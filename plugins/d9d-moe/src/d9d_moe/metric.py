@@ -1,0 +1,150 @@
+"""The metric ``router``: what a model's routers tally, over all layers.
+
+Shapes: L routers in the order of the model, E experts of the router that has most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from d9d_core.errors import BuildError, JobError
+from d9d_core.protocols import Table
+from d9d_core.topology.devices import wide_dtype
+from d9d_core.traits import HasTallies, modules_with
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_moe.metric_config import RouterMetricConfig
+
+#: What a module that tallies must count to be a router.
+_ROUTER = frozenset({"expert_tokens", "tokens", "entropy"})
+
+
+class RouterMetric:
+    """Load, violation of balance, entropy and dropped rows since the last reset.
+
+    Series: ``router/entropy``, nats per position, the mean over layers; ``router/max_violation`` and
+    ``router/mean_violation``, the maximum and the mean over layers of how far the fullest expert is above the mean
+    (``max_i load_i / mean load - 1``: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", equation 4);
+    ``router/dropped``, the fraction of rows that found their expert full, where a router has a capacity. The table
+    ``router/load`` [L, E] is each expert's rows relative to an even spread; NaN past a layer's last expert.
+
+    Args:
+        config: whether to log layer by layer.
+    """
+
+    def __init__(self, config: RouterMetricConfig) -> None:
+        self._per_layer = config.per_layer
+        self._routers: tuple[str, ...] = ()
+        self._limited: frozenset[str] = frozenset()  # routers with a capacity
+        self._experts = torch.zeros(0)
+        self._state: dict[str, Tensor] = {}
+        self._empty = True
+
+    def attach(self, stage: nn.Module) -> None:
+        """Find the routers.
+
+        Raises:
+            BuildError: there are none.
+        """
+        tallies = {name: module.tallies() for name, module in modules_with(stage, HasTallies).items()}
+        routers = {name: found for name, found in tallies.items() if found.keys() >= _ROUTER}
+        if not routers:
+            raise BuildError("metric 'router': the model has no routers; remove the metric from 'metrics'")
+        self._routers = tuple(routers)
+        self._limited = frozenset(name for name, found in routers.items() if "dropped" in found)
+        sizes = [found["expert_tokens"].numel() for found in routers.values()]
+        self._experts = torch.tensor(sizes).unsqueeze(1)  # [L, 1]
+        rows = torch.zeros(len(routers), dtype=torch.int64)
+        self._state = {
+            "expert_tokens": rows.new_zeros(len(routers), max(sizes)),
+            "tokens": rows,
+            "entropy": rows.to(torch.float64),
+            **({"dropped": rows.clone()} if self._limited else {}),
+        }
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """Sums of shards add up."""
+        return dict.fromkeys(self._state, "sum")
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the tallies of one microbatch.
+
+        Raises:
+            JobError: they are not among the observations.
+        """
+        device = self._meet(observations)
+        width = self._state["expert_tokens"].shape[1]
+        for key, total in self._state.items():
+            none = torch.zeros((), dtype=total.dtype, device=device)
+            rows = [observations.get(f"{router}/{key}", none) for router in self._routers]
+            if key == "expert_tokens":
+                rows = [functional.pad(row, (0, width - len(row))) for row in rows]
+            self._state[key] = total + torch.stack(rows).to(total.dtype)
+        self._empty = False
+
+    def state(self) -> dict[str, Tensor]:
+        """Sums [L] or [L, E], by tally."""
+        return dict(self._state)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from saved or merged sums."""
+        self._state = {key: state[key] for key in self._state}
+        self._empty = False
+
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        """See the class; nothing before the first update."""
+        if self._empty:
+            return {}
+        counts = self._state["expert_tokens"]
+        wide = counts.to(wide_dtype(counts.device))
+        load = wide * self._experts / wide.sum(1, keepdim=True).clamp(min=1)
+        violation = (load.amax(1) - 1).clamp(min=0)  # less than zero only without any token
+        entropy = self._state["entropy"] / self._state["tokens"].clamp(min=1)
+        values: dict[str, Tensor | Table] = {
+            "router/entropy": entropy.mean(),
+            "router/max_violation": violation.amax(),
+            "router/mean_violation": violation.mean(),
+        }
+        layers = {"entropy": entropy, "violation": violation}
+        if self._limited:
+            dropped = self._state["dropped"]
+            routed = (dropped + counts.sum(1)).clamp(min=1)
+            values["router/dropped"] = dropped.sum() / routed.sum()
+            layers["dropped"] = dropped / routed
+        if self._per_layer:
+            values |= {
+                f"router/{key}/{router}": value
+                for key, of in layers.items()
+                for router, value in zip(self._routers, of.unbind(), strict=True)
+                if key != "dropped" or router in self._limited
+            }
+        nobody = torch.arange(counts.shape[1], device=counts.device) >= self._experts
+        load = load.masked_fill(nobody, torch.nan)
+        return values | {"router/load": Table(load, row="layer", column="expert", unit="load / uniform", neutral=1.0)}
+
+    def reset(self) -> None:
+        """Forget everything; the sums stay on their device, because moving them there again would wait for it."""
+        self._state = {key: torch.zeros_like(total) for key, total in self._state.items()}
+        self._empty = True
+
+    def _meet(self, observations: Mapping[str, Tensor]) -> torch.device:
+        """Go to the device of the tallies."""
+        missing = [router for router in self._routers if f"{router}/expert_tokens" not in observations]
+        if missing or not self._routers:
+            raise JobError(
+                f"metric 'router': no tallies of {', '.join(missing[:3]) or 'any router'} among the observations; "
+                "attach the metric to the model, and pass what its routers tally"
+            )
+        device = observations[f"{self._routers[0]}/expert_tokens"].device
+        if self._experts.device != device:
+            self._experts = self._experts.to(device, non_blocking=True)
+        if self._state["tokens"].device != device:
+            entropy = self._state["entropy"].to(wide_dtype(device))
+            self._state = {
+                key: total.to(device, non_blocking=True) for key, total in (self._state | {"entropy": entropy}).items()
+            }
+        return device

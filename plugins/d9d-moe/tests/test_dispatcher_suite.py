@@ -1,0 +1,21 @@
+"""Dispatchers keep what every dispatcher must."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from d9d_moe.dispatch import LocalDispatcher
+from d9d_testing.suites.dispatcher import DispatcherSuite
+
+
+def local(_group: Any, _experts: int) -> LocalDispatcher:
+    return LocalDispatcher()
+
+
+class TestLocalDispatcher(DispatcherSuite):
+    factory = f"{__file__}:local"
+    ranks = (1,)
+
+
+class TestAllToAllDispatcher(DispatcherSuite):
+    factory = "d9d_moe.all_to_all:AllToAllDispatcher"

@@ -1,0 +1,49 @@
+"""Experts on several ranks compute what experts in one process do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from d9d_testing.suites.strategy import StrategySuite
+
+pytest.importorskip("d9d_parallel", reason="experts are spread over ranks that a data-parallel strategy uses")
+
+_MODEL = {"name": "moe_toy", "features": 8, "experts": 8}
+
+
+class _Spread(StrategySuite):
+    plugin = "d9d_moe.plugin"
+    target = "expert_parallel"
+    model = _MODEL
+    model_plugin = str(Path(__file__).with_name("moe_toy.py"))
+
+    def plugins(self) -> list[str]:
+        return [*super().plugins(), "d9d_parallel.plugin", "d9d_nn.plugin"]
+
+
+class TestWithFsdp(_Spread):
+    beside = ("fsdp",)
+    meshes = ({"dp_shard": 2, "ep": 1}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4})
+    large = ({"dp_shard": 64, "ep": 8},)
+
+
+class TestWithReplicas(_Spread):
+    beside = ("replicate",)
+    meshes = ({"dp_replicate": 2, "ep": 2}, {"dp_replicate": 4, "ep": 2})
+    large = ({"dp_replicate": 64, "ep": 8},)
+
+
+class TestWithReplicasOfShards(_Spread):
+    beside = ("hsdp",)
+    meshes = ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 4})
+    large = ({"dp_replicate": 8, "dp_shard": 8, "ep": 8},)
+
+
+class TestFewerExpertsThanRanks(_Spread):
+    """Two experts on four ranks: ranks share an expert by another dimension."""
+
+    beside = ("fsdp",)
+    model = {**_MODEL, "experts": 2}
+    meshes = ({"dp_shard": 4, "ep": 1}, {"dp_shard": 4, "ep": 2})
+    large = ({"dp_shard": 4, "ep": 2},)

@@ -1,0 +1,60 @@
+"""Routers on CUDA: nothing in a step waits for the device, and the choice is that of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.traits import HasTallies, modules_with
+from d9d_moe.balancing.bias import SignUpdate
+from d9d_moe.balancing.losses import BatchBalance, ZLoss
+from d9d_moe.metric import RouterMetric
+from d9d_moe.metric_config import RouterMetricConfig
+from d9d_moe.router import TopKRouter
+from d9d_testing.tolerances import assert_close_gradients
+from torch import Tensor, nn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def stage(device: str) -> nn.ModuleDict:
+    """A layer; W is small enough for scores to be well apart in float32."""
+    made = TopKRouter(64, 16, 4, std=0.5, balancing=(BatchBalance(0.1), ZLoss(0.01), SignUpdate(0.001)), capacity=1.0)
+    torch.manual_seed(0)
+    made.reset_parameters()
+    for factor in made.loss_factors().values():
+        factor.fill_(0.01)
+    return nn.ModuleDict({"layer": made}).to(device)
+
+
+def step(made: nn.ModuleDict, metric: RouterMetric, tokens: Tensor) -> dict[str, Any]:
+    router = made["layer"]
+    router.zero_grad()
+    routing = router(tokens, samples=4)
+    routing.weights.sum().backward()
+    modules = modules_with(made, HasTallies)
+    metric.update({f"{name}/{key}": tally for name, m in modules.items() for key, tally in m.tallies().items()})
+    router.adapt(router.tallies(), torch.isfinite(routing.weights.sum()))
+    return {"weights": routing.weights.detach(), "weight": router.weight.grad.clone()}
+
+
+def test_a_step_waits_for_nothing_and_agrees_with_the_cpu() -> None:
+    found, tokens = {}, torch.randn(400, 64, generator=torch.Generator().manual_seed(1))
+    for device in ("cuda", "cpu"):
+        made, here = stage(device), tokens.to(device)
+        metric = RouterMetric(RouterMetricConfig())
+        metric.attach(made)
+        step(made, metric, here)  # the first call may set up libraries, and moves the metric
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found[device] = step(made, metric, here)
+            values = metric.compute()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found[device] |= {"bias": made["layer"].selection_bias, "load": values["router/load"].values}
+    assert_close_gradients({name: value.cpu() for name, value in found["cuda"].items()}, found["cpu"])
