@@ -7,4 +7,4 @@ from d9d_testing.suites.plugin import PluginSuite
 
 class TestPlugin(PluginSuite):
     plugin = "d9d_qwen3.plugin"
-    builds_on = ("d9d_nn.plugin",)
+    builds_on = ("d9d_moe.plugin", "d9d_nn.plugin")

@@ -20,7 +20,7 @@ from d9d_nn.stages import stage_layers
 from torch import Tensor, nn
 
 from d9d_qwen3.block import Qwen3Block
-from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.configs import AnyQwen3Config
 
 
 class Qwen3Backbone(nn.Module):
@@ -36,7 +36,7 @@ class Qwen3Backbone(nn.Module):
         BuildError: there are more stages than layers.
     """
 
-    def __init__(self, config: Qwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
+    def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__()
         self.config = config
         self.stage = stage

@@ -12,10 +12,10 @@ from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope import Rotation
-from d9d_nn.swiglu import SwiGLU
 from torch import Tensor, nn
 
-from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.feed_forward import feed_forward
 
 
 class Qwen3Block(nn.Module):
@@ -26,25 +26,22 @@ class Qwen3Block(nn.Module):
         layer: index in the whole model.
     """
 
-    def __init__(self, config: Qwen3Config, layer: int) -> None:
+    def __init__(self, config: AnyQwen3Config, layer: int) -> None:
         super().__init__()
-        slides = layer >= config.sliding_from_layer
-        std = config.initialization.std
-        output_std = config.initialization.output_std(config.num_layers)
         self.attention_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attention = GroupedQueryAttention(
             config.hidden_size,
             query_heads=config.num_attention_heads,
             key_value_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            std=std,
-            output_std=output_std,
+            std=config.initialization.std,
+            output_std=config.initialization.output_std(config.num_layers),
             head_norm_eps=config.rms_norm_eps,
             bias=config.attention_bias,
-            window=config.sliding_window if slides else None,
+            window=config.window(layer),
         )
         self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.ffn = SwiGLU(config.hidden_size, config.intermediate_size, std=std, output_std=output_std)
+        self.ffn = feed_forward(config, layer)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Between attention and feed-forward, tokens are split; the two bring their own plans."""

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 from d9d_nn.heads.config import ClassificationHeadConfig
 
-from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
-def training_flops_per_token(config: Qwen3Config, sequence_length: int) -> float:
+def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> float:
     """Forward and backward of one token: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
     A matmul parameter costs one multiply and one add, once forward and twice backward. The embedding look-up is no
-    matmul; each causal_lm head is one, tied or not. A classification head works once per sample, an embedding head has
-    no matmul. The second term is the scores and the mixing of values (Chowdhery et al. 2022, "PaLM", appendix B); keys
-    are what a token sees on average: half of the sequence, less with a sliding window. Recomputation is not counted.
-    With several heads, the count is that of a step that trains them all.
+    matmul; each causal_lm head is one, tied or not. Of the experts of a layer, those of one token count, and the
+    router. A classification head works once per sample, an embedding head has no matmul. The second term is the scores
+    and the mixing of values (Chowdhery et al. 2022, "PaLM", appendix B); keys are what a token sees on average: half of
+    the sequence, less with a sliding window. Recomputation is not counted. With several heads, the count is that of a
+    step that trains them all.
     """
     attention = config.num_attention_heads * config.head_dim
     projections = config.hidden_size * (2 * attention + 2 * config.num_key_value_heads * config.head_dim)
-    ffn = 3 * config.hidden_size * config.intermediate_size
-    matmul_parameters = config.num_layers * (projections + ffn) + _heads(config, sequence_length)
-    return 6.0 * matmul_parameters + 12.0 * attention * _keys(config, sequence_length)
+    layers = config.num_layers * projections + config.hidden_size * _feed_forward(config)
+    matmul_parameters = layers + _heads(config, sequence_length)
+    keys = sum(_keys(config.window(layer), sequence_length) for layer in range(config.num_layers))
+    return 6.0 * matmul_parameters + 12.0 * attention * keys
 
 
-def _keys(config: Qwen3Config, sequence_length: int) -> float:
-    """Keys that one token sees on average, over all layers together."""
-    full = min(config.sliding_from_layer, config.num_layers) if config.sliding_window else config.num_layers
+def _feed_forward(config: AnyQwen3Config) -> int:
+    """Matmul parameters of all feed-forward layers that one token uses, for each feature of the hidden state."""
+    if not isinstance(config, Qwen3MoeConfig):
+        return config.num_layers * 3 * config.intermediate_size
+    dense = len(config.dense_layers)
+    active = 3 * config.experts_per_token * config.moe_intermediate_size + config.num_experts
+    return dense * 3 * config.intermediate_size + (config.num_layers - dense) * active
+
+
+def _keys(window: int | None, sequence_length: int) -> float:
+    """Keys that one token sees on average in a layer."""
     # The triangle of causal attention, without the smaller one that lies beyond the window.
-    beyond = max(sequence_length - (config.sliding_window or sequence_length), 0)
-    triangle = sequence_length / 2
-    return full * triangle + (config.num_layers - full) * (triangle - beyond**2 / (2 * sequence_length))
+    beyond = max(sequence_length - (window or sequence_length), 0)
+    return sequence_length / 2 - beyond**2 / (2 * sequence_length)
 
 
-def _heads(config: Qwen3Config, sequence_length: int) -> float:
+def _heads(config: AnyQwen3Config, sequence_length: int) -> float:
     """Matmul parameters of all heads that one token uses."""
     words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))

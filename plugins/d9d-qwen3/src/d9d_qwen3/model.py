@@ -1,4 +1,4 @@
-"""Qwen3 dense, whole or as one pipeline stage.
+"""Qwen3, dense or with experts, whole or as one pipeline stage.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary, C classes, D features of an embedding.
 """
@@ -11,7 +11,7 @@ from d9d_nn.heads.heads import Heads
 from torch import Tensor
 
 from d9d_qwen3.backbone import Qwen3Backbone
-from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.configs import AnyQwen3Config
 
 
 class Qwen3(Qwen3Backbone):
@@ -30,10 +30,10 @@ class Qwen3(Qwen3Backbone):
             a module cannot have.
     """
 
-    def __init__(self, config: Qwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
+    def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         if config.tie_embeddings and stage.count > 1:
             raise BuildError(
-                f"qwen3: tied embeddings would be on the first and the last of {stage.count} pipeline stages; "
+                f"{config.name}: tied embeddings would be on the first and the last of {stage.count} pipeline stages; "
                 "set model.tie_embeddings to false, or mesh.pp to 1"
             )
         super().__init__(config, stage)

@@ -1,4 +1,4 @@
-"""How the tensors of transformers' Qwen3 classes and ours correspond. All layouts agree; names differ.
+"""How the tensors of transformers' Qwen3 classes and ours correspond. Outside of experts, only names differ.
 
 Theirs: ``model.embed_tokens``, ``model.layers.N...``, ``model.norm``, and ``lm_head`` or ``score``. Some publish the
 backbone alone, without ``model.`` before each name.
@@ -12,7 +12,10 @@ from d9d_core.errors import CheckpointError
 from d9d_core.state.mapper import Chunk, Drop, Fresh, Mapper, Parallel, Rename, Share
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
 
-from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.base_config import Qwen3Base
+from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.expert_names import mixtures
+from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 #: theirs -> ours, inside a layer.
 _LAYER = {
@@ -24,6 +27,8 @@ _LAYER = {
     "self_attn.q_norm": "attention.q_norm",
     "self_attn.k_norm": "attention.k_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+_DENSE = {
     "mlp.gate_proj": "ffn.gate_proj",
     "mlp.up_proj": "ffn.up_proj",
     "mlp.down_proj": "ffn.down_proj",
@@ -31,7 +36,7 @@ _LAYER = {
 _EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 
 
-def importer(config: Qwen3Config, stored: Qwen3Config) -> Mapper:
+def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
     """From files of a model like ``stored`` to a model like ``config``, which may have other heads and added tokens.
 
     A head starts from the stored one of its name, or from the only stored one of its kind; else it is fresh.
@@ -49,12 +54,12 @@ def importer(config: Qwen3Config, stored: Qwen3Config) -> Mapper:
     return first >> _correspondence(config, stored)
 
 
-def exporter(config: Qwen3Config) -> Mapper:
+def exporter(config: AnyQwen3Config) -> Mapper:
     """From our names to theirs. A tied head appears nowhere."""
     return _correspondence(config, config).inverse()
 
 
-def published_head(config: Qwen3Config) -> str | None:
+def published_head(config: Qwen3Base) -> str | None:
     """The head that a class of transformers has: the first language model, else the first classifier like theirs."""
     for name, head in config.heads.items():
         if isinstance(head, CausalLMHeadConfig):
@@ -65,23 +70,34 @@ def published_head(config: Qwen3Config) -> str | None:
     return None
 
 
-def _correspondence(config: Qwen3Config, stored: Qwen3Config) -> Mapper:
+def _correspondence(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
     kinds = ("weight", "bias") if config.attention_bias else ("weight",)
     layers = [
         Rename(f"model.layers.{{layer}}.{theirs}.{kind}", f"layers.{{layer}}.{ours}.{kind}")
         for theirs, ours in _LAYER.items()
-        for kind in (kinds if theirs.endswith("_proj") and "self_attn" in theirs else ("weight",))
+        for kind in (kinds if theirs.endswith("_proj") else ("weight",))
     ]
     return Parallel(
         *_words(_EMBEDDING, "embedding", config, stored),
         *layers,
+        *_feed_forward(config, stored),
         Rename("model.norm.weight", "norm.weight"),
         *_heads(config, stored),
         Drop("model.layers.{layer}.self_attn.rotary_emb.inv_freq", optional=True),  # in files of old releases
     )
 
 
-def _words(theirs: str, ours: str, config: Qwen3Config, stored: Qwen3Config) -> list[Mapper]:
+def _feed_forward(config: AnyQwen3Config, stored: AnyQwen3Config) -> Iterator[Mapper]:
+    if isinstance(config, Qwen3MoeConfig):
+        assert isinstance(stored, Qwen3MoeConfig)  # both are of one family
+        yield from mixtures(config, stored)
+        if not config.dense_layers:
+            return
+    for theirs, ours in _DENSE.items():
+        yield Rename(f"model.layers.{{layer}}.{theirs}.weight", f"layers.{{layer}}.{ours}.weight")
+
+
+def _words(theirs: str, ours: str, config: Qwen3Base, stored: Qwen3Base) -> list[Mapper]:
     """One row for each token; rows of added tokens have a tensor of their own."""
     added = config.added_tokens
     if not added:
@@ -92,7 +108,7 @@ def _words(theirs: str, ours: str, config: Qwen3Config, stored: Qwen3Config) -> 
     return [Rename(theirs, regular), Fresh((own,))]  # if the sizes do not fit, the shapes tell
 
 
-def _heads(config: Qwen3Config, stored: Qwen3Config) -> Iterator[Mapper]:
+def _heads(config: Qwen3Base, stored: Qwen3Base) -> Iterator[Mapper]:
     used = set()
     for name, head in config.heads.items():
         if isinstance(head, CausalLMHeadConfig):
@@ -120,11 +136,11 @@ def _heads(config: Qwen3Config, stored: Qwen3Config) -> Iterator[Mapper]:
         yield Drop(theirs, optional=True)  # heads that this model lacks; a copy of a tied one
 
 
-def _tensors(head: str, config: Qwen3Config) -> list[str]:
+def _tensors(head: str, config: Qwen3Base) -> list[str]:
     return [f"{head}.{part}weight" for part in (("regular.", "added.") if config.added_tokens else ("",))]
 
 
-def _origin(name: str, head: HeadConfig, stored: Qwen3Config) -> str | None:
+def _origin(name: str, head: HeadConfig, stored: Qwen3Base) -> str | None:
     """The stored head that one starts from."""
     if name in stored.heads and _alike(head, stored.heads[name]):
         return name
@@ -137,14 +153,14 @@ def _alike(head: HeadConfig, other: HeadConfig) -> bool:
     return head.kind == other.kind and classes[0] == classes[1]
 
 
-def _stored_name(head: str, stored: Qwen3Config) -> str:
+def _stored_name(head: str, stored: Qwen3Base) -> str:
     """What files call a head's weight."""
     if head != published_head(stored):
         return f"heads.{head}.weight"
     return _LM_HEAD if isinstance(stored.heads[head], CausalLMHeadConfig) else _SCORE
 
 
-def _starts_from_embedding(config: Qwen3Config, stored: Qwen3Config) -> bool:
+def _starts_from_embedding(config: Qwen3Base, stored: Qwen3Base) -> bool:
     """Whether a head that was tied gets a weight of its own."""
     wanted = [name for name, head in config.heads.items() if isinstance(head, CausalLMHeadConfig)]
     origins = [_origin(name, config.heads[name], stored) for name in wanted]

@@ -1,4 +1,4 @@
-"""What d9d-qwen3 offers: the model qwen3."""
+"""What d9d-qwen3 offers: the models qwen3 and qwen3_moe."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from d9d_core.plugin import ModelSpec, Ref, hookimpl
 
 D9D_API = 1
 
+_PROVIDES = frozenset(
+    {
+        "model:blocks",
+        "model:causal_lm",
+        "model:context_parallel",
+        "model:late_init",
+        "model:ops",
+        "model:divisible",
+        "model:pipeline",
+        "model:tensor_parallel",
+    }
+)
+
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Qwen3 dense."""
+    """Qwen3, dense and with experts."""
     yield ModelSpec(
         name="qwen3",
         summary="Qwen3 dense: grouped queries with head norms, rotary positions, SwiGLU.",
@@ -20,16 +33,15 @@ def d9d_models() -> Iterable[ModelSpec]:
         hugging_face=Ref("d9d_qwen3.hugging_face:Qwen3HuggingFace"),
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
         tiny=Ref("d9d_qwen3.config:tiny"),
-        provides=frozenset(
-            {
-                "model:blocks",
-                "model:causal_lm",
-                "model:context_parallel",
-                "model:late_init",
-                "model:ops",
-                "model:divisible",
-                "model:pipeline",
-                "model:tensor_parallel",
-            }
-        ),
+        provides=_PROVIDES,
+    )
+    yield ModelSpec(
+        name="qwen3_moe",
+        summary="Qwen3 with mixtures of experts: as qwen3, each token computed by a few of many SwiGLU experts.",
+        config=Ref("d9d_qwen3.moe_config:Qwen3MoeConfig"),
+        build=Ref("d9d_qwen3.model:Qwen3"),
+        hugging_face=Ref("d9d_qwen3.moe_hugging_face:Qwen3MoeHuggingFace"),
+        flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
+        tiny=Ref("d9d_qwen3.moe_config:tiny"),
+        provides=_PROVIDES | {"model:adapts", "model:experts", "model:losses", "model:tallies"},
     )

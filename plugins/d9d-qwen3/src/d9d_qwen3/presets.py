@@ -1,6 +1,6 @@
-"""The published sizes of Qwen3 dense, as in their ``config.json``.
+"""The published sizes of Qwen3, dense and with experts, as in their ``config.json``.
 
-Source: Qwen team 2025, "Qwen3 Technical Report", table 1.
+Source: Qwen team 2025, "Qwen3 Technical Report", tables 1 and 2.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 
 from d9d_core.config.base import closest
 
+Presets = Mapping[str, Mapping[str, Any]]
+
 _COMMON = {
     "vocab_size": 151_936,
-    "num_key_value_heads": 8,
     "head_dim": 128,
     "rope_theta": 1_000_000.0,
     "rms_norm_eps": 1e-6,
@@ -20,27 +21,47 @@ _COMMON = {
 }
 
 
-def _size(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Mapping[str, Any]:
+def _dense(hidden: int, intermediate: int, layers: int, heads: int, *, tied: bool) -> Mapping[str, Any]:
     return _COMMON | {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_layers": layers,
         "num_attention_heads": heads,
+        "num_key_value_heads": 8,
         "tie_embeddings": tied,
     }
 
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "0.6b": _size(1024, 3072, 28, 16, tied=True),
-    "1.7b": _size(2048, 6144, 28, 16, tied=True),
-    "4b": _size(2560, 9728, 36, 32, tied=True),
-    "8b": _size(4096, 12288, 36, 32, tied=False),
-    "14b": _size(5120, 17408, 40, 40, tied=False),
-    "32b": _size(5120, 25600, 64, 64, tied=False),
+def _moe(hidden: int, intermediate: int, of_experts: int, layers: int, heads: int) -> Mapping[str, Any]:
+    return _COMMON | {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": of_experts,
+        "num_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "experts_per_token": 8,
+        "tie_embeddings": False,
+    }
+
+
+PRESETS: Presets = {
+    "0.6b": _dense(1024, 3072, 28, 16, tied=True),
+    "1.7b": _dense(2048, 6144, 28, 16, tied=True),
+    "4b": _dense(2560, 9728, 36, 32, tied=True),
+    "8b": _dense(4096, 12288, 36, 32, tied=False),
+    "14b": _dense(5120, 17408, 40, 40, tied=False),
+    "32b": _dense(5120, 25600, 64, 64, tied=False),
+}
+
+MOE_PRESETS: Presets = {
+    "30b-a3b": _moe(2048, 6144, 768, 48, 32),
+    "235b-a22b": _moe(4096, 12288, 1536, 94, 64),
 }
 
 
-def fill(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
     """The fields given, and those of their ``preset`` that are not.
 
     Raises:
@@ -51,11 +72,11 @@ def fill(values: Mapping[str, Any]) -> Mapping[str, Any]:
         return values  # what else stands there is the field's to refuse
     if values.get("pretrained") is not None:
         raise ValueError(f"the sizes are those of pretrained; remove preset: {name}")
-    if name not in PRESETS:
-        near = closest(name, PRESETS)
+    if name not in presets:
+        near = closest(name, presets)
         hint = f"did you mean '{near}'? " if near else ""
-        raise ValueError(f"there is no preset {name!r}; {hint}presets: {', '.join(PRESETS)}")
-    return {**PRESETS[name], **values}
+        raise ValueError(f"there is no preset {name!r}; {hint}presets: {', '.join(presets)}")
+    return {**presets[name], **values}
 
 
 def sizes_or_preset(schema: dict[str, Any]) -> None:

@@ -1,0 +1,110 @@
+"""The config of a Qwen3 model with mixtures of experts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar, Literal
+
+from d9d_moe.balancing.config import Balancing, BiasUpdateConfig
+from pydantic import Field, ValidationInfo, field_validator
+
+from d9d_qwen3.base_config import Qwen3Base
+from d9d_qwen3.presets import MOE_PRESETS, Presets
+
+ExpertFiles = Literal["per_expert", "fused"]
+
+
+class Qwen3MoeConfig(Qwen3Base):
+    """Qwen3 with mixtures of experts (Qwen team 2025, "Qwen3 Technical Report", section 2)."""
+
+    presets: ClassVar[Presets] = MOE_PRESETS
+
+    name: Literal["qwen3_moe"] = "qwen3_moe"
+    """Selects the plugin."""
+
+    preset: str | None = None
+    """A published size: 30b-a3b or 235b-a22b. Fills every field that is not given."""
+
+    num_experts: int = Field(gt=0)
+    """Experts of a layer."""
+
+    experts_per_token: int = Field(gt=0)
+    """How many experts compute a token."""
+
+    moe_intermediate_size: int = Field(gt=0)
+    """Features inside an expert."""
+
+    renormalise: bool = True
+    """Divide the weights of a token's experts by their sum. Hugging Face: ``norm_topk_prob``."""
+
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one feed-forward layer in place of experts. Hugging Face: ``mlp_only_layers``."""
+
+    intermediate_size: int = Field(default=0, ge=0, validate_default=True)
+    """Features inside the feed-forward of dense layers; 0 takes as many as the experts of a token have together."""
+
+    balancing: tuple[Balancing, ...] = ()
+    """What keeps experts equally busy, of each kind at most one: auxiliary_loss, z_loss, bias_update."""
+
+    capacity: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Rows that an expert takes of a microbatch, as a multiple of its even share; it drops the others. Null for all."""
+
+    expert_files: ExpertFiles = "per_expert"
+    """How exported files hold experts: a tensor for each matrix of each expert, as published, or fused, two tensors a
+    layer, as transformers holds them in memory. Both are read."""
+
+    @field_validator("experts_per_token")
+    @classmethod
+    def _so_many_experts(cls, value: int, info: ValidationInfo) -> int:
+        experts = info.data.get("num_experts")
+        if experts is not None and value > experts:
+            raise ValueError(f"{value} is more than num_experts = {experts}; give at most {experts}")
+        return value
+
+    @field_validator("dense_layers")
+    @classmethod
+    def _some_layer_has_experts(cls, value: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
+        layers, found = info.data.get("num_layers"), tuple(sorted(value))
+        if twice := [layer for layer, after in pairwise(found) if layer == after]:
+            raise ValueError(f"layer {twice[0]} appears twice; name each layer once")
+        if layers is None:
+            return found
+        if outside := [layer for layer in found if not 0 <= layer < layers]:
+            raise ValueError(f"there is no layer {outside[0]} in a model of {layers}; give 0 to {layers - 1}")
+        if len(found) == layers:
+            raise ValueError(f"no layer of {layers} is left that has experts; take the model qwen3")
+        return found
+
+    @field_validator("balancing")
+    @classmethod
+    def _one_of_a_kind(cls, value: tuple[Balancing, ...]) -> tuple[Balancing, ...]:
+        names = [balancing.name for balancing in value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]} appears twice; keep one")
+        return value
+
+    @field_validator("intermediate_size")
+    @classmethod
+    def _as_active_experts(cls, value: int, info: ValidationInfo) -> int:
+        chosen, inside = (info.data.get(name) for name in ("experts_per_token", "moe_intermediate_size"))
+        return value if value or chosen is None or inside is None else chosen * inside
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """Whether each router has a bias that balancing moves."""
+        return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
+
+
+def tiny() -> Qwen3MoeConfig:
+    """A model that runs in milliseconds on a CPU, with experts in all layers and an untied head."""
+    return Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        experts_per_token=2,
+        moe_intermediate_size=24,
+        max_positions=64,
+    )
