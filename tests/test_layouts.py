@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from d9d_core.verify.layouts import Layout
@@ -13,15 +14,27 @@ def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path
     rows = table.run(tmp_path / "corpus")
     assert len(rows) == 2 * 2 * 6
     assert [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed] == []
-    shown = [line.split(" | ")[:3] for line in _shown(table)]
-    assert shown == [[f"| {dtype}", str(count), v.layout] for dtype, count, v in rows], (
-        "docs/layouts.md shows other rows; run tools/layout_table.py"
-    )
+    assert _shown(table, table.DENSE_MARKS) == _rows(rows), _STALE
 
 
-def _shown(table: ModuleType) -> list[str]:
-    text = table.PAGE.read_text("utf-8").split(table.BEGIN)[1].split(table.END)[0]
-    return [line for line in text.splitlines() if line.startswith(("| float32", "| bfloat16"))]
+def test_experts_compute_what_one_process_does_wherever_they_are(table: ModuleType, tmp_path: Path) -> None:
+    rows = table.run_experts(tmp_path / "corpus")
+    assert len(rows) == 3 * 12
+    assert [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed] == []
+    assert _shown(table, table.EXPERT_MARKS) == _rows(rows), _STALE
+
+
+_STALE = "docs/layouts.md shows other rows; run tools/layout_table.py"
+
+
+def _rows(rows: list[Any]) -> list[list[str]]:
+    return [[f"| {dtype}", str(count), v.layout] for dtype, count, v in rows]
+
+
+def _shown(table: ModuleType, marks: tuple[str, str]) -> list[list[str]]:
+    text = table.PAGE.read_text("utf-8").split(marks[0])[1].split(marks[1])[0]
+    lines = [line for line in text.splitlines() if line.startswith(("| float32", "| bfloat16"))]
+    return [line.split(" | ")[:3] for line in lines]
 
 
 #: Norms are outside of FSDP, so the synchroniser has something to do.

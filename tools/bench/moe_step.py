@@ -2,10 +2,10 @@
 
     python tools/bench/moe_step.py --trace moe.json
 
-Both start from the same weights and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW, the exact
-loss over the whole vocabulary. Blocks of steps alternate between the two, so that clocks and neighbours disturb both
-alike. One step of ours runs with every wait of the host for the device made an error, and a profile of one step says
-where the time goes.
+Both start from the same weights and see the same tokens: bfloat16 parameters and optimizer states, fused AdamW, the
+exact loss over the whole vocabulary. Blocks of steps alternate between the two, so that clocks and neighbours disturb
+both alike. One step of ours runs with every wait of the host for the device made an error, and a profile of one step
+says where the time goes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
 from d9d_core.job import Job
+from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
 from d9d_core.state.mapper.graph import map_tensors
 from d9d_core.state.model import model_tensors
@@ -71,27 +72,40 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
     return validate(Job, Document(values), registry).use(registry)
 
 
-def transformers_model(job: Job, ours: nn.Module, device: torch.device) -> nn.Module:
-    """The same model of transformers with the same weights."""
+def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Callable[[], Any]:
+    """A training step of transformers' model with the weights of ours."""
     import transformers
     from d9d_qwen3.moe_hugging_face import Qwen3MoeHuggingFace
 
     layout = Qwen3MoeHuggingFace()
-    fused = job.model.model_copy(update={"expert_files": "fused"})
-    values = layout.config_json(fused, "bfloat16")
-    config = transformers.Qwen3MoeConfig.from_dict(values)
+    fused = config.model_copy(update={"expert_files": "fused"})
+    theirs = transformers.Qwen3MoeConfig.from_dict(
+        layout.config_json(fused, "bfloat16") | {"experts_implementation": "grouped_mm", "attn_implementation": "sdpa"}
+    )
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
     with device:
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        config._attn_implementation = "sdpa"
-        config._experts_implementation = "grouped_mm"
-        model: nn.Module = transformers.Qwen3MoeForCausalLM(config)
-        torch.set_default_dtype(previous)
-    # How model and weights are paired is in the tests of d9d-qwen3; here they must only be equal.
+        model = transformers.AutoModelForCausalLM.from_config(theirs, experts_implementation="grouped_mm")  # type: ignore[no-untyped-call]
+    torch.set_default_dtype(previous)
+    assert model.config._experts_implementation == "grouped_mm"  # noqa: SLF001 - nothing public tells
     with torch.no_grad():
-        model.load_state_dict(map_tensors(layout.exporter(fused), model_tensors(ours)), strict=True)
-    assert model.config._experts_implementation == "grouped_mm"
-    return model.train()
+        model.load_state_dict(map_tensors(layout.exporter(fused), model_tensors(trainer.step.executor.stage)))
+    model.train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=device.type == "cuda"
+    )
+
+    def step() -> Any:
+        (microbatch,) = trainer.feed.next()
+        targets = microbatch["targets"]
+        loss = model(input_ids=microbatch["tokens"], labels=targets, shift_labels=targets, use_cache=False).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
 
 
 def _synchronise() -> None:
@@ -109,6 +123,15 @@ def timed(run: Callable[[], Any], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
+def check_no_waits(run: Callable[[], Any]) -> str:
+    """Run with every wait of the host for the device made an error."""
+    _synchronise()
+    torch.cuda.set_sync_debug_mode("error")
+    run()
+    torch.cuda.set_sync_debug_mode("default")
+    return "none"
+
+
 def where_time_goes(run: Callable[[], Any], trace: Path | None) -> dict[str, Any]:
     """Milliseconds of a step by kind of kernel, and the kernels that take longest."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -120,7 +143,9 @@ def where_time_goes(run: Callable[[], Any], trace: Path | None) -> dict[str, Any
         text = Path(file.name).read_text()
     if trace is not None:
         trace.write_text(text)
-    events = [event for event in json.loads(text)["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    events = [
+        event for event in json.loads(text)["traceEvents"] if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
     kinds: dict[str, float] = defaultdict(float)
     names: dict[str, list[float]] = defaultdict(list)
     for event in events:
@@ -161,35 +186,13 @@ def main() -> None:
 
     runs: dict[str, Callable[[], Any]] = {"ours": ours}
     if not options.alone:
-        model = transformers_model(job, trainer.step.executor.stage, device)
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=device.type == "cuda"
-        )
-
-        def theirs() -> Any:
-            (microbatch,) = trainer.feed.next()
-            tokens, targets = microbatch["tokens"], microbatch["targets"]
-            loss = model(input_ids=tokens, labels=targets, shift_labels=targets, use_cache=False).loss
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            return loss.detach()
-
-        runs["transformers"] = theirs
+        runs["transformers"] = transformers_step(trainer, job.model, device)
     gc.collect()
     gc.freeze()  # as the trainer does
     start = time.perf_counter()
     losses = {name: [run().item() for _ in range(3)] for name, run in runs.items()}
     print(f"first steps took {time.perf_counter() - start:.0f} s, losses {losses}", flush=True)
-    waits = "no GPU here"
-    if device.type == "cuda":
-        trainer.feed.next()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        ours()
-        torch.cuda.set_sync_debug_mode("default")
-        waits = "none"
+    waits = check_no_waits(ours) if device.type == "cuda" else "no GPU here"
     times: dict[str, list[float]] = {name: [] for name in runs}
     peaks = {}
     for index in range(options.rounds):

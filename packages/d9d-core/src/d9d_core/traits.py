@@ -145,7 +145,8 @@ class Adapts(HasTallies, Protocol):
         """Update from the tallies of a step, without waiting for the device.
 
         Args:
-            tallies: those of :meth:`adapts_to`, summed over all microbatches and all ranks that see other samples, or other parts of them.
+            tallies: those of :meth:`adapts_to`, summed over all microbatches and all ranks that see other samples, or
+                other parts of them.
             finite: 0-d bool; where it is false, nothing may change.
         """
         ...

@@ -1,4 +1,7 @@
-"""What d9d-moe offers: experts on several ranks, and statistics of routers. Its layers are built by the models that contain them."""
+"""What d9d-moe offers: experts on several ranks, and statistics of routers.
+
+Its layers are built by the models that contain them.
+"""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from d9d_moe.balancing.base import Balancer, BalancingLoss, BiasUpdate, Choice
 class BalancedRouter(nn.Module):
     """Base of routers that count what they choose, and that balancers act on.
 
-    Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers but the bias belong to one forward
-    or step and are not saved; they are overwritten on the device.
+    Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers but the bias
+    belong to one forward or step and are not saved; they are overwritten on the device.
 
     Tallies of a microbatch: ``expert_tokens`` int64 [E], rows that each expert got; ``tokens`` int64, positions;
     ``entropy`` float32, of the normalised scores in nats, summed over positions; ``dropped`` int64, rows that found

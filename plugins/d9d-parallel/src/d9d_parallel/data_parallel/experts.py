@@ -50,6 +50,6 @@ class ShardDimension:
             if size % self._ranks == 0:
                 return Shard(dimension)
         raise BuildError(
-            f"strategy '{self._strategy}': experts of shape {[*shape[1:]]}, {shape[0]} of them on each rank of ep, cannot "
-            f"be shared by {SHARDS} = {self._ranks} ranks, which divides none of these sizes; raise mesh.ep"
+            f"strategy '{self._strategy}': experts of shape {[*shape[1:]]}, {shape[0]} of them on each rank of ep, "
+            f"cannot be shared by {SHARDS} = {self._ranks} ranks, which divides none of these sizes; raise mesh.ep"
         )
