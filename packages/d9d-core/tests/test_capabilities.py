@@ -87,7 +87,8 @@ def test_imports_are_looked_for_without_importing() -> None:
     assert one("import:json")[0] is True
     assert one("import:deep_ep") == (
         False,
-        "strategy 'expert_parallel' needs import:deep_ep: module deep_ep is not installed",
+        "strategy 'expert_parallel' needs import:deep_ep: module deep_ep is not installed; the documentation of acme "
+        "says how to get it",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,33 +41,28 @@ def layer(dispatcher: Dispatcher, capacity: float | None = None) -> MoELayer:
     )
 
 
-def outcome(made: MoELayer, rank: int, call: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+def outcome(made: MoELayer, rank: int) -> dict[str, Tensor]:
     hidden = normal(2, 9, HIDDEN, seed=rank).requires_grad_()
-    out = (made if call is None else call)(hidden)
+    out = made(hidden)
     (out * normal(*out.shape, seed=50 + rank)).sum().backward()
     return {"out": out.detach(), "hidden": hidden.grad} | {name: p.grad for name, p in made.named_parameters()}
 
 
-def spread_outcome(capacity: float | None, compiled: bool) -> dict[str, Tensor]:
+def spread_outcome(capacity: float | None) -> dict[str, Tensor]:
     """Of a layer of which this rank has its share of the experts."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     made = layer(AllToAllDispatcher(dist.group.WORLD, EXPERTS), capacity)
     local = EXPERTS // ranks
     for name, bank in list(made.experts.named_parameters()):
         setattr(made.experts, name, nn.Parameter(bank.detach()[rank * local : (rank + 1) * local].clone()))
-    return outcome(made, rank, torch.compile(made, backend="aot_eager") if compiled else None)
+    return outcome(made, rank)
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0], ids=["variable", "static"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_layer_spread_over_ranks_is_the_layer_of_one(world: type[World], ranks: int, capacity: float | None) -> None:
-    found = world(ranks).run(spread_outcome, capacity, compiled=False)
+    found = world(ranks).run(spread_outcome, capacity)
     check_against_one_process(found, capacity)
-
-
-@pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
-def test_a_compiled_layer_computes_the_same(world: type[World]) -> None:
-    check_against_one_process(world(2).run(spread_outcome, None, compiled=True), None)
 
 
 def check_against_one_process(found: list[dict[str, Tensor]], capacity: float | None) -> None:
@@ -81,6 +75,30 @@ def check_against_one_process(found: list[dict[str, Tensor]], capacity: float | 
         parts = [mine[name] for mine in found]
         whole = torch.cat(parts) if name.startswith("experts.") else torch.stack(parts).sum(0)
         assert_close_gradients({name: whole}, {name: expected[-1][name]})
+
+
+def compiled() -> list[dict[str, Tensor]]:
+    """The way there and back, as it is and compiled."""
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, 4)
+
+    def there_and_back(tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
+        sent = dispatcher.dispatch(tokens, Routing.of(indices, weights, 4)).wait()
+        return dispatcher.combine(sent.tokens.sin(), sent.handle).wait()
+
+    found, count = [], 5 + dist.get_rank()
+    for function in (there_and_back, torch.compile(there_and_back, backend="aot_eager")):
+        tokens, weights = normal(count, HIDDEN).requires_grad_(), normal(count, 2, seed=1).requires_grad_()
+        indices = torch.randint(4, (count, 2), generator=torch.Generator().manual_seed(count))
+        out = function(tokens, weights, indices)
+        (out * normal(count, HIDDEN, seed=2)).sum().backward()
+        found.append({"out": out.detach(), "tokens": tokens.grad, "weights": weights.grad})
+    return found
+
+
+@pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
+def test_compiled_it_computes_the_same(world: type[World]) -> None:
+    for plain, traced_once in world(2).run(compiled):
+        assert_close_gradients(traced_once, plain)
 
 
 # --- what travels, and when -------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.permutation import gather_rows, weighted_sum
+from d9d_moe.permutation import gather_rows, sum_rows, weighted_sum
 from d9d_moe.routing import Routing
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
@@ -92,6 +94,47 @@ def test_a_token_comes_back_as_the_sum_of_its_weights() -> None:
     )
 
 
+def test_with_a_limit_there_is_room_for_no_more_rows_than_experts_take() -> None:
+    nobody = EXPERTS
+    chosen = Routing.of(
+        torch.tensor([[0, 3], [3, 0], [nobody, nobody]]), torch.tensor([[1.0, 2], [3, 4], [0, 0]]), 5, 2
+    )
+    tokens = torch.arange(1.0, 4).unsqueeze(1)
+    sent = LocalDispatcher().dispatch(tokens, chosen).wait()
+    assert sent.spare_rows
+    assert sent.counts.tolist() == [2, 0, 0, 2, 0]
+    assert sent.tokens[:4].flatten().tolist() == [1, 2, 1, 2]
+    assert LocalDispatcher().combine(sent.tokens, sent.handle).wait().flatten().tolist() == [3, 14, 0]
+    few = Routing.of(torch.tensor([[0, 0], [0, 1], [1, 1]]), torch.ones(3, 2), experts=1, limit=3)
+    assert len(LocalDispatcher().dispatch(tokens, few).wait().tokens) == 3
+
+
+@pytest.mark.parametrize("function", [sum_rows, weighted_sum], ids=["sum", "weighted_sum"])
+def test_absent_choices_count_as_zero_whatever_rows_hold(function: Callable[..., Tensor]) -> None:
+    slots, places = torch.tensor([3, 0]), torch.tensor([[1, 9], [2, 0]])  # rows 0 and 1; the others have none
+    rows = torch.tensor([[float("inf")], [2.0]]).requires_grad_()
+    weights = torch.tensor([[3.0, 5], [7, 1]]).requires_grad_()
+    extra = (weights,) if function is weighted_sum else ()
+    out = function(rows, slots, places, *extra, absent=True)
+    out[0].sum().backward()
+    assert out.flatten().tolist() == [6.0 if extra else 2.0, float("inf")]
+    assert rows.grad.flatten().tolist() == [0.0, 3.0 if extra else 1.0]
+    if extra:
+        assert weights.grad[0].tolist() == [2, 0]
+        assert weights.grad[1, 0].item() == 0
+
+
+def test_gradients_of_gathered_rows_skip_absent_choices() -> None:
+    tokens = torch.ones(2, 1, requires_grad=True)
+    gather_rows(tokens, torch.tensor([3, 0]), torch.tensor([[1, 9], [2, 0]]), absent=True).backward(
+        torch.tensor([[10.0], [1.0]])
+    )
+    assert tokens.grad.flatten().tolist() == [1, 10]
+    nothing = torch.ones(2, 1, requires_grad=True)
+    gather_rows(nothing, torch.zeros(0, dtype=torch.int64), torch.full((2, 2), 4), absent=True).sum().backward()
+    assert not nothing.grad.any()
+
+
 def test_sums_of_bfloat16_rows_are_rounded_once() -> None:
     places = torch.arange(64).view(8, 8)
     rows, weights = normal(64, HIDDEN, dtype=torch.bfloat16).requires_grad_(), normal(8, 8, seed=1)
@@ -110,6 +153,23 @@ def test_gradients_of_weights_stay_float32_for_bfloat16_rows() -> None:
     weighted_sum(rows, torch.tensor([1, 0, 2, 3]), places, weights).backward(grad)
     assert_close_values(weights.grad, (rows.detach().float()[places] * grad.float().unsqueeze(1)).sum(2))
     assert rows.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.smoke
+@pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
+def test_compiled_whole_it_has_the_same_gradients_in_float32() -> None:
+    indices = torch.tensor(CASES["repeated_experts"])
+
+    def there_and_back(tokens: Tensor, weights: Tensor) -> Tensor:
+        sent = LocalDispatcher().dispatch(tokens, Routing.of(indices, weights, EXPERTS, limit=2)).wait()
+        return LocalDispatcher().combine(sent.tokens.sin(), sent.handle).wait()
+
+    found = []
+    for function in (there_and_back, torch.compile(there_and_back, backend="aot_eager", fullgraph=True)):
+        tokens, weights = normal(3, HIDDEN).requires_grad_(), normal(3, 2, seed=1).requires_grad_()
+        (function(tokens, weights) * normal(3, HIDDEN, seed=2)).sum().backward()
+        found.append({"tokens": tokens.grad, "weights": weights.grad})
+    assert_close_gradients(*found)
 
 
 @pytest.mark.smoke

@@ -24,26 +24,14 @@ class _Spread(StrategySuite):
 
 class TestWithFsdp(_Spread):
     beside = ("fsdp",)
-    meshes = ({"dp_shard": 2, "ep": 1}, {"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2}, {"dp_shard": 4, "ep": 4})
+    meshes = ({"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2})
     large = ({"dp_shard": 64, "ep": 8},)
 
 
-class TestWithReplicas(_Spread):
-    beside = ("replicate",)
-    meshes = ({"dp_replicate": 2, "ep": 2}, {"dp_replicate": 4, "ep": 2})
-    large = ({"dp_replicate": 64, "ep": 8},)
+class TestOverReplicas(_Spread):
+    """Fewer experts on each rank than ranks that share them: another dimension is split."""
 
-
-class TestWithReplicasOfShards(_Spread):
     beside = ("hsdp",)
-    meshes = ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "ep": 4})
-    large = ({"dp_replicate": 8, "dp_shard": 8, "ep": 8},)
-
-
-class TestFewerExpertsThanRanks(_Spread):
-    """Two experts on four ranks: ranks share an expert by another dimension."""
-
-    beside = ("fsdp",)
     model = {**_MODEL, "experts": 2}
-    meshes = ({"dp_shard": 4, "ep": 1}, {"dp_shard": 4, "ep": 2})
-    large = ({"dp_shard": 4, "ep": 2},)
+    meshes = ({"dp_replicate": 2, "dp_shard": 2, "ep": 1}, {"dp_replicate": 2, "dp_shard": 2, "ep": 4})
+    large = ({"dp_replicate": 8, "dp_shard": 2, "ep": 2},)

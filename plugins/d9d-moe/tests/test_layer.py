@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,12 @@ import torch
 from d9d_core.errors import BuildError
 from d9d_core.loop.kernels import bind_kernels
 from d9d_core.ops import OpSignature
+from d9d_core.traits import HasExperts
 from d9d_moe.dispatch import LocalDispatcher
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.layer import MoELayer
 from d9d_moe.router import TopKRouter
+from d9d_moe.routing import Routing
 from d9d_nn.linear import Linear
 from d9d_nn.ops import grouped_linear_torch
 from d9d_nn.swiglu import SwiGLU
@@ -193,6 +196,28 @@ def test_banks_from_the_meta_device_are_filled_late() -> None:
     experts.reset_parameters()
     spread = {name: parameter.std().item() for name, parameter in experts.named_parameters()}
     assert spread == pytest.approx({"gate_proj": 0.5, "up_proj": 0.5, "down_proj": 0.1}, rel=0.05)
+
+
+def test_it_says_where_its_experts_are() -> None:
+    made = layer(shared=True)
+    assert isinstance(made, HasExperts)
+    assert made.expert_banks() == {"experts": made.get_submodule("experts")}
+    assert {len(bank) for bank in made.expert_banks()["experts"].parameters()} == {EXPERTS}
+
+
+def test_the_shared_expert_is_computed_while_tokens_travel() -> None:
+    made, order = layer(shared=True), []
+
+    class Slow(LocalDispatcher):
+        def dispatch(self, tokens: Tensor, routing: Routing) -> Any:
+            order.append("dispatch")
+            arrived = super().dispatch(tokens, routing)
+            return SimpleNamespace(wait=lambda: (order.append("wait"), arrived.wait())[1])
+
+    made.dispatcher = Slow()
+    made.shared_expert.register_forward_hook(lambda *_: order.append("shared expert"))
+    assert_close_values(made(normal(2, 9, HIDDEN)), layer(shared=True)(normal(2, 9, HIDDEN)))
+    assert order == ["dispatch", "shared expert", "wait"]
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

@@ -68,7 +68,7 @@ class AllToAllDispatcher:
     def combine(self, outputs: Tensor, handle: AllToAllHandle) -> Returning:
         """Start to bring outputs [R, H] back as [T, H]. Collective over the group."""
         parts = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=True)
-        flight = Flights((parts.detach(),), handle.sizes.back(), self.group)
+        flight = Flights((parts,), handle.sizes.back(), self.group)
         return Returning(Departure((parts,)), flight, handle, self.group)
 
 

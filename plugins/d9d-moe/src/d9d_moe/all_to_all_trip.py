@@ -18,6 +18,7 @@ from d9d_moe.exchange_side import HostNumbers, SideStream
 from d9d_moe.overlap import Departure, Tensors
 from d9d_moe.permutation import summed
 from d9d_moe.routing import Routing
+from d9d_moe.untraced import untraced
 
 _UNEQUAL = (
     "AllToAllDispatcher: with a limit on the rows of an expert, all ranks must route equally many tokens with the same "
@@ -45,6 +46,7 @@ class Trip:
     sizes: Sizes
     rows: int
 
+    @untraced  # streams, a wait of the host, and collectives that are awaited elsewhere
     def __init__(
         self, tokens: Tensor, routing: Routing, group: dist.ProcessGroup, local: int, side: SideStream
     ) -> None:
@@ -62,6 +64,7 @@ class Trip:
         if self.plan.padded is not None:
             self._depart()
 
+    @untraced
     def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens [N, H], weights [N, k], and experts int64 [N, k] with ``local`` for those of other ranks."""
         if self._flights is None:

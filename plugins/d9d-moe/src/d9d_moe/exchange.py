@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from d9d_moe.untraced import untraced
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -57,8 +59,8 @@ class Flight:
 
 
 def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Flight:
-    """Start to send rows [S, ...]. Collective over ``group``."""
-    leaving = rows.contiguous()
+    """Start to send rows [S, ...], without their gradients. Collective over ``group``."""
+    leaving = rows.detach().contiguous()
     arriving = rows.new_empty(sum(sizes.received), *rows.shape[1:])
     splits = list(sizes.received), list(sizes.sent)
     work = dist.all_to_all_single(arriving, leaving, *splits, group=group, async_op=True)
@@ -76,6 +78,7 @@ class Flights:
 
     __slots__ = ("_flights",)
 
+    @untraced  # knows collectives only if they are awaited at once
     def __init__(self, tensors: Sequence[Tensor], sizes: Sizes, group: dist.ProcessGroup) -> None:
         self._flights = [send_rows(rows, sizes, group) for rows in tensors]
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from d9d_moe.dispatch import Transfer
+from d9d_moe.untraced import untraced
 
 Tensors = tuple[Tensor, ...]
 
@@ -36,6 +37,7 @@ class Departure:
 
     __slots__ = ("_link", "_tensors")
 
+    @untraced  # what the backward does to _Link is nothing that can be traced
     def __init__(
         self,
         tensors: Sequence[Tensor],
@@ -45,6 +47,7 @@ class Departure:
         self._link = _Link()
         self._tensors: Tensors = _Leave.apply(self._link, settle, len(tensors), *tensors, *saved)
 
+    @untraced
     def arrive(
         self, flight: Transfer[Tensors], saved: Sequence[Tensor], send: Callable[[Tensors, Tensors], Transfer[Tensors]]
     ) -> Tensors:

@@ -110,17 +110,17 @@ class _WeightedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
         rows, slots, places, weights = ctx.saved_tensors
-        factors = weights.flatten().index_select(0, slots).unsqueeze(1)
-        # In place: multiplied in the wider of both dtypes and rounded once, without a wide copy of all rows.
-        grad_rows = copied(grad, slots, places.shape[1]).mul_(factors)
-        wide = grad.to(torch.promote_types(_wide(rows), weights.dtype))
+        grad_rows = copied(grad, slots, places.shape[1])
         grad_weights = torch.zeros_like(weights)
         if len(rows):
-            products = [(wide * rows.index_select(0, _safe(p, rows, ctx.absent))).sum(1) for p in places.unbind(1)]
-            grad_weights = torch.stack(products, dim=1).to(weights.dtype)
+            products = _row_products(grad_rows, rows, len(places), torch.promote_types(_wide(rows), weights.dtype))
+            grad_weights = products.index_select(0, _safe(places, rows, ctx.absent).flatten()).view_as(weights)
             if ctx.absent:
                 grad_weights = grad_weights.masked_fill(places >= len(rows), 0)
-        return grad_rows, None, None, grad_weights, None
+        factors = weights.flatten().index_select(0, slots).unsqueeze(1)
+        # In place: multiplied in the wider of both dtypes and rounded once, without a wide copy of all rows.
+        grad_rows.mul_(factors)
+        return grad_rows, None, None, grad_weights.to(weights.dtype), None
 
 
 def copied(tokens: Tensor, slots: Tensor, choices: int) -> Tensor:
@@ -134,10 +134,23 @@ def summed(rows: Tensor, places: Tensor, absent: bool, weights: Tensor | None = 
     total = rows.new_zeros(len(places), rows.shape[1], dtype=dtype)
     for choice, place in enumerate(places.unbind(1) if len(rows) else ()):
         part = rows.index_select(0, _safe(place, rows, absent))
-        if weights is not None:
-            part = part * weights[:, choice].unsqueeze(1)
-        total += part.masked_fill((place >= len(rows)).unsqueeze(1), 0) if absent else part
-    return total.to(rows.dtype)
+        if absent:  # the narrow rows, not their weights: what nobody's rows hold may be no number
+            part.masked_fill_((place >= len(rows)).unsqueeze(1), 0)
+        # Both widen as they add, without a wide copy of the part.
+        if weights is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part, weights[:, choice].unsqueeze(1))
+    # A view: of a function compiled by torch 2.11 that returns what it has summed up, the gradients are zeros.
+    return total.view_as(total) if total.dtype == rows.dtype else total.to(rows.dtype)
+
+
+def _row_products(first: Tensor, second: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+    """Inner products [R] of rows [R, H], computed in a wide dtype, for some rows at a time."""
+    if torch.compiler.is_compiling():  # needs no wide copy, and would compile for each number of chunks
+        chunk = len(first)
+    pairs = zip(torch.split(first, chunk), torch.split(second, chunk), strict=True)
+    return torch.cat([(a.to(dtype) * b).sum(1) for a, b in pairs])
 
 
 def _safe(place: Tensor, rows: Tensor, absent: bool) -> Tensor:

@@ -154,7 +154,12 @@ class Judge:
                 f"{c.spec.name} ({c.entry.origin}) has: {', '.join(t) or 'none'}" for c, t in traits.items()
             )
             return f"{subject} needs model trait '{word}'; {has or 'the job has no model'}"
-        return f"{subject} needs {token}: {reason}"
+        how = (
+            f"; the documentation of {item.entry.origin.distribution} says how to get it"
+            if namespace == "import"
+            else ""
+        )
+        return f"{subject} needs {token}: {reason}{how}"
 
     def _holds(self, token: str) -> tuple[bool | None, str]:
         if token in self._provided:

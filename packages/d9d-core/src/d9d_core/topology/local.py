@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -22,9 +22,4 @@ def full(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        for dim in reversed(
-            range(tensor.device_mesh.ndim)
-        ):  # last to first, as dimensions split what is left of others
-            placements = [*tensor.placements[:dim], Replicate(), *tensor.placements[dim + 1 :]]
-            tensor = tensor.redistribute(placements=placements)
-        return tensor.to_local()
+        return tensor.full_tensor()

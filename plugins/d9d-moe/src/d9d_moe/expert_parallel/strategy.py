@@ -8,6 +8,8 @@ parameters, the router's among them, follow the job's data-parallel strategy. Ra
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.protocols import Applied, GradientOwner
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
+from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
 
 #: The view of the mesh that experts are spread over.
@@ -37,30 +40,24 @@ class ExpertParallel:
         Raises:
             BuildError: no module has experts, or ``ep`` does not divide their number.
         """
-        layers = modules_with(stage, HasExperts)
-        if not layers:
-            raise BuildError(
-                f"strategy '{self._config.name}' found no experts in {type(stage).__name__}; implement "
-                "d9d_core.traits.HasExperts in the model, or remove the strategy from 'parallel'"
-            )
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh
-        changed: list[str] = []
-        for name, layer in layers.items():
-            for bank_name, bank in layer.expert_banks().items():
-                where = f"{name}.{bank_name}".removeprefix(".")
-                experts = spread_bank(bank, mesh, where)
-                changed.append(where)
-            layer.dispatcher = AllToAllDispatcher(group, experts)
-        claims, views = [], {}
-        for bank_name in changed:
-            for parameter, _ in stage.get_submodule(bank_name).named_parameters(bank_name):
-                claims.append(GradientOwner(parameter, "ep", "none"))  # tokens of all its ranks come to the experts
-                views[parameter] = VIEW
-        return Applied(modules=(*layers, *changed), gradients=tuple(claims), views=views)
+        layers = replace_dispatchers(stage, partial(AllToAllDispatcher, group), self._config.name)
+        banks: dict[str, nn.Module] = {}
+        for name, layer in modules_with(stage, HasExperts).items():
+            banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}
+        for name, bank in banks.items():
+            spread_bank(bank, mesh, name)
+        parameters = [own for name, bank in banks.items() for own, _ in bank.named_parameters(name)]
+        return Applied(
+            modules=(*layers, *banks),
+            # Nobody reduces over ep: tokens of all its ranks have come to the experts.
+            gradients=tuple(GradientOwner(parameter, "ep", "none") for parameter in parameters),
+            views=dict.fromkeys(parameters, VIEW),
+        )
 
 
-def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> int:
+def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
     """Split every parameter of a bank by expert, on the meta device and in place.
 
     Args:
@@ -68,25 +65,18 @@ def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> int:
         mesh: ``ep``.
         name: of the bank, for errors.
 
-    Returns:
-        The number of experts on all ranks.
-
     Raises:
-        BuildError: the mesh does not divide the number of experts, or parameters disagree about it.
+        BuildError: the mesh does not divide the number of experts.
     """
-    sizes = {len(parameter) for parameter in bank.parameters()}
-    if len(sizes) != 1:
-        raise BuildError(f"'{name}' has parameters of {sorted(sizes)} experts; dimension 0 of each must be the expert")
-    (experts,) = sizes
-    ranks = mesh.size()
-    if experts % ranks:
-        raise BuildError(f"mesh.ep is {ranks}, which does not divide the {experts} experts of '{name}'")
     for module in bank.modules():
         owned = dict(module.named_parameters(recurse=False))
         for parameter_name, parameter in owned.items():
-            local = torch.empty_like(parameter[: experts // ranks])
+            if len(parameter) % mesh.size():
+                raise BuildError(
+                    f"mesh.ep is {mesh.size()}, which does not divide the {len(parameter)} experts of '{name}'"
+                )
+            local = torch.empty_like(parameter[: len(parameter) // mesh.size()])
             part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
             module.register_parameter(parameter_name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         if owned:
             compute_with_local_banks(module)
-    return experts

@@ -1,0 +1,16 @@
+"""What a suite tests, by name, because other processes must find it too."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+from d9d_core.plugin import Ref
+
+
+def load_factory(target: str) -> Callable[..., Any]:
+    """``module:attribute`` or ``file.py:attribute``."""
+    file, _, name = target.rpartition(":")
+    loaded: Callable[..., Any] = runpy.run_path(file)[name] if file.endswith(".py") else Ref(target).load()
+    return loaded

@@ -1,0 +1,84 @@
+"""Dispatchers with one fault each, for the tests of the suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_moe.all_to_all import AllToAllDispatcher
+from d9d_moe.dispatch import Arrived, Dispatched, LocalDispatcher
+from d9d_moe.routing import Routing
+from torch import Tensor
+
+
+class Broken:
+    """A dispatcher that changes what goes in or comes out."""
+
+    def __init__(self, group: Any, experts: int) -> None:
+        alone = group.size() == 1
+        self.inner = LocalDispatcher() if alone else AllToAllDispatcher(group, experts)
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Arrived[Dispatched]:
+        return Arrived(self.arrived(self.inner.dispatch(*self.leaving(tokens, routing)).wait()))
+
+    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        return tokens, routing
+
+    def arrived(self, sent: Dispatched) -> Dispatched:
+        return sent
+
+    def combine(self, outputs: Tensor, handle: Any) -> Arrived[Tensor]:
+        return Arrived(self.summed(self.inner.combine(outputs, handle).wait()))
+
+    def summed(self, total: Tensor) -> Tensor:
+        return total
+
+
+def routed(routing: Routing, weights: Tensor) -> Routing:
+    return Routing(routing.indices, weights, routing.scores, routing.counts, routing.limit)
+
+
+class Sound(Broken):
+    pass
+
+
+class DoublesTheGradientOfTokens(Broken):
+    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        return 2 * tokens - tokens.detach(), routing
+
+
+class ForgetsTheGradientOfWeights(Broken):
+    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        return tokens, routed(routing, routing.weights.detach())
+
+
+class Averages(Broken):
+    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        return tokens, routed(routing, routing.weights / routing.indices.shape[1])
+
+
+class ChangesTokens(Broken):
+    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+        kept = tokens.clone()
+        tokens.data.add_(1)
+        return kept, routing
+
+
+class HidesSpareRows(Broken):
+    def arrived(self, sent: Dispatched) -> Dispatched:
+        return sent._replace(spare_rows=False)
+
+
+class CountsTooMany(Broken):
+    def arrived(self, sent: Dispatched) -> Dispatched:
+        return sent._replace(counts=sent.counts + 1)
+
+
+class Widens(Broken):
+    def summed(self, total: Tensor) -> Tensor:
+        return total.double()
+
+
+class LeavesThingsToChance(Broken):
+    def summed(self, total: Tensor) -> Tensor:
+        return total * (1 + 1e-6 * torch.rand(1))

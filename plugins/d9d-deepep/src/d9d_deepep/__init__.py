@@ -1,0 +1,1 @@
+"""Tokens reach experts on other GPUs through the library DeepEP."""

@@ -1,0 +1,35 @@
+"""DeepEP's communication buffer: memory that the GPUs of a group write into directly.
+
+Everything that imports the library is here. Its interface is that of ``deep_ep.Buffer`` as documented with version 1.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from d9d_core.errors import BuildError
+from torch import distributed as dist
+
+_INSTALL = (
+    "d9d-deepep: the library 'deep_ep' cannot be imported ({error}). No release on the package index can be built: "
+    "clone https://github.com/deepseek-ai/DeepEP, install NVSHMEM as its README says, run `python setup.py install`; "
+    "or remove 'deepep' from 'parallel': tokens then travel by all-to-all, which needs nothing"
+)
+
+
+def open_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
+    """A buffer for rows of that size; collective over ``group``.
+
+    Raises:
+        BuildError: the library is not there; says how to install it.
+    """
+    try:
+        deep_ep = importlib.import_module("deep_ep")
+    except ImportError as error:
+        raise BuildError(_INSTALL.format(error=error)) from error
+    ranks = group.size()
+    configs = [deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Buffer.get_combine_config(ranks)]
+    over_nvlink = max(config.get_nvl_buffer_size_hint(row_bytes, ranks) for config in configs)
+    over_rdma = max(config.get_rdma_buffer_size_hint(row_bytes, ranks) for config in configs)
+    return deep_ep.Buffer(group, over_nvlink, over_rdma)

@@ -1,0 +1,24 @@
+"""What d9d-deepep offers: experts on other GPUs are reached by the library DeepEP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import Ref, StrategySpec, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_strategies() -> Iterator[StrategySpec]:
+    """DeepEP's kernels for NVLink and RDMA."""
+    yield StrategySpec(
+        name="deepep",
+        summary="Tokens travel by the library DeepEP: CUDA, bfloat16, NVLink within a node, RDMA between nodes.",
+        config=Ref("d9d_deepep.config:DeepEPConfig"),
+        build=Ref("d9d_deepep.strategy:DeepEP"),
+        requires=frozenset({"strategy:expert_parallel", "model:experts", "device:cuda", "import:deep_ep"}),
+        anchor="expert",
+        position="after",
+        axes=frozenset({"ep"}),
+    )

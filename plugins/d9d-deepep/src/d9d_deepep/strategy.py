@@ -1,0 +1,30 @@
+"""DeepEP in place of all-to-all, for experts that ``expert_parallel`` has spread over ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from d9d_core.protocols import Applied
+from d9d_core.topology.mesh import Topology
+from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
+from torch import nn
+
+from d9d_deepep.config import DeepEPConfig
+from d9d_deepep.dispatcher import DeepEPDispatcher
+
+
+class DeepEP:
+    """Replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
+
+    def __init__(self, config: DeepEPConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Replace the dispatchers. Opens no buffer yet. Collective over all ranks.
+
+        Raises:
+            BuildError: no module has experts, or ``ep`` does not divide their number.
+        """
+        group = topology.group("expert", "ep")
+        assert group is not None  # expert_parallel comes first, and needs one
+        return Applied(modules=replace_dispatchers(stage, partial(DeepEPDispatcher, group), self._config.name))

@@ -1,0 +1,54 @@
+"""Giving the layers of a stage another dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from d9d_core.errors import BuildError
+from d9d_core.traits import HasExperts, modules_with
+from torch import nn
+
+from d9d_moe.dispatch import Dispatcher
+
+
+def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher], strategy: str) -> tuple[str, ...]:
+    """Let every layer with experts send its tokens by a dispatcher; layers of equally many experts share one. In place.
+
+    For strategies at the anchor ``expert``, position ``after``: what they replace is that of ``expert_parallel``.
+
+    Args:
+        stage: where to look.
+        make: number of experts on all ranks -> the dispatcher.
+        strategy: who asks; stands in the error.
+
+    Returns:
+        Names of the layers.
+
+    Raises:
+        BuildError: no module has experts.
+    """
+    layers = modules_with(stage, HasExperts)
+    if not layers:
+        raise BuildError(
+            f"strategy '{strategy}' found no experts in {type(stage).__name__}; implement d9d_core.traits.HasExperts "
+            "in the model, or remove the strategy from 'parallel'"
+        )
+    shared = cache(make)
+    for layer in layers.values():
+        layer.dispatcher = shared(experts_of(layer))
+    return tuple(layers)
+
+
+def experts_of(layer: HasExperts) -> int:
+    """The number of experts on all ranks.
+
+    Raises:
+        BuildError: parameters disagree about it.
+    """
+    sizes = {len(parameter) for bank in layer.expert_banks().values() for parameter in bank.parameters()}
+    if len(sizes) != 1:
+        raise BuildError(
+            f"{type(layer).__name__} has parameters of {sorted(sizes)} experts; dimension 0 of each must be the expert"
+        )
+    return sizes.pop()
