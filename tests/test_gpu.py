@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,6 +50,31 @@ def build(write: Write, name: str = "small", **sections: Any) -> Trainer:
 )
 def test_a_step_never_waits_for_the_gpu(small_job: Write, sections: dict[str, Any]) -> None:
     trainer = build(small_job, **sections)
+    for step in range(2):  # lazy initialisation may wait
+        trainer.step(step, trainer.feed.next())
+    with no_host_synchronisation():
+        for step in range(2, 5):
+            trainer.step(step, trainer.feed.next())
+            trainer.step.statistics.compute()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "capacity"),
+    [([], None), (["compile"], None), (["activation_checkpointing"], 1.5)],
+    ids=["plain", "compile", "checkpointing and capacity"],
+)
+def test_a_step_of_experts_never_waits_for_the_gpu(
+    small_job: Write, table: ModuleType, parallel: list[Any], capacity: float | None
+) -> None:
+    """With every way of balancing, and statistics of the routers. In float32 the experts of torch 2.11 would wait."""
+    model = {**table.EXPERTS, "max_positions": 64, "capacity": capacity}
+    trainer = build(
+        small_job,
+        model=model,
+        parallel=parallel,
+        precision={"parameters": "bfloat16"},
+        metrics=["router"],
+    )
     for step in range(2):  # lazy initialisation may wait
         trainer.step(step, trainer.feed.next())
     with no_host_synchronisation():

@@ -26,6 +26,29 @@ def test_every_layout_computes_what_one_gpu_does(
 
 
 @pytest.mark.gpus(2)
+def test_experts_compute_what_one_gpu_does_wherever_they_are(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layouts = [layout for layout in table.EXPERT_LAYOUTS if layout.ranks <= torch.cuda.device_count()]
+    rows = table.run_experts(tmp_path / "corpus", "cuda", layouts)
+    with capsys.disabled():
+        print(f"\n{torch.cuda.get_device_name()} x {torch.cuda.device_count()}\n{table.render(rows)}")
+    assert [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed] == []
+
+
+@pytest.mark.gpus(2)
+def test_with_a_capacity_experts_on_other_gpus_are_reached_without_waiting(table: ModuleType, tmp_path: Path) -> None:
+    values = table.job(tmp_path / "corpus", "float32", "cuda", {**table.EXPERTS, "capacity": 2.0}) | {
+        "metrics": ["router"],
+        "batch": {"size": 12, "microbatch": 2},
+    }
+    parallel = [{"name": "fsdp", "compute_dtype": "bfloat16"}, "expert_parallel"]
+    world = World(2, timeout=180.0, backend="cpu:gloo,cuda:nccl")
+    losses = world.run(run_without_waiting, values, list(table.PLUGINS), parallel, {"dp_shard": 2, "ep": 2})
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     ("fault", "name"),
     [("double_reduction", "replicate 2"), ("average_instead_of_sum", "fsdp 2"), ("shuffled_shard", "fsdp 2")],

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 Write = Callable[..., Path]
-PLUGINS = ["d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_qwen3.plugin"]
+PLUGINS = [
+    "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
+    "d9d_qwen3.plugin",
+]  # fmt: skip
 STEPS, DIES_AT, SAVED_AT = 8, 5, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -26,6 +30,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp4": {"mesh": {"dp_shard": 4}, "parallel": ["fsdp"]},
     "hsdp": {"mesh": {"dp_replicate": 2, "dp_shard": 2}, "parallel": ["hsdp"]},
     "replicate2": {"mesh": {"dp_replicate": 2}, "parallel": ["replicate"]},
+    "fsdp4-ep4": {"mesh": {"dp_shard": 4, "ep": 4}, "parallel": ["fsdp", "expert_parallel"]},
+    "fsdp4-ep2": {"mesh": {"dp_shard": 4, "ep": 2}, "parallel": ["fsdp", "expert_parallel"]},
+    "hsdp-ep2": {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "parallel": ["hsdp", "expert_parallel"]},
 }
 
 
@@ -71,13 +78,14 @@ def train(jobs: list[tuple[dict[str, Any], int | None]]) -> list[dict[str, Any]]
 class Runs:
     """Jobs of one directory, which differ in their layout."""
 
-    def __init__(self, write: Write, directory: Path) -> None:
+    def __init__(self, write: Write, directory: Path, **common: Any) -> None:
         self._write = write
+        self._common = common
         self.directory = directory
 
     def job(self, name: str, layout: str, **sections: Any) -> dict[str, Any]:
         common: dict[str, Any] = {"steps": STEPS, "batch": {"size": 8, "microbatch": 2}, "logging": {"every": 3}}
-        common |= {"export": False, "trackers": [{"name": "jsonl", "picture": False}]}
+        common |= self._common | {"export": False, "trackers": [{"name": "jsonl", "picture": False}]}
         path = self._write(name, **(common | LAYOUTS[layout] | sections))
         values: dict[str, Any] = json.loads(path.read_text())
         return values
@@ -160,6 +168,34 @@ def test_in_its_own_layout_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     tensors, expected = runs.saved("broken"), runs.saved("straight")
     assert {key.partition("/")[0] for key in expected} == {"model", "optimizer", "metrics"}
     assert tensors.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(tensors[key], expected[key])] == []
+
+
+@pytest.fixture
+def expert_runs(small_job: Write, tmp_path: Path, table: ModuleType) -> Runs:
+    model = {**table.EXPERTS, "max_positions": 64}
+    return Runs(small_job, tmp_path / "runs", model=model, metrics=["perplexity", "router"])
+
+
+def test_a_run_of_experts_goes_on_with_other_expert_groups(world: type[World], expert_runs: Runs) -> None:
+    runs = expert_runs
+    ((straight, *_),) = world(1).run(train, [(runs.job("straight", "one"), None)])
+    world(4).run(train, [(runs.job("part", "fsdp4-ep4", checkpoint={"every": 2}), DIES_AT)])
+    for ranks, layouts in ((4, ["hsdp-ep2", "fsdp4-ep2"]), (1, ["one"])):
+        found = world(ranks).run(train, [runs.resumed("part", layout) for layout in layouts])[0]
+        for layout, result in zip(layouts, found, strict=True):
+            assert_goes_on(runs, f"part-{layout}", result, straight["numbers"])
+    assert any("selection_bias" in key for key in runs.saved("straight"))
+
+
+def test_a_resumed_run_of_experts_is_the_undisturbed_one_bit_for_bit(world: type[World], expert_runs: Runs) -> None:
+    runs = expert_runs
+    straight = (runs.job("straight", "fsdp4-ep2", checkpoint={}), None)
+    broken = (runs.job("broken", "fsdp4-ep2", checkpoint={"every": 2}), DIES_AT)
+    ((undisturbed, _, after), *_) = world(4).run(train, [straight, broken, (broken[0], None)])
+    assert after["numbers"] == {step: undisturbed["numbers"][step] for step in range(SAVED_AT, STEPS)}
+    assert runs.log("broken") == runs.log("straight")
+    tensors, expected = runs.saved("broken"), runs.saved("straight")
     assert [key for key in expected if not torch.equal(tensors[key], expected[key])] == []
 
 
