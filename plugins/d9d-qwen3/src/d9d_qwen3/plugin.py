@@ -43,5 +43,6 @@ def d9d_models() -> Iterable[ModelSpec]:
         hugging_face=Ref("d9d_qwen3.moe_hugging_face:Qwen3MoeHuggingFace"),
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
         tiny=Ref("d9d_qwen3.moe_config:tiny"),
-        provides=_PROVIDES | {"model:adapts", "model:experts", "model:losses", "model:tallies"},
+        provides=_PROVIDES
+        | {"model:adapts", "model:layout_dependent", "model:experts", "model:losses", "model:tallies"},
     )
