@@ -49,6 +49,7 @@ def job_of(options: argparse.Namespace, directory: str, ep: int) -> Job:
         "parallel": [
             {"name": "fsdp", "compute_dtype": "bfloat16", "reduce_dtype": "float32"},
             *(["expert_parallel"] if ep > 1 else []),
+            *(["compile"] if options.compile else []),
         ],
         "batch": {"size": ranks * options.samples},
         "model": {
@@ -199,6 +200,7 @@ def main() -> None:
         ("inside", 768), ("vocabulary", 32_768), ("steps", 5), ("rounds", 5),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -42,12 +42,12 @@ class ExpertParallel:
         """
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh
-        layers = replace_dispatchers(stage, partial(AllToAllDispatcher, group), self._config.name)
         banks: dict[str, nn.Module] = {}
         for name, layer in modules_with(stage, HasExperts).items():
             banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}
         for name, bank in banks.items():
             spread_bank(bank, mesh, name)
+        layers = replace_dispatchers(stage, partial(AllToAllDispatcher, group), self._config.name)
         parameters = [own for name, bank in banks.items() for own, _ in bank.named_parameters(name)]
         return Applied(
             modules=(*layers, *banks),
