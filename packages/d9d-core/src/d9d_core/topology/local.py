@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,5 +25,17 @@ def full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank. Collective over the ranks of a DTensor's mesh."""
     if not isinstance(tensor, DTensor):
         return tensor
-    with torch.no_grad():
+    with torch.no_grad(), _several_gathers_are_meant():
         return tensor.full_tensor()
+
+
+@contextmanager
+def _several_gathers_are_meant() -> Iterator[None]:
+    """Keeps torch from warning, on every rank, that what is split over two dimensions is gathered in two steps."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
