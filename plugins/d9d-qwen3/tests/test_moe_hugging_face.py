@@ -327,13 +327,14 @@ def test_a_bias_of_the_selection_is_kept_and_transformers_says_that_it_is_left_o
     assert all(torch.equal(tensor, state_of(model)[name]) for name, tensor in state_of(again).items())
 
 
-def test_a_bias_of_the_selection_starts_anew_where_there_was_none_and_can_be_left_behind(tmp_path: Path) -> None:
+def test_a_bias_of_the_selection_starts_anew_where_there_was_none_and_is_not_lost_silently(tmp_path: Path) -> None:
     export_to(tmp_path / "without", tiny(), random_model(tiny()))
     export_to(tmp_path / "with", changed(**BIASED), random_model(changed(**BIASED)))
     assert into_model(tmp_path / "without", changed(**BIASED))[1].fresh == {
         f"layers.{layer}.ffn.router.selection_bias" for layer in range(2)
     }
-    assert not into_model(tmp_path / "with", tiny())[1].fresh
+    with pytest.raises(CheckpointError, match=r"selection_bias.* add \{name: bias_update\} to model.balancing"):
+        into_model(tmp_path / "with", tiny())
 
 
 class Counting:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from d9d_core.errors import CheckpointError
 from d9d_core.state.mapper import Chunk, Drop, Either, Fresh, Mapper, Parallel, Prefix, Rename, Stack, Transpose
 
 from d9d_qwen3.moe_config import Qwen3MoeConfig
@@ -16,7 +17,15 @@ def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]
     """From files of a model like ``stored`` to a model like ``config``, for all layers that have experts.
 
     Transformers has no bias of the selection; ours is kept under a name of our own, which it leaves out.
+
+    Raises:
+        CheckpointError: the stored model chose experts by such a bias, and this one would choose others without.
     """
+    if stored.has_selection_bias and not config.has_selection_bias:
+        raise CheckpointError(
+            "the stored routers choose experts by a bias (selection_bias), which this model would not have; "
+            "add {name: bias_update} to model.balancing"
+        )
     sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
     theirs, ours = "model.layers.{layer}.mlp.gate", "layers.{layer}.ffn.router"
     yield Rename(f"{theirs}.weight", f"{ours}.weight")

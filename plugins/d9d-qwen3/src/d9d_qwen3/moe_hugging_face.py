@@ -39,7 +39,7 @@ class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
             "moe_intermediate_size": data["moe_intermediate_size"],
             "num_experts": _experts(data),
             "experts_per_token": data["num_experts_per_tok"],
-            "renormalise": bool(data.get("norm_topk_prob")),
+            "renormalise": data.get("norm_topk_prob") or False,
             "dense_layers": _dense_layers(data),
             "head_dim": data.get("head_dim") or 0,
             "sliding_window": _window(data),
@@ -65,7 +65,7 @@ def _experts(data: Mapping[str, Any]) -> Any:
 def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
     """Those that are named, and those between the layers that have experts."""
     named, step = data.get("mlp_only_layers") or (), data.get("decoder_sparse_step", 1)
-    if not isinstance(step, int) or step < 1:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         raise CheckpointError(f"config.json: decoder_sparse_step is {step!r}; every how many layers has experts?")
     return tuple(layer for layer in range(data["num_hidden_layers"]) if layer in named or (layer + 1) % step)
 

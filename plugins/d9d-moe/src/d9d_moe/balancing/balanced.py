@@ -14,6 +14,7 @@ from d9d_nn.added_loss import add_loss
 from torch import Tensor, nn
 
 from d9d_moe.balancing.base import Balancer, BalancingLoss, BiasUpdate, Choice
+from d9d_moe.routing import count_rows
 
 
 class BalancedRouter(nn.Module):
@@ -22,9 +23,9 @@ class BalancedRouter(nn.Module):
     Implements the traits ``AddsLosses``, ``HasTallies``, ``Adapts`` and ``LayoutDependent``. All buffers but the bias
     belong to one forward or step and are not saved; they are overwritten on the device.
 
-    Tallies of a microbatch: ``expert_tokens`` int64 [E], rows that each expert got; ``tokens`` int64, positions;
-    ``entropy`` float32, of the normalised scores in nats, summed over positions; ``dropped`` int64, rows that found
-    their expert full, if there is a capacity.
+    Tallies of a microbatch: ``expert_tokens`` int64 [E], rows for which each expert was chosen, whether or not it took
+    them; ``tokens`` int64, positions; ``entropy`` float32, of the normalised scores in nats, summed over positions;
+    ``dropped`` int64, rows that found their expert full, if there is a capacity.
 
     Loss terms act with the factors that the loop fills in; in a router alone they are zero.
 
@@ -117,10 +118,12 @@ class BalancedRouter(nn.Module):
 
     @torch.no_grad()
     def tally(self, choice: Choice, counts: Tensor) -> None:
-        """Note what was chosen, and the rows int64 [E] that each expert got of it."""
+        """Note what was chosen, and the rows int64 [E] that each expert took of it."""
         found = {"expert_tokens": counts, "entropy": torch.special.entr(choice.shares().detach()).sum()}
         if "dropped" in self._tallies:
-            found["dropped"] = choice.indices.numel() - counts.sum()
+            # Balance is about what was asked for: what full experts took looks even however uneven that is.
+            found["expert_tokens"] = count_rows(choice.indices, self.experts)
+            found["dropped"] = found["expert_tokens"].sum() - counts.sum()
         for name, value in found.items():
             self.get_buffer(f"tally_{name}").copy_(value)
         self.get_buffer("tally_tokens").fill_(len(choice.indices))

@@ -52,7 +52,8 @@ class BatchBalance:
 
     f_i is the fraction of choices that expert i got, P_i the mean of its normalised scores. Fedus et al. 2021, "Switch
     Transformers", equations 4 to 6, for k = 1; over k choices as a fraction of all of them, so that the value does not
-    grow with k. Transformers' ``router_aux_loss_coef`` is for k times this value.
+    grow with k. Transformers' ``router_aux_loss_coef`` is for k times this value, over all
+    layers at once instead of their sum.
 
     Samples may differ from each other as long as the microbatch is balanced. So the loss depends on which samples share
     a microbatch and a rank: not layout invariant.

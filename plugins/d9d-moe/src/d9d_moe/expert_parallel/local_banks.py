@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -19,18 +18,29 @@ def compute_with_local_banks(bank: nn.Module) -> None:
     Args:
         bank: a module that owns parameters, each split over ranks in dimension 0; children are not changed.
     """
-    forward = bank.forward
+    replaced: Callable[..., Any] = LocalBanks(bank, bank.forward)
+    bank.forward = replaced
 
-    @wraps(forward)
-    def with_local_banks(*args: Any, **kwargs: Any) -> Any:
+
+class LocalBanks:
+    """Takes the place of a bank's forward. No closure: deep copies of the bank must compute with their own parameters.
+
+    Args:
+        bank: the module.
+        forward: its forward until now.
+    """
+
+    def __init__(self, bank: nn.Module, forward: Callable[..., Any]) -> None:
+        self.bank = bank
+        self.forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the forward returns."""
         # What FSDP2 and torch.func.functional_call do: modules look their parameters up here at each access.
-        own: dict[str, Any] = bank._parameters  # noqa: SLF001
+        own: dict[str, Any] = self.bank._parameters  # noqa: SLF001
         spread = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
         own.update({name: parameter.to_local() for name, parameter in spread.items()})
         try:
-            return forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         finally:
             own.update(spread)
-
-    replaced: Callable[..., Any] = with_local_banks
-    bank.forward = replaced

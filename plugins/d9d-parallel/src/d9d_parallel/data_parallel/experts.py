@@ -13,15 +13,16 @@ from torch.distributed.tensor import DTensor, Shard
 VIEW, REPLICAS, SHARDS = "expert", "expert_replicate", "expert_fsdp"
 
 
-def spread_banks(stage: nn.Module) -> dict[str, nn.Module]:
-    """The modules whose parameters are split by expert over ranks already, by qualified name."""
+def find_banks(stage: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold experts, by qualified name."""
     layers = modules_with(stage, HasExperts)
     members = {id(bank) for layer in layers.values() for bank in layer.expert_banks().values()}
-    return {
-        name: module
-        for name, module in stage.named_modules()
-        if id(module) in members and any(isinstance(parameter, DTensor) for parameter in module.parameters())
-    }
+    return {name: module for name, module in stage.named_modules() if id(module) in members}
+
+
+def is_spread(bank: nn.Module) -> bool:
+    """Whether its parameters are split by expert over ranks already."""
+    return any(isinstance(parameter, DTensor) for parameter in bank.parameters())
 
 
 class ShardDimension:

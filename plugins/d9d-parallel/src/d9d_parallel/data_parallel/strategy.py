@@ -24,7 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from d9d_parallel.blocks import find_blocks
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
-from d9d_parallel.data_parallel.experts import REPLICAS, SHARDS, VIEW, ShardDimension, spread_banks
+from d9d_parallel.data_parallel.experts import REPLICAS, SHARDS, VIEW, ShardDimension, find_banks, is_spread
 from d9d_parallel.data_parallel.reducer import FsdpReducer
 
 
@@ -113,7 +113,8 @@ def wrap(
             share a parameter.
     """
     mesh = topology.mesh("dense", *dims.dense)
-    blocks, banks = find_blocks(stage, config.name), spread_banks(stage)
+    blocks, experts = find_blocks(stage, config.name), find_banks(stage)
+    banks = {name: bank for name, bank in experts.items() if is_spread(bank)}
     _check_ties(stage, blocks, config.name)
     ignored = _ignored(stage, config)
     _check_group(reshard_after_forward, mesh, config.name, spread=bool(banks))
@@ -121,6 +122,7 @@ def wrap(
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, _dtype(config.output_dtype))
     pinned = mesh.device_type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
+    _check_formats(stage, experts, ignored, policy.param_dtype, config.name)
     skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
     for bank in banks.values():
         fully_shard(
@@ -180,6 +182,24 @@ def _ignored(stage: nn.Module, config: DataParallelConfig) -> frozenset[str]:
             shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
             raise BuildError(f"the pattern {pattern!r} in 'ignore' matches no parameter; parameters: {shown}")
     return frozenset(name for name in names if any(fnmatch.fnmatchcase(name, p) for p in config.ignore))
+
+
+def _check_formats(
+    stage: nn.Module,
+    experts: Mapping[str, nn.Module],
+    ignored: frozenset[str],
+    compute: torch.dtype | None,
+    strategy: str,
+) -> None:
+    """Experts multiply what they get by their weights, so both must have one format; a norm or a router casts."""
+    names = [f"{bank}.{name}" for bank, module in experts.items() for name, _ in module.named_parameters()]
+    for name in names:
+        dtype = stage.get_parameter(name).dtype
+        if compute is not None and name in ignored and dtype != compute:
+            raise BuildError(
+                f"strategy '{strategy}': 'ignore' leaves '{name}' in {dtype}, but its inputs are computed in "
+                f"{compute}; remove the pattern or compute_dtype"
+            )
 
 
 def _check_group(reshard_after_forward: bool | int, mesh: DeviceMesh, strategy: str, *, spread: bool) -> None:
