@@ -134,10 +134,15 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def run_experts(corpus: Path, device: str = "cpu", layouts: Sequence[Layout] = EXPERT_LAYOUTS) -> list[Row]:
+def run_experts(
+    corpus: Path,
+    device: str = "cpu",
+    layouts: Sequence[Layout] = EXPERT_LAYOUTS,
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+) -> list[Row]:
     """Every layout of the model with experts: in float32 with three microbatches, in bfloat16 with one."""
-    rows = run(corpus, layouts, ("float32",), (3,), device=device, model=EXPERTS)
-    return rows + run(corpus, layouts, ("bfloat16",), (1,), device=device, model=EXPERTS)
+    counts = {"float32": (3,), "bfloat16": (1,)}
+    return [row for d in dtypes for row in run(corpus, layouts, (d,), counts[d], device=device, model=EXPERTS)]
 
 
 def main() -> None:

@@ -12,14 +12,14 @@ from d9d_core.plugin import PluginPolicy, Registry, discover, installed
 from d9d_core.plugin.known import KnownPlugins
 
 Install = Callable[..., None]
-OURS = {"acme-moe", "d9d-mixture", "d9d-pipeline", "other"}
+OURS = {"acme-moe", "d9d-mixture", "d9d-conduit", "other"}
 ONE = """
 @hookimpl
 def d9d_strategies():
     yield strategy("expert_parallel")
 """
 KNOWN = KnownPlugins(
-    {"strategy": {"expert_parallel": "d9d-mixture"}, "schedule": {"zbv": "d9d-pipeline"}}, {"d9d-mixture": "0.5.0"}
+    {"strategy": {"expert_parallel": "d9d-mixture"}, "schedule": {"zbv": "d9d-conduit"}}, {"d9d-mixture": "0.5.0"}
 )
 
 
@@ -81,11 +81,11 @@ def test_two_plugins_with_one_name_are_an_error_when_it_is_used(install: Install
 
 
 def test_a_broken_plugin_that_is_named_is_an_error_with_its_cause(install: Install) -> None:
-    install("d9d-pipeline", "0.1.0", "import a_module_that_is_not_there")
+    install("d9d-conduit", "0.1.0", "import a_module_that_is_not_there")
     with pytest.raises(PluginError) as caught:
         find("zbv", "schedule")
     assert str(caught.value) == (
-        "schedule 'zbv' comes from d9d-pipeline 0.1.0, which failed to import: "
+        "schedule 'zbv' comes from d9d-conduit 0.1.0, which failed to import: "
         "ModuleNotFoundError(\"No module named 'a_module_that_is_not_there'\")"
     )
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
@@ -256,7 +256,7 @@ def test_a_distribution_that_nobody_knows_is_not_advertised(install: Install) ->
         "no plugin 'evil-pkg' is installed; 'expert_parallel' is offered by acme-moe 9.9"
     )
     assert message("evil-pkg/zbv", "schedule") == (
-        "no plugin 'evil-pkg' is installed; 'zbv' comes from d9d-pipeline; install it with: pip install d9d-pipeline"
+        "no plugin 'evil-pkg' is installed; 'zbv' comes from d9d-conduit; install it with: pip install d9d-conduit"
     )
     assert message("evil-pkg/nothing") == "no plugin 'evil-pkg' is installed; installed: acme-moe, d9d-core"
     assert message("D9D_mixture/expert_parallel") == (

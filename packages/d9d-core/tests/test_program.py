@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from d9d_core.loop.program import Action, Backward, Forward, Reduce, single_stage, validate
+from d9d_core.loop.program import Action, Backward, Forward, Reduce, single_stage
+from d9d_core.loop.program_check import validate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +40,7 @@ def test_leaving_out_or_swapping_any_action_is_noticed(data: st.DataObject) -> N
 @pytest.mark.parametrize(
     ("extra", "problem"),
     [
-        (Forward(0, 0), "F0.0 appears twice, on rank 0 and rank 0"),
+        (Forward(0, 0), "F0.0 appears twice, on rank 0 and rank 0; remove one"),
         (Forward(0, 7), "F0.7 on rank 0: there are only 1 microbatches"),
         (Reduce(3), "R3 on rank 0: there are only 1 stages"),
     ],
@@ -51,10 +52,10 @@ def test_what_is_too_much_is_named(extra: Action, problem: str) -> None:
 
 def test_forward_and_backward_of_a_stage_belong_to_one_rank() -> None:
     problems = validate([(Forward(0, 0), Reduce(0)), (Backward(0, 0),)], 1, 1)
-    assert problems == ["F0.0 is on rank 0 but B0.0 on rank 1"]
+    assert problems == ["F0.0 is on rank 0 but B0.0 on rank 1: keep all actions of a stage on one rank"]
 
 
 def test_programs_need_no_torch() -> None:
-    code = "import sys, d9d_core.loop.program; print('torch' in sys.modules)"
+    code = "import sys, d9d_core.loop.program_check, d9d_core.loop.program_text; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False"

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from d9d_core.errors import BuildError
 from d9d_core.loop.added import AddedLosses, Tallies
 from d9d_core.loop.gradients import Gradients
-from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, validate
+from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, count_stages
+from d9d_core.loop.program_check import validate
 from d9d_core.loop.statistics import Statistics
 from d9d_core.protocols import Microbatch, Pack, Task
 
@@ -148,17 +149,21 @@ class Executor:
         return outputs
 
 
-def checked_programs(schedule: Schedule, stages: int, microbatches: int) -> Sequence[Program]:
+def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Sequence[Program]:
     """The programs of all pipeline ranks, validated.
 
     Raises:
-        BuildError: the schedule generates an invalid program.
+        BuildError: the schedule cannot do that, or generates an invalid program.
     """
     try:
-        programs = schedule(stages, microbatches)
+        programs = schedule(ranks, microbatches)
     except ValueError as error:
         raise BuildError(f"pipeline: {error}") from error
-    problems = validate(programs, stages, microbatches)
+    problems = validate(programs, count_stages(programs), microbatches)
+    if len(programs) != ranks:
+        problems = [f"{len(programs)} programs for {ranks} rank(s); a schedule makes one for each"]
     if problems:
-        raise BuildError(f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}")
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        text = f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}{more}"
+        raise BuildError(f"{text}. The schedule is wrong, not the job: choose another, or repair its plugin")
     return programs

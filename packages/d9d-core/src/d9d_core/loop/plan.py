@@ -11,10 +11,10 @@ from d9d_core.errors import BuildError
 from d9d_core.loop.assemble import Assembly, assemble, build_part
 from d9d_core.loop.executor import checked_programs
 from d9d_core.loop.pretrained import pretrained_weights
-from d9d_core.loop.program import Program, Schedule, single_stage
+from d9d_core.loop.program import Backward, Forward, Program, Reduce, Schedule, count_stages, single_stage
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.plugin.capabilities import Circumstances, Verdict
-from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols import LrSchedule, Optimizer, Task
 from d9d_core.topology.local import local
@@ -104,13 +104,27 @@ def build_schedule(job: JobConfig, selection: Selection) -> Schedule:
     """The program generator of the job; the single-stage one by default.
 
     Raises:
-        BuildError: the mesh has pipeline stages, but the job names no schedule.
+        BuildError: the mesh has pipeline stages, but the job names no schedule, or the schedule runs several stages.
     """
     if selection.schedule is None or job.pipeline is None:
         if job.mesh.pp > 1:
             raise BuildError(f"mesh.pp is {job.mesh.pp}, but the job names no schedule; add 'pipeline: <name>'")
         return single_stage
     schedule: Schedule = build_part(selection.schedule, job.pipeline)
+    programs = checked_programs(schedule, job.mesh.pp, job.microbatches)
+    if (stages := count_stages(programs)) > 1:
+        raise BuildError(
+            f"pipeline: '{job.pipeline.name}' runs {stages} stages, and only models in one piece can be trained so "
+            "far; remove 'pipeline' and set mesh.pp to 1. 'd9d pipeline show' draws the schedule"
+        )
+    spec = selection.schedule.spec
+    kinds = {type(action) for program in programs for action in program}
+    unknown = [kind.__name__ for kind in kinds - {Forward, Backward, Reduce}]
+    if unknown and isinstance(spec, ScheduleSpec) and spec.handlers is None:
+        raise BuildError(
+            f"pipeline: '{job.pipeline.name}' asks for {', '.join(sorted(unknown))}, which nothing can run so far; "
+            "choose another schedule, or remove 'pipeline'"
+        )
     return schedule
 
 

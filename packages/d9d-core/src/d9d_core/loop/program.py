@@ -1,43 +1,121 @@
-"""What one rank does in one optimizer step, as data: frozen actions, checked before they run. Imports no torch.
+"""What one rank does in one optimizer step, as data: frozen actions. Imports no torch.
 
 The program of a single stage is forward and backward of each microbatch in turn, then the reduction; gradient
-accumulation is the same program with more microbatches. Pipeline schedules are other generators of such programs, and
-bring action types of their own. The optimizer step is no action: it is one line of the training step, after all
-programs have ended, because clipping needs the gradients of every stage.
+accumulation is the same program with more microbatches. Pipeline schedules are other generators of such programs. The
+optimizer step is no action: it is one line of the training step, after all programs have ended, because clipping needs
+the gradients of every stage.
+
+Every action prints as a letter, its stage and its microbatch: ``F2.5``. What is sent is named by the stage that has
+made it, what is received by the stage that needs it: ``S>2.5`` on one rank is ``R>3.5`` on another, and ``S<3.5`` is
+``R<2.5``.
+
+A rank runs its actions one after the other, but sends and receives only start something: a receive offers memory, a
+send hands a tensor over, and whoever needs the tensor waits for it. Tensors from one rank to another arrive in the
+order in which they were sent, and have to be received in that order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Base of all actions."""
+    """Base of all actions.
+
+    Attributes:
+        stage: whose part of the model this is about; a stage of the rank that runs the action.
+    """
 
     stage: int
 
 
 @dataclass(frozen=True, slots=True)
-class Forward(Action):
-    """Run a stage on one microbatch; on the last stage, compute the loss too."""
+class MicrobatchAction(Action):
+    """Base of the actions for one microbatch.
 
+    Attributes:
+        mark: what it prints as.
+    """
+
+    mark: ClassVar[str]
     microbatch: int
 
     def __str__(self) -> str:
-        return f"F{self.stage}.{self.microbatch}"
+        return f"{self.mark}{self.stage}.{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward(Action):
-    """Compute the gradients of one microbatch."""
+class Forward(MicrobatchAction):
+    """Run a stage on one microbatch; on the last stage, compute the loss too."""
 
-    microbatch: int
+    mark = "F"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward(MicrobatchAction):
+    """Compute all gradients of one microbatch."""
+
+    mark = "B"
+
+
+@dataclass(frozen=True, slots=True)
+class InputBackward(MicrobatchAction):
+    """Compute the gradients of the stage's inputs; those of its weights wait for :class:`WeightBackward`."""
+
+    mark = "I"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBackward(MicrobatchAction):
+    """Compute the gradients of the stage's weights that :class:`InputBackward` left."""
+
+    mark = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation(MicrobatchAction):
+    """Hand the stage's outputs to the rank of the next stage."""
+
+    mark = "S>"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveActivation(MicrobatchAction):
+    """Offer memory for the stage's inputs, which the rank of the previous stage sends."""
+
+    mark = "R>"
+
+
+@dataclass(frozen=True, slots=True)
+class SendGradient(MicrobatchAction):
+    """Hand the gradients of the stage's inputs to the rank of the previous stage."""
+
+    mark = "S<"
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveGradient(MicrobatchAction):
+    """Offer memory for the gradients of the stage's outputs, which the rank of the next stage sends."""
+
+    mark = "R<"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap(Action):
+    """Run a forward and a backward of other microbatches or stages at the same time."""
+
+    stage: int = field(init=False, repr=False)
+    forward: Forward
+    backward: Backward | InputBackward
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stage", self.forward.stage)
 
     def __str__(self) -> str:
-        return f"B{self.stage}.{self.microbatch}"
+        return f"{self.forward}+{self.backward}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +133,12 @@ Program = tuple[Action, ...]
 class Schedule(Protocol):
     """A program generator: a pure function, so that programs can be printed, checked and simulated without a GPU."""
 
-    def __call__(self, stages: int, microbatches: int) -> Sequence[Program]:
-        """One program per pipeline rank."""
+    def __call__(self, ranks: int, microbatches: int, /) -> Sequence[Program]:
+        """One program per pipeline rank. How many stages there are, and where, is up to the schedule.
+
+        Raises:
+            ValueError: the schedule cannot do that; the text says what it can do, such as the least microbatches.
+        """
         ...
 
 
@@ -72,44 +154,11 @@ def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
     return [(*steps, Reduce(0))]
 
 
-def validate(programs: Sequence[Program], stages: int, microbatches: int) -> list[str]:
-    """What is wrong with the programs of all ranks together; an empty list if nothing is.
-
-    Every stage runs each microbatch forward once and backward once, in that order and on one rank, and reduces once,
-    after its last backward.
-    """
-    problems = []
-    place: dict[Action, tuple[int, int]] = {}
-    for rank, program in enumerate(programs):
-        for position, action in enumerate(program):
-            if action in place:
-                problems.append(f"{action} appears twice, on rank {place[action][0]} and rank {rank}")
-            place[action] = (rank, position)
-            if isinstance(action, Forward | Backward) and not 0 <= action.microbatch < microbatches:
-                problems.append(f"{action} on rank {rank}: there are only {microbatches} microbatches")
-            if not 0 <= action.stage < stages:
-                problems.append(f"{action} on rank {rank}: there are only {stages} stages")
-    for stage in range(stages):
-        problems += _validate_stage(place, stage, microbatches)
-    return problems
+def compute_parts(action: Action) -> tuple[Action, ...]:
+    """The forward and backward of an overlapped pair; of any other action, that action."""
+    return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
-def _validate_stage(place: dict[Action, tuple[int, int]], stage: int, microbatches: int) -> list[str]:
-    problems = []
-    reduce = place.get(Reduce(stage))
-    if reduce is None:
-        problems.append(f"{Reduce(stage)} is missing")
-    for microbatch in range(microbatches):
-        forward, backward = Forward(stage, microbatch), Backward(stage, microbatch)
-        missing = [str(action) for action in (forward, backward) if action not in place]
-        if missing:
-            problems.append(f"{' and '.join(missing)} missing")
-            continue
-        before, after = place[forward], place[backward]
-        if before[0] != after[0]:
-            problems.append(f"{forward} is on rank {before[0]} but {backward} on rank {after[0]}")
-        elif before[1] > after[1]:
-            problems.append(f"{backward} comes before {forward}")
-        if reduce is not None and reduce[0] == after[0] and reduce[1] < after[1]:
-            problems.append(f"{Reduce(stage)} comes before {backward}")
-    return problems
+def count_stages(programs: Sequence[Program]) -> int:
+    """How many stages the programs run: one more than the highest they name."""
+    return 1 + max((action.stage for program in programs for action in program), default=-1)

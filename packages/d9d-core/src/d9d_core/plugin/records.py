@@ -16,7 +16,7 @@ from typing import Literal
 
 from d9d_core.plugin.ref import Ref
 
-_NAME = re.compile(r"[a-z][a-z0-9_]*(\.v[0-9]+)?")
+_NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")

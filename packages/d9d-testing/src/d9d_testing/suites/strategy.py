@@ -104,12 +104,15 @@ class StrategySuite:
             modules, parameters = dict(stage.named_modules()), dict(stage.named_parameters())
             where = f"{mesh} {settings}: Applied"
             views = job_of(self.job_values(), self.plugins()).views()
-            axes = {*Mesh().sizes(), *(dim.name for view in views.values() for dim in view.dims)}
+            dims = {
+                name: {dim.name for dim in views[view].dims} for name, view in outcome.views.items() if view in views
+            }
+            axes = {claim.axis for claim in outcome.gradients if claim.axis not in dims.get(claim.parameter, ())}
             assert outcome.modules, f"{where}.modules is empty; a strategy that changes nothing is an error"
             for what, named, known in (
                 ("modules names", outcome.modules, modules),
                 ("gradients names parameters", [claim.parameter for claim in outcome.gradients], parameters),
-                ("gradients names axes", [claim.axis for claim in outcome.gradients], axes),
+                ("gradients names axes", axes, Mesh().sizes()),
                 ("views names parameters", outcome.views, parameters),
                 ("views names views", outcome.views.values(), views),
                 ("on_host names", outcome.on_host, parameters),

@@ -1,0 +1,21 @@
+"""Names are what people type into job files: lower case, digits, underscores; a schedule may be called 1f1b."""
+
+from __future__ import annotations
+
+import pytest
+from d9d_core.plugin import Ref, ScheduleSpec
+
+
+def named(name: str) -> ScheduleSpec:
+    return ScheduleSpec(name=name, summary="x", config=Ref("json:loads"), build=Ref("json:loads"))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb1p", "z_loss_lm.v2", "a"])
+def test_a_name_has_letters_digits_and_underscores(name: str) -> None:
+    assert named(name).key == name
+
+
+@pytest.mark.parametrize("name", ["", "1", "12", "1F1B", "_a", "a-b", "a b", "a.v", "a.b", "1_"])
+def test_a_name_that_yaml_or_people_would_misread_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="use lower case, digits and underscores"):
+        named(name)

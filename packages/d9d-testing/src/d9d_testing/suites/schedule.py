@@ -1,0 +1,179 @@
+"""What every pipeline schedule must do: compute each microbatch once, in a bounded memory, without waiting forever."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from d9d_core.loop.program import Backward, Forward, Program, Schedule, WeightBackward, compute_parts, count_stages
+from d9d_core.loop.program_check import placement, validate
+from d9d_core.loop.program_text import diff_programs, format_programs, parse_programs
+from d9d_core.plugin import Registry, ScheduleSpec
+from d9d_core.plugin.single_file import file_plugin
+
+from d9d_testing.suites.fresh import import_fresh
+
+Case = tuple[int, int, Mapping[str, Any], Sequence[Program]]
+
+
+class ScheduleSuite:
+    """The conformance suite of pipeline schedules.
+
+    Subclass it, name the schedule, and say what it promises::
+
+        class TestMySchedule(ScheduleSuite):
+            plugin = "my_plugin.plugin"
+            target = "my_schedule"
+            settings = ({}, {"stages_per_rank": 3})
+
+            def most_held(self, ranks, microbatches, settings):
+                return min(microbatches, ranks)
+
+    Each test runs over all ``ranks``, the least number of microbatches and those after it up to three for each rank,
+    and all settings.
+
+    Attributes:
+        plugin: the module that declares it, or the path of a single-file plugin.
+        target: its name.
+        settings: fields of its config, one mapping for each variation to test.
+        ranks: numbers of pipeline ranks to try.
+    """
+
+    pytestmark = pytest.mark.smoke
+
+    plugin: ClassVar[str]
+    target: ClassVar[str]
+    settings: ClassVar[Sequence[Mapping[str, Any]]] = ({},)
+    ranks: ClassVar[Sequence[int]] = (1, 2, 3, 4)
+
+    # --- what subclasses promise
+
+    def most_held(self, ranks: int, microbatches: int, settings: Mapping[str, Any]) -> float:
+        """The largest number of microbatches that a rank holds activations of at a time.
+
+        A stage's part of a microbatch counts as one divided by the number of stages on its rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.most_held: say how much memory the schedule takes at most")
+
+    def least_microbatches(self, ranks: int, settings: Mapping[str, Any]) -> int:  # noqa: ARG002 - for subclasses
+        """The smallest number of microbatches that the schedule takes."""
+        return 1
+
+    # --- what holds for all
+
+    def test_every_stage_computes_each_microbatch_once_and_in_order(self) -> None:
+        """Sends and receives match, and reductions come last."""
+        for ranks, microbatches, settings, programs in self.cases():
+            where = _where(ranks, microbatches, settings)
+            assert len(programs) == ranks, f"{where}: {len(programs)} programs; make one for each rank"
+            idle = [rank for rank, stages in enumerate(placement(programs)) if not stages]
+            assert not idle, f"{where}: ranks {idle} have no stage"
+            problems = validate(programs, count_stages(programs), microbatches, buffers=None)
+            assert not problems, f"{where}: {'; '.join(problems[:5])}"
+
+    def test_nobody_waits_forever(self) -> None:
+        """Even if a rank may send another only one tensor in advance."""
+        for ranks, microbatches, settings, programs in self.cases():
+            problems = validate(programs, count_stages(programs), microbatches, buffers=1)
+            assert not problems, f"{_where(ranks, microbatches, settings)}: {'; '.join(problems[:5])}"
+
+    def test_no_rank_holds_more_than_promised(self) -> None:
+        """From forward to backward, or to the gradients of weights; the promise is kept and is not idle."""
+        reached = False
+        for ranks, microbatches, settings, programs in self.cases():
+            held = max(map(_most_held, programs))
+            promised = self.most_held(ranks, microbatches, settings)
+            where = _where(ranks, microbatches, settings)
+            assert held <= promised + 1e-9, (
+                f"{where}: a rank holds {held:g} microbatches, but most_held says {promised:g}"
+            )
+            reached |= held > promised - 1e-9
+        assert reached, f"no rank ever holds what {type(self).__name__}.most_held says; lower it"
+
+    def test_the_same_numbers_give_the_same_programs(self) -> None:
+        """Every rank generates the programs of all for itself."""
+        for ranks, microbatches, settings, programs in self.cases():
+            again = self.schedule(settings)(ranks, microbatches)
+            difference = diff_programs(programs, again)
+            assert not difference, f"{_where(ranks, microbatches, settings)}: {'; '.join(difference[:5])}"
+
+    def test_too_few_microbatches_are_refused(self) -> None:
+        """With the least number, so that whoever reads it knows what to set."""
+        for settings in self.settings:
+            for ranks in self.ranks:
+                least = self.least_microbatches(ranks, settings)
+                where = _where(ranks, least - 1, settings)
+                with pytest.raises(ValueError, match=rf"\b{least}\b") as refusal:
+                    self.schedule(settings)(ranks, least - 1)
+                assert type(refusal.value) is ValueError, f"{where}: raise a ValueError"
+
+    def test_programs_survive_being_printed(self) -> None:
+        """And JSON, which the text goes into line by line."""
+        for ranks, microbatches, settings, programs in self.cases():
+            lines = json.loads(json.dumps(format_programs(programs).split("\n")))
+            difference = diff_programs(programs, parse_programs("\n".join(lines)))
+            assert not difference, f"{_where(ranks, microbatches, settings)}: {'; '.join(difference[:5])}"
+
+    def test_ranks_compute_at_the_same_time(self) -> None:
+        """A simulated step of several microbatches is shorter than if one rank computed after the other."""
+        simulate = pytest.importorskip("d9d_pipeline.simulator.run").simulate
+        for ranks, microbatches, settings, programs in self.cases():
+            step = simulate(programs, buffers=1)
+            work, where = sum(step.busy), _where(ranks, microbatches, settings)
+            if min(ranks, microbatches) > 1:
+                assert step.makespan < work - 1e-6, f"{where}: no two ranks ever compute at the same time"
+
+    def test_it_is_made_without_torch(self) -> None:
+        """Programs are looked at on machines that have none; a single file may import what it wants."""
+        if self.plugin.endswith(".py"):
+            pytest.skip("a single-file plugin")
+        spec = self.spec()
+        for reference in (spec.config, spec.build):
+            module = reference.target.partition(":")[0]
+            loaded = import_fresh(module)[module].modules
+            assert "torch" not in loaded, f"{self.target}: {reference} imports torch; programs need none"
+
+    # --- what subclasses may use
+
+    def spec(self) -> ScheduleSpec:
+        """The record."""
+        file = self.plugin.endswith(".py")
+        module = file_plugin(Path(self.plugin))[1]() if file else importlib.import_module(self.plugin)
+        spec = Registry.of(module).find("schedule", self.target).spec
+        assert isinstance(spec, ScheduleSpec), f"{self.target} is declared with a {type(spec).__name__}"
+        return spec
+
+    def schedule(self, settings: Mapping[str, Any]) -> Schedule:
+        """One with these fields."""
+        spec = self.spec()
+        config = spec.config.load().model_validate({"name": self.target, **settings})
+        made: Schedule = spec.build.load()(config)
+        return made
+
+    def cases(self) -> Iterator[Case]:
+        """Ranks, microbatches, settings and the programs for them."""
+        for settings in self.settings:
+            schedule = self.schedule(settings)
+            for ranks in self.ranks:
+                least = self.least_microbatches(ranks, settings)
+                for microbatches in range(least, least + 3 * ranks + 1):
+                    yield ranks, microbatches, settings, schedule(ranks, microbatches)
+
+
+def _where(ranks: int, microbatches: int, settings: Mapping[str, Any]) -> str:
+    return f"{ranks} ranks, {microbatches} microbatches, {dict(settings)}"
+
+
+def _most_held(program: Program) -> float:
+    stages = {action.stage for action in program}
+    held = most = 0
+    for action in program:
+        parts = compute_parts(action)
+        held += sum(isinstance(part, Forward) for part in parts)
+        most = max(most, held)
+        held -= sum(isinstance(part, Backward | WeightBackward) for part in parts)
+    return most / max(1, len(stages))

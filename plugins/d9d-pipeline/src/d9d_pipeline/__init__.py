@@ -1,0 +1,1 @@
+"""Pipeline schedules as data, their simulator and their pictures."""

@@ -1,0 +1,126 @@
+"""The pass that makes programs of orders of computation: adds sends, receives and reductions."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from d9d_core.loop.program import (
+    Action,
+    Forward,
+    Overlap,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    Reduce,
+    SendActivation,
+    SendGradient,
+    WeightBackward,
+    compute_parts,
+)
+
+from d9d_pipeline.pace import starts
+from d9d_pipeline.placement import Placement
+
+
+def connect(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Program]:
+    """Complete the programs of all ranks.
+
+    - A tensor is sent right after the action that makes it.
+    - Memory for it is offered when it is sent, as far as can be foreseen, and at the latest one computation before the
+      one that needs it, so that it can arrive while the rank computes. It is offered sooner if something that is sent
+      later is needed sooner, so both sides keep one order.
+    - A stage reduces right after its last gradients.
+
+    Neighbouring stages of one rank hand tensors over without sending them.
+
+    Args:
+        orders: forwards and backwards of each rank, in order.
+        placement: which rank has which stages.
+    """
+    computes = [tuple(order) for order in orders]
+    hosts = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+    begins = starts(computes)
+    sends, channels = _sends(computes, hosts)
+    offers = _offers(begins, channels)
+    programs = []
+    for rank, order in enumerate(computes):
+        reduces: dict[int, list[Action]] = {}
+        for stage, at in _last_gradients(order).items():
+            reduces.setdefault(at, []).append(Reduce(stage))
+        program: list[Action] = []
+        for at, action in enumerate(order):
+            program += offers[rank].get(at, ())
+            program.append(action)
+            program += sends[rank].get(at, ())
+            program += reduces.get(at, ())
+        programs.append(tuple(program))
+    return programs
+
+
+#: For each rank: position of a computation -> what goes before or after it.
+_Insertions = list[dict[int, list[Action]]]
+#: Source and target rank -> for what arrives, in order of sending: its receive, the number of the sending computation
+#: on its rank, and of the one that needs it.
+_Channels = dict[tuple[int, int], list[tuple[Action, int, int]]]
+
+
+def _sends(computes: Sequence[Program], hosts: dict[int, int]) -> tuple[_Insertions, _Channels]:
+    """What is sent after which computation, and what that means for the other side."""
+    forwards: dict[tuple[int, int], int] = {}
+    backwards: dict[tuple[int, int], int] = {}
+    sends: _Insertions = [{} for _ in computes]
+    arrivals: dict[tuple[int, int], list[tuple[bool, int, int, int]]] = {}
+    for rank, order in enumerate(computes):
+        for at, action in enumerate(order):
+            for part in (action,) if type(action) is not Overlap else compute_parts(action):
+                kind = type(part)
+                if kind is WeightBackward:
+                    continue
+                stage, microbatch = part.stage, part.microbatch  # type: ignore[attr-defined]
+                ahead = kind is Forward
+                (forwards if ahead else backwards)[stage, microbatch] = at
+                peer = stage + 1 if ahead else stage - 1
+                target = hosts.get(peer, rank)
+                if target != rank:
+                    send = SendActivation if ahead else SendGradient
+                    sends[rank].setdefault(at, []).append(send(stage, microbatch))
+                    arrivals.setdefault((rank, target), []).append((ahead, peer, microbatch, at))
+    channels: _Channels = {}
+    for channel in sorted(arrivals):
+        channels[channel] = [
+            (ReceiveActivation(stage, microbatch), at, forwards[stage, microbatch])
+            if ahead
+            else (ReceiveGradient(stage, microbatch), at, backwards[stage, microbatch])
+            for ahead, stage, microbatch, at in arrivals[channel]
+        ]
+    return sends, channels
+
+
+def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertions:
+    """Before which computation each receive goes."""
+    offers: _Insertions = [{} for _ in begins]
+    for (source, target), arrivals in channels.items():
+        there, here = begins[source], begins[target]
+        latest = len(here)
+        places = []
+        for _, sender, user in reversed(arrivals):
+            # What is sent is on its way once the next computation of the sender may begin.
+            # Later would do for memory, but a rank that may send only one tensor in advance would have to wait.
+            sent = there[sender + 1] if sender + 1 < len(there) else inf
+            latest = min(latest, max(0, user - 1), bisect_left(here, sent))
+            places.append(latest)
+        for (receive, _, _), place in zip(arrivals, reversed(places), strict=True):
+            offers[target].setdefault(place, []).append(receive)
+    return offers
+
+
+def _last_gradients(order: Program) -> dict[int, int]:
+    """Stage -> position of its last gradients."""
+    return {
+        part.stage: at
+        for at, action in enumerate(order)
+        for part in compute_parts(action)
+        if not isinstance(part, Forward)
+    }

@@ -1,0 +1,63 @@
+"""What a job file says about a pipeline schedule."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.config.base import PluginConfig
+from pydantic import Field
+
+
+class GPipeConfig(PluginConfig):
+    """All forwards, then all backwards."""
+
+    name: Literal["gpipe"] = "gpipe"
+    """Selects the plugin."""
+
+
+class LoopedBfsConfig(PluginConfig):
+    """All forwards of one stage after the other, then all backwards."""
+
+    name: Literal["looped_bfs"] = "looped_bfs"
+    """Selects the plugin."""
+    stages_per_rank: int = Field(default=2, ge=1)
+    """Stages on each rank; the bubble shrinks and the communication grows with them."""
+
+
+class OneForwardOneBackwardConfig(PluginConfig):
+    """A forward and a backward in turn."""
+
+    name: Literal["1f1b"] = "1f1b"
+    """Selects the plugin."""
+
+
+class InterleavedConfig(PluginConfig):
+    """A forward and a backward in turn, with several stages on each rank."""
+
+    name: Literal["interleaved_1f1b"] = "interleaved_1f1b"
+    """Selects the plugin."""
+    stages_per_rank: int = Field(default=2, ge=1)
+    """Stages on each rank; the bubble shrinks and the communication grows with them."""
+
+
+class Zb1pConfig(PluginConfig):
+    """A forward, gradients of inputs and gradients of weights in turn."""
+
+    name: Literal["zb1p"] = "zb1p"
+    """Selects the plugin."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """Stages on each rank; the bubble shrinks and the communication grows with them."""
+
+
+class ZeroBubbleVConfig(PluginConfig):
+    """Two stages on each rank in a V, gradients of weights apart."""
+
+    name: Literal["zero_bubble_v"] = "zero_bubble_v"
+    """Selects the plugin."""
+
+
+class DualPipeVConfig(PluginConfig):
+    """Two stages on each rank in a V, forwards overlapped with backwards."""
+
+    name: Literal["dual_pipe_v"] = "dual_pipe_v"
+    """Selects the plugin."""

@@ -1,0 +1,1 @@
+"""Schedules: pure functions from ranks and microbatches to programs."""

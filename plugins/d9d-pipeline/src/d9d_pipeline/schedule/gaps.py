@@ -1,0 +1,36 @@
+"""Gradients of weights, which nobody waits for, go where a rank would wait."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from d9d_core.loop.program import Action, InputBackward, WeightBackward
+
+from d9d_pipeline.pace import starts
+
+
+def weights_into_gaps(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """The same forwards and gradients of inputs in the same order, each as early as its inputs allow.
+
+    Activations are held for long, so this is for when there is memory for all of them.
+
+    Args:
+        orders: computation of each rank, every backward in two halves.
+    """
+    others = [tuple(action for action in order if not isinstance(action, WeightBackward)) for order in orders]
+    filled = []
+    for order, begins in zip(others, starts(others), strict=True):
+        actions: list[Action] = []
+        waiting: deque[WeightBackward] = deque()
+        clock = 0.0
+        for action, begin in zip(order, begins, strict=True):
+            while waiting and clock + 1 <= begin:
+                actions.append(waiting.popleft())
+                clock += 1
+            actions.append(action)
+            clock = max(clock, begin) + 1
+            if isinstance(action, InputBackward):
+                waiting.append(WeightBackward(action.stage, action.microbatch))
+        filled.append([*actions, *waiting])
+    return filled

@@ -1,0 +1,59 @@
+"""ZB-V: two stages on each rank, placed like a V."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from d9d_core.loop.program import Action, Forward, InputBackward, Program
+
+from d9d_pipeline.communication import connect
+from d9d_pipeline.placement import vee
+from d9d_pipeline.schedule.counted import Counted
+from d9d_pipeline.schedule.gaps import weights_into_gaps
+from d9d_pipeline.schedule.units import check
+
+
+def zero_bubble_v(ranks: int, microbatches: int) -> Sequence[Program]:
+    """ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6 and figure 6): zero bubbles in the memory of 1F1B.
+
+    No rank waits between its first action and its last if forward, gradients of inputs and gradients of weights take
+    equally long, and communication takes no time. The pattern needs ``2 * ranks - 1`` microbatches; with fewer it is
+    that pattern without the others. Up to ``ranks`` microbatches fit into memory anyway, so gradients of weights then
+    fill the gaps that the others leave.
+    """
+    check("zero_bubble_v", ranks, microbatches)
+    orders = [_order(rank, ranks, microbatches) for rank in range(ranks)]
+    return connect(weights_into_gaps(orders) if microbatches <= ranks else orders, vee(ranks))
+
+
+def _order(rank: int, ranks: int, limit: int) -> list[Action]:
+    down, up = vee(ranks)[rank]
+    microbatches = max(limit, 2 * ranks - 1)
+    steps = Counted(limit)
+    # What is past the limit is left out, so loops end where nothing else would follow.
+    for _ in range(min(limit, 2 * (ranks - rank) - 1)):
+        steps.forward(down)
+    for _ in range(rank):
+        if steps.count(Forward, up) >= limit <= steps.count(Forward, down):
+            break
+        steps.forward(up)
+        steps.forward(down)
+    for _ in range(min(limit, ranks - rank)):
+        steps.forward(up)
+        steps.both_halves(up)
+    while steps.count(Forward, up) < microbatches and steps.count(InputBackward, down) < limit:
+        if steps.count(Forward, down) < microbatches:
+            steps.forward(down)
+        steps.both_halves(down)
+        steps.forward(up)
+        steps.both_halves(up)
+    # The last backwards hurry; weights wait until there is nothing else to do.
+    for _ in range(rank):
+        steps.input_backward(down)
+        steps.input_backward(up)
+    for _ in range(ranks - rank):
+        steps.input_backward(down)
+        steps.weight_backward_of(down)
+    while steps.open:
+        steps.weight_backward()
+    return steps.actions

@@ -1,0 +1,103 @@
+"""How long each action takes, and what a microbatch holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from d9d_core.loop.program import Action, Backward, Forward, InputBackward, WeightBackward
+from d9d_core.loop.program_index import ProgramIndex
+
+#: One number for what a rank has in all, shared evenly by its stages; or one number for each stage.
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in any unit, the same for all.
+
+    Attributes:
+        forward: of one microbatch.
+        backward: as a whole: both of its halves.
+        weight: of the gradients of weights alone; those of inputs take the rest of ``backward``.
+        transfer: of one tensor from one rank to another, after both sides are there.
+        overlap: what part of the shorter one of an overlapped pair is hidden behind the longer one: 0 is one after the
+            other, 1 is both at once.
+        memory: what the activations of one microbatch take, in any unit.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 2.0
+    weight: PerStage = 1.0
+    transfer: float = 0.0
+    overlap: float = 0.0
+    memory: PerStage = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight", "transfer", "memory"):
+            if not all(0 <= number < inf for number in _listed(getattr(self, name))):
+                raise ValueError(f"costs: {name} is {getattr(self, name)}; a time is 0 or more, and finite")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"costs: overlap is {self.overlap}; 0 hides nothing, 1 all of the shorter one")
+
+    @classmethod
+    def parse(cls, text: str) -> Costs:
+        """``f=1,b=2,w=1,t=0.1,o=0.5``; what is left out has its default, and ``w`` half of ``b``.
+
+        Raises:
+            ValueError: a letter means nothing, or a number is none.
+        """
+        names = {"f": "forward", "b": "backward", "w": "weight", "t": "transfer", "o": "overlap"}
+        values: dict[str, float] = {}
+        for item in filter(None, text.split(",")):
+            letter, _, number = item.partition("=")
+            if letter.strip() not in names:
+                known = ", ".join(f"{short} ({name})" for short, name in names.items())
+                raise ValueError(f"costs: '{letter}' in '{text}' is unknown; use {known}, such as f=1,b=2,w=1,t=0.1")
+            try:
+                values[names[letter.strip()]] = float(number)
+            except ValueError:
+                raise ValueError(f"costs: '{item}' in '{text}' has no number; write {letter}=1.5") from None
+        if "backward" in values:
+            values.setdefault("weight", values["backward"] / 2)
+        if (weight := values.get("weight", 1.0)) > (whole := values.get("backward", 2.0)):
+            raise ValueError(
+                f"costs: w={weight:g} in '{text}' is more than the whole backward, {whole:g}; it is a part"
+            )
+        return cls(**values)
+
+    def durations(self, index: ProgramIndex) -> dict[type[Action], list[float]]:
+        """Type of a computation -> its time on each stage.
+
+        Raises:
+            ValueError: costs are given for another number of stages, or a part is more than the whole.
+        """
+        backward, weight = of_stages(self.backward, index, "backward"), of_stages(self.weight, index, "weight")
+        for stage, (whole, part) in enumerate(zip(backward, weight, strict=True)):
+            if part > whole:
+                text = f"costs: on stage {stage} weight is {part:g}, more than the whole backward, {whole:g}"
+                raise ValueError(f"{text}; it is a part of it")
+        return {
+            Forward: of_stages(self.forward, index, "forward"),
+            Backward: backward,
+            WeightBackward: weight,
+            InputBackward: [whole - part for whole, part in zip(backward, weight, strict=True)],
+        }
+
+
+def of_stages(value: PerStage, index: ProgramIndex, name: str) -> list[float]:
+    """One number for each stage.
+
+    Raises:
+        ValueError: there are not as many numbers as stages.
+    """
+    if isinstance(value, Sequence):
+        if len(value) != index.stages:
+            raise ValueError(f"costs: {name} has {len(value)} numbers, but there are {index.stages} stages")
+        return [float(number) for number in value]
+    return [value / index.hosts.count(host) for host in index.hosts]
+
+
+def _listed(value: PerStage) -> Sequence[float]:
+    return value if isinstance(value, Sequence) else (value,)

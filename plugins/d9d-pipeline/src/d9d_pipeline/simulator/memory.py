@@ -1,0 +1,61 @@
+"""What a rank holds at most, from the order of its actions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from d9d_core.loop.program import (
+    Backward,
+    Forward,
+    InputBackward,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    WeightBackward,
+    compute_parts,
+)
+
+
+def live(program: Program, weights: Sequence[float], training: bool = True) -> float:
+    """Most activations held at a time.
+
+    They are held from a forward to the end of its backward, or of its gradients of weights if those come apart; without
+    training, while the forward runs.
+
+    Args:
+        program: of one rank.
+        weights: what those of one microbatch take, for each stage.
+        training: whether there are backwards.
+    """
+    held = most = 0.0
+    for action in program:
+        released = 0.0
+        for part in compute_parts(action):
+            if isinstance(part, Forward):
+                held += weights[part.stage]
+                released += 0.0 if training else weights[part.stage]
+            elif isinstance(part, Backward | WeightBackward):
+                released += weights[part.stage]
+        most = max(most, held)
+        held -= released
+    # Shares of stages, such as thirds, do not add up exactly.
+    return round(most, 9)
+
+
+def inbox(program: Program) -> int:
+    """Most tensors that memory is offered for, and that no computation has taken yet."""
+    offered = most = 0
+    waiting = set()
+    for action in program:
+        if isinstance(action, ReceiveActivation | ReceiveGradient):
+            waiting.add((isinstance(action, ReceiveActivation), action.stage, action.microbatch))
+            offered += 1
+            most = max(most, offered)
+            continue
+        for part in compute_parts(action):
+            if isinstance(part, Forward | Backward | InputBackward):
+                key = (isinstance(part, Forward), part.stage, part.microbatch)
+                if key in waiting:
+                    waiting.remove(key)
+                    offered -= 1
+    return most

@@ -1,0 +1,130 @@
+"""What a simulated step took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from d9d_core.loop.program import Action, Backward, Forward, InputBackward, Overlap, WeightBackward
+from d9d_core.loop.program_index import ProgramIndex
+
+_COMPUTES = (Forward, Backward, InputBackward, WeightBackward, Overlap)
+
+
+class Span(NamedTuple):
+    """One computation in time."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Times and quantities of one step.
+
+    Attributes:
+        peak_live: rank -> most activations held at a time; 1 is one microbatch through all stages of a rank.
+        inbox: rank -> most tensors for which memory was offered before they were used.
+    """
+
+    peak_live: Sequence[float]
+    inbox: Sequence[int]
+    index: ProgramIndex = field(repr=False)
+    begins: Sequence[float] = field(repr=False)
+    ends: Sequence[float] = field(repr=False)
+    arrivals: Sequence[float] = field(repr=False)
+    causes: Sequence[int] = field(repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """Of the pipeline."""
+        return len(self.index.programs)
+
+    def stages(self, rank: int) -> list[int]:
+        """Of a rank, in the order in which a microbatch meets them."""
+        return [stage for stage, host in enumerate(self.index.hosts) if host == rank]
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first action of any rank to the last one."""
+        return max(self.ends, default=0.0)
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """The computations of a rank, in order."""
+        first = self.index.first[rank]
+        for number, action in enumerate(self.index.programs[rank], first):
+            if isinstance(action, _COMPUTES):
+                yield Span(action, self.begins[number], self.ends[number])
+
+    @cached_property
+    def busy(self) -> list[float]:
+        """Rank -> how long it computes."""
+        return [sum(span.end - span.begin for span in self.spans(rank)) for rank in range(self.ranks)]
+
+    @cached_property
+    def bubble(self) -> float:
+        """Part of the step that ranks are idle, on average; the start and the end of the pipeline included."""
+        total = self.ranks * self.makespan
+        return 1 - sum(self.busy) / total if total else 0.0
+
+    @cached_property
+    def inner_bubble(self) -> float:
+        """Part of its time between its own first and last computation that the idlest rank waits.
+
+        That is what papers on zero bubbles count: as soon as a rank is done, it goes on with the next step.
+        """
+        idlest = 0.0
+        for rank in range(self.ranks):
+            spans = list(self.spans(rank))
+            lasts = spans[-1].end - spans[0].begin if spans else 0.0
+            idlest = max(idlest, 1 - self.busy[rank] / lasts if lasts else 0.0)
+        return idlest
+
+    @cached_property
+    def sent(self) -> list[int]:
+        """Rank -> number of tensors it sends to other ranks."""
+        counts = [0] * self.ranks
+        for (source, _), pairs in self.index.channels().items():
+            counts[source] += len(pairs)
+        return counts
+
+    @property
+    def volume(self) -> int:
+        """Number of tensors that cross ranks in the whole step."""
+        return sum(self.sent)
+
+    @cached_property
+    def critical_path(self) -> list[Action]:
+        """Computations and sends of which each one starts when the one before it ends, from the start to the end.
+
+        None of them can take longer without the whole step taking longer.
+        """
+        number = max(range(len(self.ends)), key=self.ends.__getitem__, default=-1)
+        sends = {send: (receive, before) for send, receive, before in self._transfers()}
+        path: list[Action] = []
+        while number != -1:
+            if number >= 0:
+                action = self.index.action(number)
+                if isinstance(action, _COMPUTES):
+                    path.append(action)
+                number = self.causes[number]
+                continue
+            send = ~number  # the transfer of that send is what was waited for
+            receive, before = sends[send]
+            path.append(self.index.action(send))
+            issued = max(self.ends[send], self.ends[receive])
+            if before >= 0 and self.arrivals[before] > issued:
+                number = ~before
+            else:
+                number = send if self.ends[send] >= self.ends[receive] else receive
+        return path[::-1]
+
+    def _transfers(self) -> Iterator[tuple[int, int, int]]:
+        for pairs in self.index.channels().values():
+            before = -1
+            for send, receive in pairs:
+                yield send, receive, before
+                before = send

@@ -1,0 +1,145 @@
+"""Runs programs in simulated time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from d9d_core.errors import BuildError
+from d9d_core.loop.program import Action, Overlap, Program
+from d9d_core.loop.program_check import problems_of
+from d9d_core.loop.program_deadlock import awaited, find_deadlock
+from d9d_core.loop.program_index import ProgramIndex
+
+from d9d_pipeline.simulator.costs import Costs, of_stages
+from d9d_pipeline.simulator.memory import inbox, live
+from d9d_pipeline.simulator.result import Simulation
+
+
+def simulate(
+    programs: Sequence[Program],
+    costs: Costs | None = None,
+    *,
+    buffers: int | None = None,
+    training: bool = True,
+) -> Simulation:
+    """Run the programs of all ranks, each action as soon as its rank and its inputs are there.
+
+    A rank computes one thing at a time. A transfer starts when its tensor was sent, memory for it was offered and the
+    transfer before it, from the same rank to the same rank, is over; nobody but the computation that needs the tensor
+    waits for it. Every action is looked at once.
+
+    Args:
+        programs: of all ranks.
+        costs: times; by default a backward takes two forwards, and communication nothing.
+        buffers: how many tensors may be on their way from one rank to another before the next send waits; ``None`` is
+            any number.
+        training: whether there are backwards.
+
+    Raises:
+        BuildError: the programs are invalid, or wait for one another forever; the text names the actions.
+        ValueError: costs are given for another number of stages.
+    """
+    costs = costs or Costs()
+    index = ProgramIndex.of(programs)
+    if problems := problems_of(index, training):
+        raise BuildError(f"pipeline: invalid programs: {'; '.join(problems[:5])}")
+    clockwork = _Clockwork(index, costs, buffers)
+    if not clockwork.run():
+        raise BuildError(f"pipeline: {find_deadlock(index, buffers)}")
+    memory = of_stages(costs.memory, index, "memory")
+    return Simulation(
+        index=index,
+        begins=clockwork.begins,
+        ends=clockwork.ends,
+        arrivals=clockwork.arrivals,
+        causes=clockwork.causes,
+        peak_live=[live(program, memory, training) for program in programs],
+        inbox=[inbox(program) for program in programs],
+    )
+
+
+class _Clockwork:
+    """The state of a run: times of all actions by their number."""
+
+    def __init__(self, index: ProgramIndex, costs: Costs, buffers: int | None) -> None:
+        count = index.first[-1]
+        self.begins: list[float] = [0.0] * count
+        self.ends: list[float] = [0.0] * count
+        #: Number of a send or its receive -> when the tensor is there; below zero before that is known.
+        self.arrivals: list[float] = [-1.0] * count
+        #: What an action would have to be earlier for: the number of another, or ~number of a send that arrived late.
+        self.causes: list[int] = [number - 1 for number in range(count)]
+        self._index = index
+        self._durations = costs.durations(index)
+        self._transfer = costs.transfer
+        self._hidden = costs.overlap
+        self._needs = awaited(index, buffers)
+        #: Number of a send or receive -> that of the send, of the receive, and of the send before it.
+        self._pairs: dict[int, tuple[int, int, int]] = {}
+        for pairs in index.channels().values():
+            before = -1
+            for send, receive in pairs:
+                self._pairs[send] = self._pairs[receive] = (send, receive, before)
+                before = send
+        self._issued = bytearray(count)
+
+    def run(self) -> bool:
+        """Whether all programs came to their end."""
+        index, needs, pairs, arrivals = self._index, self._needs, self._pairs, self.arrivals
+        begins, ends, causes = self.begins, self.ends, self.causes
+        ranks = len(index.programs)
+        place, clocks = index.first[:ranks], [0.0] * ranks
+        for first in place:
+            if first < len(causes):
+                causes[first] = -1
+        waiting: dict[int, int] = {}
+        ready = list(range(ranks))
+        while ready:
+            rank = ready.pop()
+            clock, offset = clocks[rank], index.first[rank]
+            program = index.programs[rank]
+            for number in range(place[rank], index.first[rank + 1]):
+                begin = clock
+                for other in needs.get(number, ()):
+                    arrival = arrivals[other]
+                    if arrival < 0:
+                        waiting[other] = rank
+                        break
+                    if arrival > begin:
+                        begin = arrival
+                        causes[number] = ~pairs[other][0]
+                else:
+                    begins[number] = begin
+                    pair = pairs.get(number)
+                    if pair is None:
+                        begin += self._duration(program[number - offset])
+                    elif self._issue(number, begin, pair):
+                        ready += (waiting.pop(side) for side in pair[:2] if side in waiting)
+                    ends[number] = clock = begin
+                    continue
+                break
+            else:
+                number = index.first[rank + 1]
+            place[rank], clocks[rank] = number, clock
+        return place == index.first[1:]
+
+    def _issue(self, number: int, time: float, pair: tuple[int, int, int]) -> bool:
+        """Note that one side of a transfer is ready; whether both are."""
+        send, receive, before = pair
+        self.ends[number] = time
+        self._issued[number] = 1
+        if not (self._issued[send] and self._issued[receive]):
+            return False
+        # The side that was looked at last need not be the later one.
+        start = max(self.ends[send], self.ends[receive], self.arrivals[before] if before >= 0 else 0.0)
+        self.arrivals[send] = self.arrivals[receive] = start + self._transfer
+        return True
+
+    def _duration(self, action: Action) -> float:
+        kind = type(action)
+        if kind in self._durations:
+            return self._durations[kind][action.stage]
+        if isinstance(action, Overlap):
+            forward, backward = self._duration(action.forward), self._duration(action.backward)
+            return forward + backward - self._hidden * min(forward, backward)
+        return 0.0
