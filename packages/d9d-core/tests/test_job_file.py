@@ -3,21 +3,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import d9d_testing.toy.plugin as toy
 import pytest
 import yaml
-from d9d_core.config.base import PluginConfig
+from d9d_core.config.base import PluginConfig, Section
 from d9d_core.config.schema import job_schema
 from d9d_core.errors import JobError, PluginError
 from d9d_core.job import Job
-from d9d_core.plugin import PluginPolicy, Ref, Registry, TaskSpec, hookimpl
+from d9d_core.plugin import ModelSpec, PluginPolicy, Ref, Registry, TaskSpec, hookimpl
 from d9d_core.plugin.known import KnownPlugins
 from d9d_testing.toy.config import ToyDataConfig, ToyModelConfig, ToyOptimizerConfig, ToyTaskConfig
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 REGISTRY = Registry.of(toy, known=KnownPlugins({"strategy": {"hsdp": "d9d-parallel"}}))
 MINIMAL = """\
@@ -180,6 +180,62 @@ def task_plugin(config: str) -> SimpleNamespace:
 def test_a_nested_mistake_is_described_where_it_is(tmp_path: Path, text: str, message: str) -> None:
     before = MINIMAL.replace("steps: 3\n", "\n") if text.startswith("steps") else MINIMAL
     assert complaint(tmp_path, before + text) == message
+
+
+class Round(Section):
+    kind: Literal["round"] = "round"
+    radius: float = Field(gt=0)
+    corners: float = 0.0
+
+
+class Square(Section):
+    kind: Literal["square"] = "square"
+    side: float
+    round: float = Field(default=0.0, lt=1)
+
+
+class Lone(Section):
+    side: float
+
+
+class ShapesConfig(PluginConfig):
+    name: Literal["shapes"] = "shapes"
+    several: list[Annotated[Round | Square, Field(discriminator="kind")]] = []
+    called: dict[str, Annotated[Round | Square, Field(discriminator="kind")]] = {}
+    lone: list[Lone] = []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("several: [{kind: square}]", "model.several[0].side: missing; add 'side:' under 'model.several[0]'"),
+        ("several: [{kind: round, radius: 0}]", "model.several[0].radius: input should be greater than 0, got 0"),
+        ("several: [{kind: round, radius: 1, side: 2}]", "model.several[0].side: not a field of this section; fields"),
+        ("called: {a: {kind: square}}", "model.called.a.side: missing; add 'side:' under 'model.called.a'"),
+        ("lone: [{}]", "model.lone[0].side: missing; add 'side:' under 'model.lone[0]'"),
+        # fields and parts that are called like a kind or a value
+        (
+            "called: {square: {kind: square}}",
+            "model.called.square.side: missing; add 'side:' under 'model.called.square'",
+        ),
+        ("several: [{kind: square, side: 1, round: 2}]", "model.several[0].round: input should be less than 1, got 2"),
+        ("several: [{kind: square, round: side}]", "model.several[0].side: missing; add 'side:' under"),
+    ],
+)
+def test_the_kind_of_a_part_is_no_place_in_the_file(tmp_path: Path, fields: str, message: str) -> None:
+    class Here(Ref):
+        def load(self) -> Any:
+            return ShapesConfig
+
+    @hookimpl
+    def d9d_models() -> list[ModelSpec]:
+        return [ModelSpec(name="shapes", summary="x", config=Here("x:y"), build=Here("x:y"), tiny=Here("x:y"))]
+
+    path = tmp_path / "job.yaml"
+    path.write_text(MINIMAL.replace("toy_model", f"{{name: shapes, {fields}}}"))
+    with pytest.raises(JobError) as caught:
+        Job.load(path, registry=Registry.of(toy, SimpleNamespace(d9d_models=d9d_models, __name__="acme")))
+    assert any(line.startswith(f"{path}:2: {message}") for line in str(caught.value).splitlines()), caught.value
 
 
 def test_true_is_no_number_in_lists_and_plugins_either(tmp_path: Path) -> None:

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.job import Job
 from d9d_core.state import dcp_save
-from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
+from d9d_testing.toy.config import ToyModelConfig
+from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet, toy_registry
 from safetensors.torch import load_file
 
 MakeJob = Callable[..., Job]
@@ -190,6 +191,42 @@ def test_what_a_resumed_run_does_change_is_said(job: MakeJob) -> None:
     assert [note.partition(": ")[2] for note in notes if note.startswith("changed since step-00000012")] == [
         "batch.size: 8 -> 4", "optimizer.lr: 0.05 -> 0.01", "steps: 12 -> 14",
     ]  # fmt: skip
+
+
+class FreeModelConfig(ToyModelConfig):
+    """Lets its dropout go, but never down."""
+
+    free_on_resume: ClassVar[frozenset[str]] = frozenset({"dropout"})
+
+    def check_resume(self, saved: Mapping[str, Any]) -> None:
+        if self.dropout < saved["dropout"]:
+            raise ValueError(f"dropout: the checkpoint has {saved['dropout']}; keep it")
+
+
+def free(job: MakeJob, *overrides: str, **fields: Any) -> Job:
+    """A job of the toy with a model of its own."""
+    made = job(*overrides)
+    return made.model_copy(update={"model": FreeModelConfig(**fields)}).use(toy_registry())
+
+
+def test_a_model_says_which_of_its_fields_may_change(job: MakeJob) -> None:
+    quiet(free(job, "steps=1", dropout=0.1)).train()
+    trainer, notes = noted(free(job, "steps=2", dropout=0.2))
+    assert trainer.train().step == 2
+    assert [note for note in notes if note.startswith("changed")] == [
+        "changed since step-00000001: model.dropout: 0.1 -> 0.2",
+        "changed since step-00000001: steps: 1 -> 2",
+    ]
+    with pytest.raises(CheckpointError, match=r"step-00000002 is of another model: model.dropout: .* has 0.2; keep it"):
+        quiet(free(job, "steps=3", dropout=0.1)).train()
+    with pytest.raises(CheckpointError, match="is of another model: model.blocks: 2 there, 3 here; restore the job"):
+        quiet(free(job, "steps=3", dropout=0.3, blocks=3)).train()
+
+
+def test_a_model_that_says_nothing_lets_nothing_go(job: MakeJob) -> None:
+    quiet(job("steps=1")).train()
+    with pytest.raises(CheckpointError, match=r"is of another model: model.dropout: 0.0 there, 0.5 here"):
+        quiet(job("model.dropout=0.5")).train()
 
 
 def test_metrics_can_come_and_go_between_resumes(job: MakeJob) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +218,57 @@ def test_tables_are_drawn_with_their_labels(tmp_path: Path, rows: int, columns: 
     for label in ("layer", "expert", "load / uniform", "mean of 2 logged steps", "step 7", "test: router/load"):
         assert f"<!-- {label} -->" in drawn
     assert len(drawn) < 500_000
+
+
+def test_rows_have_names_where_not_all_layers_have_one(tmp_path: Path) -> None:
+    named = replace(load([1.0], [2.0]), rows=("3", "17"))
+    run = opened(tmp_path, picture=True)
+    for step in (1, 2, 3):
+        run.write_tables(step, {"t": named})
+    run.close("failed")
+    run = opened(tmp_path, resumed_step=2, picture=True)
+    run.write_tables(3, {"t": replace(named, values=named.values * 4)})
+    run.close("finished")
+    assert [line["rows"] for line in lines(tmp_path / "tables.jsonl")] == [["3", "17"]] * 3
+    found = read_tables(tmp_path / "tables.jsonl")["t"]
+    assert (found.steps, found.last.rows, found.mean.rows) == (3, named.rows, named.rows)
+    assert found.mean.values.tolist() == [[2.0], [4.0]]
+    drawn = (tmp_path / "t.svg").read_text()
+    assert "<!-- 3 -->" in drawn
+    assert "<!-- 17 -->" in drawn
+    assert "<!-- 1 -->" not in drawn
+
+
+def test_rows_with_other_names_are_no_history(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    for rows in (("0", "1"), ("1", "2")):
+        run.write_tables(1, {"t": replace(load([1.0], [2.0]), rows=rows)})
+    run.close("finished")
+    found = read_tables(tmp_path / "tables.jsonl")["t"]
+    assert (found.steps, found.last.rows) == (1, ("1", "2"))
+
+
+def test_names_are_for_all_rows() -> None:
+    with pytest.raises(ValueError, match="a table of 2 rows has 1 names for them"):
+        replace(load([1.0], [2.0]), rows=("3",))
+
+
+def test_many_named_rows_are_labelled_at_even_steps(tmp_path: Path) -> None:
+    run = opened(tmp_path, picture=True)
+    names = tuple(f"L{layer}" for layer in range(96))
+    run.write_tables(1, {"t": Table(torch.ones(96, 2), rows=names)})
+    run.close("finished")
+    drawn = re.findall(r"<!-- (L\d+) -->", (tmp_path / "t.svg").read_text())
+    assert drawn == [name for name in names if name in drawn]
+    assert drawn[0] == "L0"
+    assert len({int(after[1:]) - int(name[1:]) for name, after in pairwise(drawn)}) == 1
+
+
+def test_a_table_without_any_value_is_drawn_too(tmp_path: Path) -> None:
+    run = opened(tmp_path, picture=True)
+    run.write_tables(1, {"t": load([math.nan, math.nan])})
+    run.close("finished")
+    assert "<!-- expert -->" in (tmp_path / "t.svg").read_text()
 
 
 def test_a_table_without_a_neutral_value_is_drawn_too(tmp_path: Path) -> None:

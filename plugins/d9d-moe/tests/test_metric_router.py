@@ -93,7 +93,7 @@ def test_dropped_rows_are_a_fraction_of_all() -> None:
     found.update(observed(stage, tokens(5, 1, 1, 1)))  # an expert takes 2
     values = found.compute()
     assert values["router/dropped"].item() == values["router/dropped/layer0"].item() == 3 / 8
-    assert values["router/load"].values.tolist() == [[8 / 5, 4 / 5, 4 / 5, 4 / 5]]
+    assert values["router/load"].values.tolist() == [[5 / 2, 1 / 2, 1 / 2, 1 / 2]]
 
 
 def test_a_capacity_of_one_layer_says_nothing_about_others() -> None:
@@ -142,13 +142,73 @@ def test_its_state_has_its_final_shapes_from_the_start_and_can_be_loaded() -> No
     assert not any(tensor.any() for tensor in first.state().values())
 
 
-def test_no_token_is_no_violation() -> None:
-    stage = layers(EXPERTS)
-    found = metric(stage)
+def test_without_any_token_nothing_has_a_value() -> None:
+    stage = layers(2, EXPERTS, capacity=1.0)
+    found = metric(stage, per_layer=True)
     found.update(observed(stage, tokens(0, 0, 0, 0)))
-    values = found.compute()
-    assert values["router/max_violation"] == values["router/entropy"] == 0
-    assert not values["router/load"].values.any()
+    values = dict(found.compute())
+    assert values.pop("router/load").values.isnan().all()
+    assert len(values) == 4 + 3 * 2
+    assert all(value.isnan() for value in values.values() if isinstance(value, Tensor))
+
+
+def test_a_layer_that_saw_no_token_is_left_out() -> None:
+    stage = layers(EXPERTS, EXPERTS, capacity=1.0)
+    found = metric(stage)
+    found.update(observed(stage, tokens(5, 1, 1, 1)))
+    unseen = {key: torch.zeros_like(tally) for key, tally in observed(stage, tokens(1, 1, 1, 1)).items()}
+    first = {key: value for key, value in found.compute().items() if isinstance(value, Tensor)}
+    found.reset()
+    found.update(observed(stage, tokens(5, 1, 1, 1)) | {k: v for k, v in unseen.items() if k.startswith("layer1")})
+    values = dict(found.compute())
+    assert values.pop("router/load").values.isnan().tolist() == [[False] * EXPERTS, [True] * EXPERTS]
+    assert values == first
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [
+        (["layers.1.ffn.router", "layers.3.ffn.router", "layers.12.ffn.router"], ("1", "3", "12")),
+        (["layers.1.ffn.router"], ("1",)),
+        (["layers.0.router", "extra.1.router"], ("layers.0.router", "extra.1.router")),
+        (
+            ["parts.0.layers.0.router", "parts.1.layers.0.router"],
+            ("parts.0.layers.0.router", "parts.1.layers.0.router"),
+        ),
+        (["layers.0.router", "layers.1.0.router"], ("layers.0.router", "layers.1.0.router")),
+        (["first.router", "second.router"], ("first.router", "second.router")),
+    ],
+)
+def test_rows_are_called_by_their_layers(names: list[str], rows: tuple[str, ...]) -> None:
+    stage = nn.Module()
+    for name in names:
+        nest(stage, name.split("."), layers(EXPERTS)["layer0"])
+    found = metric(stage)
+    tallies = [observed(layers(EXPERTS), tokens(1, 0, 0, 0)) for _ in names]
+    found.update(
+        {k.replace("layer0", name): t for name, own in zip(names, tallies, strict=True) for k, t in own.items()}
+    )
+    assert found.compute()["router/load"].rows == rows
+
+
+def nest(parent: nn.Module, path: list[str], module: nn.Module) -> None:
+    for part in path[:-1]:
+        if part not in dict(parent.named_children()):
+            parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    parent.add_module(path[-1], module)
+
+
+def test_a_period_of_skipped_steps_has_no_values() -> None:
+    stage = layers(EXPERTS)
+    statistics = Statistics({"router": RouterMetric(RouterMetricConfig())}, gated=True)
+    statistics.attach(stage)
+    statistics.begin()
+    statistics.update(observed(stage, tokens(3, 1, 0, 0)))
+    statistics.settle(torch.tensor(False))
+    values = {name: value for name, value in statistics.compute().items() if isinstance(value, Tensor)}
+    assert values.keys() == {"router/entropy", "router/max_violation", "router/mean_violation"}
+    assert all(value.isnan() for value in values.values())
 
 
 def merged() -> list[list[float]]:

@@ -127,7 +127,7 @@ def test_routers_are_what_the_config_says() -> None:
         ({"dense_layers": [1, 1]}, "dense_layers", "layer 1 appears twice"),
         ({"dense_layers": [0, 1]}, "dense_layers", "no layer of 2 is left that has experts; take the model qwen3"),
         ({"balancing": [{"name": "z_loss"}, {"name": "z_loss"}]}, "balancing", "z_loss appears twice; keep one"),
-        ({"balancing": [{"name": "luck"}]}, "balancing", "'auxiliary_loss', 'z_loss', 'bias_update'"),
+        ({"balancing": [{"name": "luck"}]}, "balancing", "there are: auxiliary_loss, z_loss, bias_update"),
         ({"capacity": 0}, "capacity", "greater than 0"),
         ({"sliding_from_layer": 1}, "sliding_from_layer", "not a field of"),
         ({"expert_files": "apart"}, "expert_files", "'per_expert' or 'fused'"),

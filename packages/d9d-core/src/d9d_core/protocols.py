@@ -338,6 +338,10 @@ class Table:
         column: what a column is.
         unit: what a value is.
         neutral: the value in the middle of a picture's colours; ``None`` if there is no such value.
+        rows: what each row is called, for example the number of its layer; empty if they are counted from 0.
+
+    Raises:
+        ValueError: there are names, but not one for each row.
     """
 
     values: Tensor
@@ -345,6 +349,13 @@ class Table:
     column: str = "column"
     unit: str = "value"
     neutral: float | None = None
+    rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rows and len(self.rows) != len(self.values):
+            raise ValueError(
+                f"a table of {len(self.values)} rows has {len(self.rows)} names for them; name each or none"
+            )
 
 
 class Metric(Protocol):

@@ -5,7 +5,7 @@ Shapes: L routers in the order of the model, E experts of the router that has mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -29,7 +29,8 @@ class RouterMetric:
     ``router/mean_violation``, the maximum and the mean over layers of how far the fullest expert is above the mean
     (``max_i load_i / mean load - 1``: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", equation 4);
     ``router/dropped``, the fraction of rows that found their expert full, where a router has a capacity. The table
-    ``router/load`` [L, E] is each expert's rows relative to an even spread; NaN past a layer's last expert.
+    ``router/load`` [L, E] is each expert's rows relative to an even spread; NaN past a layer's last expert. A layer
+    without tokens, as in a period whose steps were all skipped, has no values: they are NaN, and left out over layers.
 
     Args:
         config: whether to log layer by layer.
@@ -101,18 +102,20 @@ class RouterMetric:
             return {}
         counts = self._state["expert_tokens"]
         wide = counts.to(wide_dtype(counts.device))
-        load = wide * self._experts / wide.sum(1, keepdim=True).clamp(min=1)
-        violation = (load.amax(1) - 1).clamp(min=0)  # less than zero only without any token
-        entropy = self._state["entropy"] / self._state["tokens"].clamp(min=1)
+        tokens = self._state["tokens"]
+        seen = tokens > 0  # 0 / 0 is NaN wherever it is false
+        load = wide * self._experts / wide.sum(1, keepdim=True)
+        violation = load.amax(1) - 1
+        entropy = self._state["entropy"] / tokens
         values: dict[str, Tensor | Table] = {
-            "router/entropy": entropy.mean(),
-            "router/max_violation": violation.amax(),
-            "router/mean_violation": violation.mean(),
+            "router/entropy": entropy.nanmean(),
+            "router/max_violation": violation.where(seen, 0).amax() / seen.any(),
+            "router/mean_violation": violation.nanmean(),
         }
         layers = {"entropy": entropy, "violation": violation}
         if self._limited:
             dropped = self._state["dropped"]
-            routed = (dropped + counts.sum(1)).clamp(min=1)
+            routed = counts.sum(1)
             values["router/dropped"] = dropped.sum() / routed.sum()
             layers["dropped"] = dropped / routed
         if self._per_layer:
@@ -124,7 +127,8 @@ class RouterMetric:
             }
         nobody = torch.arange(counts.shape[1], device=counts.device) >= self._experts
         load = load.masked_fill(nobody, torch.nan)
-        return values | {"router/load": Table(load, row="layer", column="expert", unit="load / uniform", neutral=1.0)}
+        labels = {"row": "layer", "column": "expert", "unit": "load / uniform"}
+        return values | {"router/load": Table(load, **labels, neutral=1.0, rows=_short(self._routers))}
 
     def reset(self) -> None:
         """Forget everything; the sums stay on their device, because moving them there again would wait for it."""
@@ -148,3 +152,11 @@ class RouterMetric:
                 key: total.to(device, non_blocking=True) for key, total in (self._state | {"entropy": entropy}).items()
             }
         return device
+
+
+def _short(names: Sequence[str]) -> tuple[str, ...]:
+    """``layers.1.ffn.router`` as ``1``, if the names have one number each and differ in nothing else."""
+    split = [name.split(".") for name in names]
+    numbers = tuple(part for parts in split for part in parts if part.isdecimal())
+    around = {tuple("" if part.isdecimal() else part for part in parts) for parts in split}
+    return numbers if len(around) == 1 and len(numbers) == len(names) else tuple(names)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from d9d_moe.balancing.config import Balancing, BiasUpdateConfig
 from pydantic import Field, ValidationInfo, field_validator
@@ -18,6 +19,7 @@ class Qwen3MoeConfig(Qwen3Base):
     """Qwen3 with mixtures of experts (Qwen team 2025, "Qwen3 Technical Report", section 2)."""
 
     presets: ClassVar[Presets] = MOE_PRESETS
+    free_on_resume: ClassVar[frozenset[str]] = frozenset({"balancing", "capacity", "expert_files"})
 
     name: Literal["qwen3_moe"] = "qwen3_moe"
     """Selects the plugin."""
@@ -93,6 +95,20 @@ class Qwen3MoeConfig(Qwen3Base):
     def has_selection_bias(self) -> bool:
         """Whether each router has a bias that balancing moves."""
         return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
+
+    def check_resume(self, saved: Mapping[str, Any]) -> None:
+        """Routers with a selection bias resume from such, and those without from such."""
+        had = any(balancing["name"] == "bias_update" for balancing in saved.get("balancing", ()))
+        if had and not self.has_selection_bias:
+            raise ValueError(
+                "balancing: the checkpoint has a selection_bias in each router, which this model lacks; "
+                "keep bias_update, or use another run.name"
+            )
+        if self.has_selection_bias and not had:
+            raise ValueError(
+                "balancing: the checkpoint lacks the selection_bias that bias_update moves; "
+                "remove bias_update, or use another run.name"
+            )
 
 
 def tiny() -> Qwen3MoeConfig:

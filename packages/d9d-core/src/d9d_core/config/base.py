@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -103,7 +103,22 @@ class ModelConfig(PluginConfig):
     """Base of the configs of models that can start from published weights.
 
     With ``pretrained``, fields that the job file leaves out are those of the ``config.json`` there.
+
+    Attributes:
+        free_on_resume: fields that a resumed run may change, because no saved tensor depends on them.
     """
+
+    free_on_resume: ClassVar[frozenset[str]] = frozenset()
 
     pretrained: str | None = None
     """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; null draws them."""
+
+    def check_resume(self, saved: Mapping[str, Any]) -> None:
+        """Refuse values of the free fields with which this model could not take over the tensors of the saved one.
+
+        Args:
+            saved: the fields of the model whose checkpoint is resumed from; its other fields are those of this model.
+
+        Raises:
+            ValueError: why, beginning with the field.
+        """

@@ -110,7 +110,8 @@ def _entered(target: Any, location: Location, following: int | str) -> Any:
         inner = target[part]
     if isinstance(inner, str) and isinstance(following, str):
         # `optimizer: adamw` and --set optimizer.lr=...; elsewhere a word gives way to fields
-        named = location[1:] in [(), ("data",)] or (len(location) == 2 and isinstance(part, int))
+        entry = isinstance(part, int) and len(location) in (2, 3)  # of `metrics`, or of a list of a model's config
+        named = location[1:] in [(), ("data",)] or entry
         return {"name": inner} if named and location[0] in (*_NAMED, *_LISTS, "evaluation") else {}
     if inner is None:
         return [] if isinstance(following, int) else {}

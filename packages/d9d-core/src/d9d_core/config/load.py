@@ -80,7 +80,9 @@ def _job_error(error: ValidationError, document: Document, prefix: Location = ()
 
 
 def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
-    location = (*prefix, *line["loc"])
+    loc = (*prefix, *line["loc"])
+    around = loc[:-1] if line["type"] == "missing" else loc  # what is missing is surely a field
+    location = (*_place(around, document.values), *loc[len(around) :])
     text = str(line["msg"]).removeprefix("Value error, ")
     if line["type"] == "missing":
         text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
@@ -89,3 +91,19 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
         text = f"{text[0].lower()}{text[1:]}, got {given if len(given) <= _LONG else given[:_LONG] + '...'}"
     label = f"{dotted(location)}: " if location else ""
     return f"{document.where(location)}: {label}{text}"
+
+
+def _place(location: Location, value: Any) -> Location:
+    """The location without the words by which pydantic tells the members of a union apart: they are no place.
+
+    Such a word stands where a field could, but is what the file gives as the value of one (or the bare name itself).
+    """
+    place: Location = ()
+    for part in location:
+        fields = value if isinstance(value, Mapping) else {}
+        if isinstance(part, str) and part not in fields and (part == value or part in fields.values()):
+            continue
+        place = (*place, part)
+        is_there = part in fields or (isinstance(value, list) and isinstance(part, int) and part < len(value))
+        value = value[part] if is_there else None
+    return place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from torch import Tensor, nn
 
+from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.loop.feed import Feed
@@ -29,8 +30,8 @@ from d9d_core.trackers.hub import TrackerHub
 _MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
 #: Fields of the job that a resumed run may not change: the weights' meaning and the order of the data depend on them.
 _FIXED = ("model.", "seed", "precision.parameters")
-#: Except where the weights came from: they are in the checkpoint.
-_FREE = "model.pretrained"
+#: Except where the weights came from, for they are in the checkpoint, and what the model itself lets go.
+_FREE = frozenset({"pretrained"})
 
 
 @dataclass
@@ -255,13 +256,20 @@ class Keeper:
     def _compare(self, checkpoint: Checkpoint) -> None:
         here, there = (_flat(job) for job in (self._job.resolved(), checkpoint.manifest["job"]))
         changed = {f: (there.get(f), here.get(f)) for f in sorted({*here, *there}) if there.get(f) != here.get(f)}
-        fixed = {f: values for f, values in changed.items() if f.startswith(_FIXED) and f != _FREE}
+        model = self._job.model
+        free = _FREE | model.free_on_resume if isinstance(model, ModelConfig) else _FREE
+        fixed = {f: values for f, values in changed.items() if f.startswith(_FIXED) and not _is_of_model(f, free)}
         refused = [f"{f}: {a!r} there, {b!r} here" for f, (a, b) in fixed.items()]
         if refused:
             what = "another model" if any(line.startswith("model.") for line in refused) else "another run"
             raise CheckpointError(
                 f"{checkpoint.location} is of {what}: {'; '.join(refused)}; restore the job, or use another run.name"
             )
+        if isinstance(model, ModelConfig):
+            try:
+                model.check_resume(checkpoint.manifest["job"]["model"])
+            except ValueError as error:
+                raise CheckpointError(f"{checkpoint.location} is of another model: model.{error}") from None
         for field, (before, now) in changed.items():
             self._note(f"changed since {checkpoint.name}: {field}: {before!r} -> {now!r}")
         saved = Manifest(checkpoint.manifest["plugins"])
@@ -271,6 +279,11 @@ class Keeper:
 
 def _prefixed(scope: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {scope + name: tensor for name, tensor in tensors.items()}
+
+
+def _is_of_model(field: str, names: Collection[str]) -> bool:
+    section, _, rest = field.partition(".")
+    return section == "model" and rest.partition(".")[0] in names
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

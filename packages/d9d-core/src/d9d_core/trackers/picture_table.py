@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def draw_table(history: TableHistory, path: Path, title: str) -> None:
         axis.set_title(label, fontsize="medium")
         axis.set_xlabel(table.column)
         axis.set_facecolor("0.8")
-        _number(axis.xaxis, columns, round(width / 0.4))
-        _number(axis.yaxis, rows, round(height / 0.3))
+        _label(axis.xaxis, _counted(columns), round(width / 0.4))
+        _label(axis.yaxis, history.last.rows or _counted(rows), round(height / 0.3))
     left.set_ylabel(history.last.row)
     left.invert_yaxis()
     figure.colorbar(mesh, ax=[left, right], label=history.last.unit, pad=0.02)
@@ -62,7 +63,12 @@ def _range(*tables: Table) -> tuple[float, float]:
     return (min(values), max(values)) if values else (0.0, 1.0)
 
 
-def _number(axis: Any, cells: int, room: int) -> None:
-    """Number cells at their centres, from 0 on, as many as there is room for, at even steps."""
+def _counted(cells: int) -> tuple[str, ...]:
+    return tuple(str(cell) for cell in range(cells))
+
+
+def _label(axis: Any, names: Sequence[str], room: int) -> None:
+    """Name cells at their centres, from the first on, as many as there is room for, at even steps."""
+    cells = len(names)
     step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, cells) if s >= cells or cells / s <= room)
-    axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], [str(cell) for cell in range(0, cells, step)])
+    axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], list(names[::step]))

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from d9d_core.config.base import PluginConfig
-from pydantic import Field
+from d9d_core.config.base import PluginConfig, closest
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class AuxiliaryLossConfig(PluginConfig):
+class BalancingConfig(PluginConfig):
+    """Base of the choices."""
+
+    @classmethod
+    def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - the context knows the model, which has other fields
+        return f"'{cls.model_fields['name'].default}'"
+
+
+class AuxiliaryLossConfig(BalancingConfig):
     """A loss on uneven use of experts."""
 
     name: Literal["auxiliary_loss"] = "auxiliary_loss"
@@ -18,10 +27,10 @@ class AuxiliaryLossConfig(PluginConfig):
     scope: Literal["sequence", "batch"] = "sequence"
     """What is balanced: each sample, or a rank's microbatch as a whole, which depends on how the batch is cut."""
     coefficient: _Positive
-    """Factor of the term in the loss; the term is 1 when all experts get the same."""
+    """Factor of the term in the loss; each layer adds 1 to the term when all its experts get the same."""
 
 
-class ZLossConfig(PluginConfig):
+class ZLossConfig(BalancingConfig):
     """A loss on large router logits."""
 
     name: Literal["z_loss"] = "z_loss"
@@ -30,7 +39,7 @@ class ZLossConfig(PluginConfig):
     """Factor of the term in the loss."""
 
 
-class BiasUpdateConfig(PluginConfig):
+class BiasUpdateConfig(BalancingConfig):
     """A bias of the selection that follows the load, without a loss."""
 
     name: Literal["bias_update"] = "bias_update"
@@ -39,5 +48,27 @@ class BiasUpdateConfig(PluginConfig):
     """How far the bias of an expert moves per optimizer step."""
 
 
-#: For a field of a model's config: ``balancing: tuple[Balancing, ...] = ()``.
-Balancing = Annotated[AuxiliaryLossConfig | ZLossConfig | BiasUpdateConfig, Field(discriminator="name")]
+_NAMES = tuple(kind.model_fields["name"].default for kind in (AuxiliaryLossConfig, ZLossConfig, BiasUpdateConfig))
+
+
+def _named(value: Any) -> Any:
+    """A bare name as a mapping; what is neither it nor a mapping with a known name is refused in our own words."""
+    if isinstance(value, PluginConfig):
+        return value
+    fields = {"name": value} if isinstance(value, str) else value
+    name = fields.get("name") if isinstance(fields, Mapping) else None
+    if not isinstance(name, str):
+        text = f"expected the name of a balancing, or a mapping with 'name', not {value!r}"
+        raise ValueError(text)  # noqa: TRY004 - pydantic collects these only
+    if name not in _NAMES:
+        near = closest(name, _NAMES)
+        hint = f"did you mean '{near}'? " if near else ""
+        raise ValueError(f"unknown balancing '{name}'; {hint}there are: {', '.join(_NAMES)}")
+    return fields
+
+
+_Choice = Annotated[AuxiliaryLossConfig | ZLossConfig | BiasUpdateConfig, Field(discriminator="name")]
+#: For a field of a model's config: ``balancing: tuple[Balancing, ...] = ()``. A bare name takes the defaults.
+Balancing = Annotated[
+    _Choice, BeforeValidator(_named, json_schema_input_type=Literal["z_loss", "bias_update"] | _Choice)
+]
