@@ -42,6 +42,7 @@ class TestWithFsdp(_Spread):
 class TestOverReplicas(_Spread):
     """Fewer experts on each rank than ranks that share them: another dimension is split."""
 
+    pytestmark = pytest.mark.smoke
     beside = ("hsdp",)
     model = {**_MODEL, "experts": 2}
     meshes = ({"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2})
