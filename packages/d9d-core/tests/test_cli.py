@@ -110,6 +110,7 @@ def test_plugins_list_names_everything_and_has_a_json_form(d9d: Run) -> None:
 
 def test_plugins_show_prints_fields_defaults_and_meanings(d9d: Run) -> None:
     out = d9d("plugins", "show", "toy_optimizer").stdout
+    assert out.startswith("optimizer toy_optimizer (")
     assert "Base learning rate." in out
     assert "0.05" in out
     result = d9d("plugins", "show", "nothing")

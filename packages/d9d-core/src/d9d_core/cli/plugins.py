@@ -126,9 +126,8 @@ def _detail(entry: Entry) -> dict[str, Any]:
 
 
 def _print_detail(console: Console, entry: Entry) -> None:
-    console.print(
-        f"[bold]{entry.kind.name} {entry.spec.key}[/] ({entry.origin}): {entry.spec.summary}", highlight=False
-    )
+    subject = (f"{entry.kind.name} {entry.spec.key}", "bold")
+    console.print(Text.assemble(subject, f" ({entry.origin}): {entry.spec.summary}"))
     if isinstance(entry.spec, Spec):
         for word in ("requires", "provides", "conflicts"):
             if tokens := sorted(getattr(entry.spec, word)):
