@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.protocols import Stage
 from d9d_core.traits import ContextParallelizable, HasOps, LateInit, TensorParallelizable, TensorStyle, modules_with
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.embedding import TokenEmbedding
@@ -14,11 +12,8 @@ from d9d_nn.initialization import Initialization
 from d9d_nn.linear import Linear
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope import RotaryEmbedding
-from d9d_nn.stages import stage_layers
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.tolerances import assert_close_values
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 
@@ -131,16 +126,3 @@ def test_weights_start_with_the_standard_deviation_asked_for() -> None:
 def test_depth_scaling_is_optional() -> None:
     assert Initialization().output_std(8) == pytest.approx(0.02 / math.sqrt(16))
     assert Initialization(std=0.1, depth_scaled=False).output_std(8) == 0.1
-
-
-@given(layers=st.integers(1, 100), count=st.integers(1, 20))
-def test_stages_share_the_layers_in_order_and_evenly(layers: int, count: int) -> None:
-    if count > layers:
-        with pytest.raises(BuildError, match=f"at most {layers} stages"):
-            stage_layers(layers, Stage(0, count))
-        return
-    parts = [stage_layers(layers, Stage(index, count)) for index in range(count)]
-    assert [layer for part in parts for layer in part] == list(range(layers))
-    sizes = [len(part) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
-    assert sizes == sorted(sizes, reverse=True)

@@ -61,22 +61,22 @@ class ByHand:
         gradients: list[GradientOwner] = []
         modules: tuple[str, ...] = ("",)
         layers = stage.get_submodule("layers")
-        assert isinstance(layers, nn.ModuleList)
+        assert isinstance(layers, nn.ModuleDict)
         match self._fault:
             case "sums_nothing":
                 gradients = [GradientOwner(name, "dp_replicate", "none") for name, _ in stage.named_parameters()]
             case "claims_and_does_not":
                 gradients = [GradientOwner("layers.1.weight", "dp_replicate", "fsdp")]
             case "changes_numbers":
-                layers[0].register_forward_hook(lambda _module, _inputs, output: output * 1.001)
+                layers["0"].register_forward_hook(lambda _module, _inputs, output: output * 1.001)
             case "changes_random_numbers":
-                layers[0].register_forward_pre_hook(lambda *_: torch.rand(1) and None)
+                layers["0"].register_forward_pre_hook(lambda *_: torch.rand(1) and None)
             case "renames":
-                layers[0] = Inner(layers[0])
+                layers["0"] = Inner(layers["0"])
             case "changes_shapes":
-                layers[0].weight = nn.Parameter(torch.empty(3, 6, device="meta"))
+                layers["0"].weight = nn.Parameter(torch.empty(3, 6, device="meta"))
             case "allocates":
-                layers[0].to_empty(device="cpu")
+                layers["0"].to_empty(device="cpu")
             case "changes_nothing":
                 modules = ()
             case "invents_a_module":
@@ -91,7 +91,7 @@ class ByHand:
             case "adds_state":
                 stage.register_buffer("calls", torch.empty(1, device="meta"))
             case _:
-                layers[0].register_forward_hook(lambda *_: None)
+                layers["0"].register_forward_hook(lambda *_: None)
         return Applied(modules, tuple(gradients))
 
 

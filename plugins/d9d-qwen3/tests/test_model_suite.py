@@ -23,7 +23,3 @@ class TestQwen3Tied(ModelSuite):
     @pytest.fixture
     def config(self, spec: ModelSpec) -> Any:
         return spec.tiny.load()().model_copy(update={"tie_embeddings": True})
-
-    # Tied embeddings on two stages are refused: see test_model.py.
-    test_two_stages_compute_what_the_whole_does = None
-    test_boundary_predicts_what_crosses_it = None

@@ -9,7 +9,7 @@ import torch
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import validate
-from d9d_core.errors import BuildError, JobError
+from d9d_core.errors import JobError
 from d9d_core.plugin import Registry
 from d9d_core.protocols import Stage
 from d9d_moe.layer import MoELayer
@@ -92,11 +92,6 @@ def test_parameters_keep_their_names_on_any_stage() -> None:
         "layers.1.ffn.router.weight",
         *(f"layers.1.ffn.experts.{matrix}" for matrix in ("gate_proj", "up_proj", "down_proj")),
     }
-
-
-def test_tied_embeddings_cannot_be_on_two_stages() -> None:
-    with pytest.raises(BuildError, match="qwen3_moe: tied embeddings would be on the first and the last"):
-        Qwen3(changed(tie_embeddings=True), Stage(0, 2))
 
 
 def test_experts_start_like_dense_layers() -> None:

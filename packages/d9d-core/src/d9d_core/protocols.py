@@ -38,10 +38,15 @@ State = Mapping[str, Json]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which part of the model to build: stage ``index`` of ``count``."""
+    """Which part of the model to build: stage ``index`` of ``count``.
+
+    Attributes:
+        layers: how many layers each stage has, if the job says so; ``None`` leaves it to the model.
+    """
 
     index: int = 0
     count: int = 1
+    layers: tuple[int, ...] | None = None
 
     @property
     def is_first(self) -> bool:
@@ -206,6 +211,9 @@ class Task(Protocol):
 class Optimizer(Protocol):
     """Updates parameters in place. State is keyed by parameter name, so any layout can resume from any other.
 
+    It is given the trained parameters of the whole model, so that its rules mean the same on every rank. Those of other
+    pipeline ranks are on the meta device and never have a gradient; the state made for them is there too.
+
     Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` then is sharded like them. An update
     that is elementwise works on :func:`d9d_core.topology.local.local` of each.
     """
@@ -240,6 +248,11 @@ class Optimizer(Protocol):
         ...
 
 
+def state_owner(key: str) -> str:
+    """The parameter that an entry of :meth:`Optimizer.state` belongs to."""
+    return key.rpartition("/")[0]
+
+
 class LrSchedule(Protocol):
     """The factor on the base learning rate, a pure function of the step."""
 
@@ -267,12 +280,22 @@ class GradientOwner:
 class Reducer(Protocol):
     """Reduces gradients over ranks while a backward runs, and is told which one is coming."""
 
-    def before_backward(self, last: bool) -> None:
+    def before_backward(self, last: bool, complete: bool = True) -> None:
         """A backward of the stage is about to start.
 
         Args:
             last: it is the last of the step; when it has ended, all gradients are reduced or being reduced.
+            complete: it computes all gradients of its microbatch. If not, those of weights follow some time later, so
+                nothing may be reduced before :meth:`reduce`, and ``last`` is false.
         """
+        ...
+
+    def after_weights(self) -> None:
+        """Gradients of weights that a backward had left for later were added to those of earlier microbatches."""
+        ...
+
+    def reduce(self) -> None:
+        """All gradients are there: reduce what waits. Only called if some backward of the step was not complete."""
         ...
 
 
@@ -287,6 +310,8 @@ class Applied:
         reducers: what must know when a backward starts.
         compute_dtype: what it converts parameters and inputs to for the forward, if it does.
         on_host: names of the parameters that live in the host's memory, whatever the device.
+        unmatched: what the config asks for and this stage lacks, such as a pattern that no parameter has, and the text
+            of the error if no other stage has it either.
     """
 
     modules: tuple[str, ...]
@@ -295,6 +320,7 @@ class Applied:
     reducers: tuple[Reducer, ...] = ()
     compute_dtype: torch.dtype | None = None
     on_host: frozenset[str] = frozenset()
+    unmatched: Mapping[str, str] = field(default_factory=dict)
 
 
 class Strategy(Protocol):
@@ -389,13 +415,16 @@ class Metric(Protocol):
 
 @runtime_checkable
 class StageMetric(Protocol):
-    """A metric that also wants to know the model, for what its modules tally (:class:`d9d_core.traits.HasTallies`).
+    """A metric over what a model's modules tally (:class:`d9d_core.traits.HasTallies`).
 
-    The observations of a microbatch hold each tally as ``"<module name>/<tally>"``.
+    In place of what the task observes, it takes in each tally of a microbatch as ``"<module name>/<tally>"``: those of
+    one pipeline stage at a time.
     """
 
     def attach(self, stage: nn.Module) -> None:
-        """Look at the model, once and before anything else, so that the state has its final shapes.
+        """Look at the whole model, once and before anything else, so that the state has its final shapes.
+
+        Stages of other pipeline ranks are on the meta device.
 
         Raises:
             BuildError: the model has nothing to observe.

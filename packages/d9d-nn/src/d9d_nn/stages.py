@@ -2,24 +2,66 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
+from itertools import accumulate
+
 from d9d_core.errors import BuildError
 from d9d_core.protocols import Stage
 
 
-def stage_layers(layers: int, stage: Stage) -> range:
-    """The layers of one stage: contiguous, sizes differing by at most one, the first stages taking the rest.
+def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float = 0.0) -> range:
+    """The layers of one stage. Stages are contiguous and each has a layer or more.
 
-    The last stage gets no extra layer because it also holds the head.
+    If the job does not say how many (:attr:`Stage.layers`), the costliest stage is as cheap as it can be; among equal
+    ways, earlier stages take more.
 
     Args:
-        layers: layers of the whole model.
+        layers: layers of the whole model, all of about the same cost.
         stage: which stage.
+        first: what the first stage computes beside its layers, such as an embedding, in units of one layer.
+        last: the same of the last stage, such as the heads.
 
     Raises:
-        BuildError: there are more stages than layers.
+        BuildError: there are more stages than layers, or the job's numbers of layers do not fit the model.
     """
-    if stage.count > layers:
-        raise BuildError(f"{layers} layers cannot be split over {stage.count} stages; use at most {layers} stages")
-    size, rest = divmod(layers, stage.count)
-    start = stage.index * size + min(stage.index, rest)
-    return range(start, start + size + (stage.index < rest))
+    counts = _balanced(layers, stage.count, first, last) if stage.layers is None else _given(layers, stage)
+    ends = list(accumulate(counts))
+    return range(ends[stage.index] - counts[stage.index], ends[stage.index])
+
+
+def _balanced(layers: int, count: int, first: float, last: float) -> Sequence[int]:
+    """One layer for each stage, then each further one for the stage that is cheapest so far."""
+    if count > layers:
+        raise BuildError(
+            f"{layers} layers cannot be split over {count} pipeline stages, each of which needs one; lower mesh.pp or "
+            f"pipeline.stages_per_rank to at most {layers} stages in all, or give the model more layers"
+        )
+    counts = [1] * count
+    costs = [1.0] * count
+    costs[0] += first
+    costs[-1] += last
+    heap = [(cost, index) for index, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    for _ in range(layers - count):
+        cost, index = heap[0]
+        counts[index] += 1
+        heapq.heapreplace(heap, (cost + 1, index))
+    return counts
+
+
+def _given(layers: int, stage: Stage) -> Sequence[int]:
+    """What the job says, if it fits."""
+    counts = stage.layers
+    assert counts is not None
+    if len(counts) != stage.count:
+        raise BuildError(
+            f"pipeline.layers has {len(counts)} numbers, and there are {stage.count} stages; give one for each stage, "
+            "or remove it to have them balanced"
+        )
+    if sum(counts) != layers or min(counts) < 1:
+        raise BuildError(
+            f"pipeline.layers is {list(counts)}, {sum(counts)} in all, and the model has {layers} layers; give each "
+            f"stage one or more, {layers} in all, or remove it to have them balanced"
+        )
+    return counts

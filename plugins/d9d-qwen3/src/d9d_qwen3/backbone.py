@@ -11,16 +11,16 @@ import torch
 from d9d_core.protocols import Stage
 from d9d_core.traits import TensorSpec, TensorStyle
 from d9d_nn.attention.masks import prepare_masks
-from d9d_nn.embedding import TokenEmbedding, token_embedding
+from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.config import head_layers
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope import RotaryEmbedding
-from d9d_nn.stages import stage_layers
 from torch import Tensor, nn
 
 from d9d_qwen3.block import Qwen3Block
 from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.stages import layers_of
 
 
 class Qwen3Backbone(nn.Module):
@@ -29,11 +29,11 @@ class Qwen3Backbone(nn.Module):
     Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
 
     Args:
-        config: of the whole model; of its heads, only the layers that they read matter here.
+        config: of the whole model; of its heads, only what they read and what they cost matters here.
         stage: which part of it.
 
     Raises:
-        BuildError: there are more stages than layers.
+        BuildError: the layers cannot be split over the stages, or not in the way that the job asks for.
     """
 
     def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
@@ -43,11 +43,10 @@ class Qwen3Backbone(nn.Module):
         read = (head_layers(head, config.num_layers) for head in config.heads.values())
         self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
         if stage.is_first:
-            std = config.initialization.std
-            self.embedding = token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=std)
+            self.embedding = embedding_of(config)
         self.rotary = RotaryEmbedding(config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling)
-        layers = stage_layers(config.num_layers, stage)
-        self.layers = nn.ModuleDict({str(index): Qwen3Block(config, index) for index in layers})
+        self.layer_indices = layers_of(config, stage)
+        self.layers = nn.ModuleDict({str(index): Qwen3Block(config, index) for index in self.layer_indices})
         if stage.is_last:
             self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -58,7 +57,7 @@ class Qwen3Backbone(nn.Module):
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """An embedding in one piece is split over the vocabulary, the final norm sees split tokens."""
         plan = {}
-        if self.stage.is_first and isinstance(self.embedding, TokenEmbedding):
+        if isinstance(getattr(self, "embedding", None), TokenEmbedding):
             plan["embedding"] = TensorStyle.VOCAB
         if self.stage.is_last:
             plan["norm"] = TensorStyle.SEQUENCE
@@ -73,7 +72,7 @@ class Qwen3Backbone(nn.Module):
             return {}
         dtype = next(self.parameters()).dtype
         state = TensorSpec((*microbatch["tokens"].shape, self.config.hidden_size), dtype)
-        done = range(stage_layers(self.config.num_layers, self.stage).stop)
+        done = range(self.layer_indices.stop)
         return dict.fromkeys(("hidden", *sums_begun(self.layer_means, done)), state)
 
     def forward(
@@ -123,7 +122,7 @@ class Qwen3Backbone(nn.Module):
             raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
         if positions is None:
             positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        done = range(stage_layers(self.config.num_layers, self.stage).start)
+        done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions)
         cores = (layer.attention.core for layer in self.layers.values() if isinstance(layer, Qwen3Block))
@@ -134,3 +133,8 @@ class Qwen3Backbone(nn.Module):
         if not self.stage.is_last:
             return {"hidden": hidden, **sums.to_send()}, {}
         return {"hidden": self.norm(hidden)}, sums.means(self.norm.weight)
+
+
+def embedding_of(config: AnyQwen3Config) -> TokenEmbedding | SplitTokenEmbedding:
+    """A model's embedding; on whichever stage, it starts with the same numbers under the same name."""
+    return token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=config.initialization.std)

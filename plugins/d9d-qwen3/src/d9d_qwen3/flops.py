@@ -18,12 +18,22 @@ def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> fl
     the sequence, less with a sliding window. Recomputation is not counted. With several heads, the count is that of a
     step that trains them all.
     """
-    attention = config.num_attention_heads * config.head_dim
-    projections = config.hidden_size * (2 * attention + 2 * config.num_key_value_heads * config.head_dim)
-    layers = config.num_layers * projections + config.hidden_size * _feed_forward(config)
-    matmul_parameters = layers + _heads(config, sequence_length)
+    matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
     keys = sum(_keys(config.window(layer), sequence_length) for layer in range(config.num_layers))
-    return 6.0 * matmul_parameters + 12.0 * attention * keys
+    return 6.0 * matmul_parameters + 12.0 * config.num_attention_heads * config.head_dim * keys
+
+
+def layer_parameters(config: AnyQwen3Config) -> int:
+    """Matmul parameters of all layers that one token uses."""
+    rows = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
+    return config.hidden_size * (config.num_layers * rows + _feed_forward(config))
+
+
+def head_parameters(config: AnyQwen3Config, sequence_length: int) -> float:
+    """Matmul parameters of all heads that one token uses; of what works once per sample, a token's share."""
+    words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
+    classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
+    return config.hidden_size * (words + classes / sequence_length)
 
 
 def _feed_forward(config: AnyQwen3Config) -> int:
@@ -40,10 +50,3 @@ def _keys(window: int | None, sequence_length: int) -> float:
     # The triangle of causal attention, without the smaller one that lies beyond the window.
     beyond = max(sequence_length - (window or sequence_length), 0)
     return sequence_length / 2 - beyond**2 / (2 * sequence_length)
-
-
-def _heads(config: AnyQwen3Config, sequence_length: int) -> float:
-    """Matmul parameters of all heads that one token uses."""
-    words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
-    classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
-    return config.hidden_size * (words + classes / sequence_length)

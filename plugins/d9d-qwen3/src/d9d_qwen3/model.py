@@ -5,12 +5,11 @@ Shapes: B samples, S positions, H features, V words of the vocabulary, C classes
 
 from __future__ import annotations
 
-from d9d_core.errors import BuildError
 from d9d_core.protocols import Stage
 from d9d_nn.heads.heads import Heads
 from torch import Tensor
 
-from d9d_qwen3.backbone import Qwen3Backbone
+from d9d_qwen3.backbone import Qwen3Backbone, embedding_of
 from d9d_qwen3.configs import AnyQwen3Config
 
 
@@ -18,25 +17,23 @@ class Qwen3(Qwen3Backbone):
     """The backbone of one stage, with the heads on the last.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``. A
-    tied causal_lm head has none: it takes the embedding's. With ``added_tokens``, the embedding and each causal_lm head
-    have ``regular.weight`` and ``added.weight`` in place of ``weight``.
+    tied causal_lm head has none: it takes the embedding's. If that is on another stage, the last one has a copy, under
+    the same name: whoever trains the stages adds up the gradients of equally named parameters. With ``added_tokens``,
+    the embedding and each causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
         config: of the whole model.
         stage: which part of it.
 
     Raises:
-        BuildError: there are more stages than layers, tied embeddings would be on two stages, or a head has a name that
-            a module cannot have.
+        BuildError: the layers cannot be split over the stages, or not in the way that the job asks for; or a head has a
+            name that a module cannot have.
     """
 
     def __init__(self, config: AnyQwen3Config, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
-        if config.tie_embeddings and stage.count > 1:
-            raise BuildError(
-                f"{config.name}: tied embeddings would be on the first and the last of {stage.count} pipeline stages; "
-                "set model.tie_embeddings to false, or mesh.pp to 1"
-            )
         super().__init__(config, stage)
+        if stage.is_last and not stage.is_first and config.tie_embeddings:
+            self.embedding = embedding_of(config)
         if stage.is_last:
             self.heads = Heads(
                 config.heads,

@@ -17,6 +17,7 @@ _PROVIDES = frozenset(
         "model:ops",
         "model:divisible",
         "model:pipeline",
+        "model:split_backward",
         "model:tensor_parallel",
     }
 )

@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     ModelWrapValidatorHandler,
+    PositiveInt,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
@@ -122,3 +123,10 @@ class ModelConfig(PluginConfig):
         Raises:
             ValueError: why, beginning with the field.
         """
+
+
+class ScheduleConfig(PluginConfig):
+    """Base of the configs of pipeline schedules."""
+
+    layers: tuple[PositiveInt, ...] | None = None
+    """Layers of each stage, in order; null balances stages by what their layers, the embedding and the heads cost."""

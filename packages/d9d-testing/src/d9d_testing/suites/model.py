@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.plugin import ModelSpec, Ref
 from d9d_core.protocols import HuggingFaceFormat, Stage
 from d9d_core.state.export import ModelFiles, export_model
@@ -297,13 +298,29 @@ class ModelSuite:
 
     # --- pipeline stages --------------------------------------------------------------------------------------------
 
+    def test_stages_start_as_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
+        """Names and initial values do not depend on the split. What several stages have, all of them start with."""
+        require(spec, "model:pipeline")
+        stages, source = [initialised(spec, config, stage=Stage(index, 2)) for index in range(2)], dict(_tensors(model))
+        found = [item for stage in stages for item in _tensors(stage)]
+        assert {name for name, _ in found} == source.keys()
+        different = [name for name, tensor in found if not torch.equal(tensor, source[name])]
+        assert not different, f"other values than in the whole model: {different}"
+
+    def test_layers_are_split_as_the_job_says(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
+        """``pipeline.layers`` is followed, and refused if the model has another number of layers."""
+        require(spec, "model:pipeline", "model:blocks")
+        total = _blocks(model)
+        counts = (total - 1, 1)
+        assert tuple(_blocks(on_meta(spec, config, Stage(index, 2, counts))) for index in range(2)) == counts
+        for wrong in ((total, 1), (total,)):
+            with pytest.raises(BuildError, match="layers"):
+                on_meta(spec, config, Stage(0, 2, wrong))
+
     def test_two_stages_compute_what_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
-        """Parameter names do not depend on the split; loss and gradients agree."""
+        """Loss and gradients agree; those of a weight that both stages have add up to those of the whole model."""
         require(spec, "model:pipeline", "model:causal_lm")
         batch, stages = microbatch(config), split(spec, config, model)
-        names = [name for stage in stages for name, _ in stage.named_parameters()]
-        assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-
         loss = model(**batch)["token_loss"]
         loss.sum().backward()
         shared = {name: tensor for name, tensor in batch.items() if name != "tokens"}
@@ -314,7 +331,12 @@ class ModelSuite:
         torch.autograd.backward(list(sent.values()), [between[name].grad for name in sent])
 
         assert_close_values(split_loss, loss)
-        assert_close_gradients({k: g for stage in stages for k, g in _gradients(stage).items()}, _gradients(model))
+        found: dict[str, Tensor] = {}
+        for stage in stages:
+            gradients = _gradients(stage)
+            assert gradients.keys() == dict(stage.named_parameters()).keys(), "a stage holds what it does not use"
+            found |= {name: found[name] + g if name in found else g for name, g in gradients.items()}
+        assert_close_gradients(found, _gradients(model))
 
     def test_boundary_predicts_what_crosses_it(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
         """Names, shapes and dtypes of a stage's outputs follow from shapes alone; the last stage hands on nothing."""
@@ -338,9 +360,14 @@ def on_meta(spec: ModelSpec, config: Any, stage: Stage = Stage()) -> nn.Module: 
     return built
 
 
-def initialised(spec: ModelSpec, config: Any, seed: int = 0) -> nn.Module:
-    """The whole model on the CPU, each module initialised from a seed of its own."""
-    model = on_meta(spec, config).to_empty(device="cpu")
+def initialised(
+    spec: ModelSpec,
+    config: Any,
+    seed: int = 0,
+    stage: Stage = Stage(),  # noqa: B008 - Stage is frozen
+) -> nn.Module:
+    """The model, or a stage of it, on the CPU, each module initialised from a seed of its own."""
+    model = on_meta(spec, config, stage).to_empty(device="cpu")
     for name, module in modules_with(model, LateInit).items():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
@@ -430,6 +457,10 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "targets"})["logits"]
     return logits
+
+
+def _blocks(model: nn.Module) -> int:
+    return sum(len(module.blocks()) for module in modules_with(model, HasBlocks).values())
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.protocols import Stage
 from d9d_core.state.mapper import Mapper, Select
+from d9d_core.traits import TensorSpec
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyModelConfig
@@ -32,28 +34,58 @@ class ToyBlock(nn.Module):
 
 
 class ToyModel(nn.Module):
-    """A chain of blocks and an unused parameter, which must not disturb anything."""
+    """A chain of blocks, whole or one stage of it, and an unused parameter, which must not disturb anything.
 
-    def __init__(self, config: ToyModelConfig) -> None:
+    The unused parameter is on the first stage, the buffer ``scale`` on the last.
+    """
+
+    def __init__(self, config: ToyModelConfig, stage: Stage = Stage()) -> None:  # noqa: B008 - Stage is frozen
         super().__init__()
-        self.layers = nn.ModuleList(ToyBlock(config.features, config.dropout) for _ in range(config.blocks))
-        self.unused = nn.Parameter(torch.empty(1))
-        self.register_buffer("scale", torch.empty(1))
+        self.stage = stage
+        self.layers = nn.ModuleDict(
+            {str(index): ToyBlock(config.features, config.dropout) for index in _blocks_of(config.blocks, stage)}
+        )
+        if stage.is_first:
+            self.unused = nn.Parameter(torch.empty(1))
+        if stage.is_last:
+            self.register_buffer("scale", torch.empty(1))
 
     def reset_parameters(self) -> None:
         """Own tensors only."""
-        nn.init.ones_(self.unused)
-        nn.init.ones_(self.get_buffer("scale"))
+        if self.stage.is_first:
+            nn.init.ones_(self.unused)
+        if self.stage.is_last:
+            nn.init.ones_(self.get_buffer("scale"))
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The chain."""
-        return {f"layers.{index}": block for index, block in enumerate(self.layers)}
+        """The chain, or this stage's part of it."""
+        return {f"layers.{index}": block for index, block in self.layers.items()}
+
+    def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        """``x`` [B, F] in the dtype of the weights; nothing on the last stage."""
+        if self.stage.is_last:
+            return {}
+        return {"x": TensorSpec(microbatch["x"].shape, next(self.layers.parameters()).dtype)}
 
     def forward(self, *, x: Tensor) -> dict[str, Tensor]:
-        """X [B, F] -> {"y": [B, F]}."""
-        for block in self.layers:
+        """X [B, F] -> {"y": [B, F]}; before the last stage -> {"x": [B, F]}."""
+        for block in self.layers.values():
             x = block(x)
-        return {"y": x * self.get_buffer("scale")}
+        return {"y": x * self.get_buffer("scale")} if self.stage.is_last else {"x": x}
+
+
+def _blocks_of(blocks: int, stage: Stage) -> range:
+    """As many as the job says, else equally many but for the rest, which the first stages take."""
+    counts = stage.layers
+    if counts is None:
+        size, rest = divmod(blocks, stage.count)
+        counts = tuple(size + (index < rest) for index in range(stage.count))
+    if len(counts) != stage.count or sum(counts) != blocks or min(counts) < 1:
+        raise BuildError(
+            f"toy_model: {blocks} blocks cannot be split over {stage.count} stages as {list(counts)}; give "
+            f"pipeline.layers {stage.count} numbers that sum up to {blocks}, or take fewer stages"
+        )
+    return range(sum(counts[: stage.index]), sum(counts[: stage.index + 1]))
 
 
 class ToyFormat:
@@ -76,6 +108,6 @@ class ToyFormat:
         return self.importer(config, config).inverse()
 
 
-def build(config: ToyModelConfig, _stage: Stage) -> nn.Module:
-    """The whole model."""
-    return ToyModel(config)
+def build(config: ToyModelConfig, stage: Stage) -> nn.Module:
+    """The whole model, or one stage of it."""
+    return ToyModel(config, stage)

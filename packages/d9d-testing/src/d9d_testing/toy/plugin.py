@@ -32,7 +32,7 @@ def d9d_models() -> Iterator[ModelSpec]:
         build=Ref("d9d_testing.toy.model:build"),
         tiny=Ref("d9d_testing.toy.config:ToyModelConfig"),
         hugging_face=Ref("d9d_testing.toy.model:ToyFormat"),
-        provides={"model:blocks", "model:late_init"},
+        provides={"model:blocks", "model:late_init", "model:pipeline"},
     )
 
 
@@ -125,7 +125,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         config=Ref("d9d_testing.toy.config:ToyPipelineStrategyConfig"),
         build=Ref("d9d_testing.toy.modifiers:ToyStrategy"),
         anchor="tensor",
-        requires={"model:pipeline"},
+        requires={"model:experts"},
     )
 
 
