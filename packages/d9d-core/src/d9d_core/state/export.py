@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from d9d_core.state.agreement import on_all, on_main
 from d9d_core.state.hub.shard import ShardWriter
 from d9d_core.state.hub.writer import ModelWriter
 from d9d_core.state.mapper import StateGraph
+from d9d_core.state.spread import Spread
 from d9d_core.topology.local import full
 
 
@@ -40,6 +42,7 @@ def export_model(
     tensors: Mapping[str, Tensor],
     files: ModelFiles,
     group: dist.ProcessGroup | None = None,
+    spread: Spread | None = None,
 ) -> None:
     """Compute the graph's outputs from tensors in memory and write them. Collective over ``group``.
 
@@ -48,21 +51,26 @@ def export_model(
 
     Args:
         writer: made from the graph's ``specs``, equally on all ranks; all see its directory.
-        graph: over these tensors.
+        graph: over these tensors, or over those of the whole model if they are spread.
         tensors: plain ones, or DTensors.
         files: what else belongs to the model.
         group: all ranks that hold a part; ``None`` stands for one process.
+        spread: who holds what, if pipeline ranks hold different tensors.
 
     Raises:
-        CheckpointError: something could not be written, on any rank; nothing is left then.
+        CheckpointError: something could not be written, or a rank lacks what it should hold; nothing is left then.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = frozenset(file for number, file in enumerate(writer.files) if number % ranks == rank)
+    whole_of: Callable[[str], Tensor] = lambda name: full(tensors[name])  # noqa: E731
+    if spread is not None:
+        on_all(partial(spread.check, tensors), group)
+        whole_of = partial(spread.full, tensors=tensors)
     try:
         on_main(writer.start, group)
         failed: list[Exception] = []
         with torch.no_grad():
-            _write(writer, graph, tensors, mine, failed)
+            _write(writer, graph, whole_of, mine, failed)
         on_all(lambda: _raise(failed), group)
         on_main(lambda: writer.publish(files.config_json, files.others, files.save_assets), group)
     except BaseException:
@@ -74,7 +82,7 @@ def export_model(
 def _write(
     writer: ModelWriter,
     graph: StateGraph,
-    tensors: Mapping[str, Tensor],
+    whole_of: Callable[[str], Tensor],
     mine: frozenset[str],
     failed: list[Exception],
 ) -> None:
@@ -85,7 +93,7 @@ def _write(
             wanted = [] if failed else [name for name in group.outputs if writer.file_of(name) in mine]
             here: dict[str, Tensor] = {}
             for name in group.inputs:
-                whole = full(tensors[name])
+                whole = whole_of(name)
                 if wanted:
                     here[name] = whole.detach().cpu()
                 del whole

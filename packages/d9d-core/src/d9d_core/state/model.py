@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from d9d_core.state.spread import Spread
 from d9d_core.topology.local import full
 
 
@@ -18,16 +19,24 @@ def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **buffers}
 
 
-def gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
-    """Whole tensors in the host's memory, one after the other. Collective over the ranks of DTensors' meshes.
+def gathered(tensors: Mapping[str, Tensor], keep: bool, spread: Spread | None = None) -> dict[str, Tensor]:
+    """Whole tensors in the host's memory, one after the other.
+
+    Collective over the ranks of DTensors' meshes, and of ``spread``.
 
     Args:
-        tensors: equally named on all ranks.
+        tensors: equally named on all ranks, or on all that hold the same stages if there is a spread.
         keep: whether this rank wants the result; the others return nothing.
+        spread: of the model, if pipeline ranks hold different tensors. Those that any of them has here are gathered, in
+            the model's order.
+
+    Raises:
+        CheckpointError: the model of ``spread`` has no tensor of that name, or ranks hold different ones.
     """
     whole = {}
-    for name, tensor in tensors.items():
-        value = full(tensor)
+    there = None if spread is None else spread.among(tensors)
+    for name in tensors if there is None else there.specs:
+        value = full(tensors[name]) if there is None else there.full(name, tensors)
         if keep:
             whole[name] = value.detach().cpu()
     return whole
