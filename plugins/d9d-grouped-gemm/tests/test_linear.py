@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.deferral import Deferral
 from d9d_core.errors import BuildError
 from d9d_core.loop.kernels import bind_kernels
 from d9d_core.ops import OpSignature, OpSlot
@@ -168,3 +169,12 @@ def test_without_the_library_it_is_refused(registry: Any, monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "grouped_gemm")
     with pytest.raises(BuildError, match="needs import:grouped_gemm: module grouped_gemm is not installed"):
         bound(registry, {"grouped_linear": "grouped_gemm"})
+
+
+def test_nothing_is_left_for_later() -> None:
+    """The library computes both gradients at once, which the op allows."""
+    deferral = Deferral()
+    with deferral.collect() as left:
+        found = outcome(build(signature()), [2, 0, 3, 1], deferral=deferral)
+    assert len(left) == 0
+    assert_close_gradients(found, outcome(grouped_linear, [2, 0, 3, 1]))

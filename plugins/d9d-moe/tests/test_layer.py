@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.deferral import Deferral
 from d9d_core.errors import BuildError
 from d9d_core.loop.kernels import bind_kernels
 from d9d_core.ops import OpSignature
@@ -226,3 +227,25 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         MoELayer(TopKRouter(HIDDEN, 8, 2, std=0.2), experts, LocalDispatcher())
     with pytest.raises(BuildError, match="nothing to gate"):
         MoELayer(TopKRouter(HIDDEN, 4, 2, std=0.2), experts, LocalDispatcher(), shared_gate=Linear(HIDDEN, 1, std=0.2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "grouped_mm"])
+def test_experts_may_leave_the_gradients_of_their_banks(backend: str) -> None:
+    found = []
+    for late in (False, True):
+        torch.manual_seed(0)
+        experts = GroupedSwiGLU(HIDDEN, INNER, EXPERTS, std=0.5, output_std=0.5)
+        if backend == "grouped_mm":
+            for name, slot in experts.op_slots().items():
+                if name != "silu_mul":
+                    slot.bind(backend, grouped_linear_torch.build(OpSignature("grouped_linear", "cpu", "float32")))
+        deferral = Deferral()
+        names = experts.defer_to(deferral if late else None)
+        assert set(names) == {name for name, _ in experts.named_parameters()}
+        rows = normal(12, HIDDEN).requires_grad_()
+        with deferral.collect() as left:
+            experts(rows, torch.tensor([3, 0, 2, 1, 0, 0, 4, 0])).square().sum().backward()
+        assert all((parameter.grad is None) == late for parameter in experts.parameters())
+        left.run()
+        found.append({"rows": rows.grad} | {name: parameter.grad for name, parameter in experts.named_parameters()})
+    assert_close_gradients(found[1], found[0])

@@ -24,6 +24,43 @@ def prepare_fsdp_gradients(root: nn.Module) -> None:
         _patch_fsdp_group(unit._get_fsdp_state()._fsdp_param_group)  # noqa: SLF001 - 2.11 has no public way
 
 
+def keep_fsdp_gradients(root: FSDPModule) -> None:
+    """Add up, in FSDP2's format for that, gradients that came outside of its backward, in every unit under ``root``.
+
+    To be called when some came, before others come.
+    """
+    for group in _fsdp_groups(root):
+        for parameter in group.fsdp_params:
+            # Newer than 2.11: whole parameters say themselves in which format autograd adds up.
+            if hasattr(parameter, "to_accumulated_grad_if_needed") and hasattr(parameter, "_unsharded_param"):
+                # What the end of a backward does in 2.11, `FSDPParamGroup.post_backward` without reduction.
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
+def reduce_fsdp_gradients(root: FSDPModule) -> None:
+    """Have FSDP2 reduce what has added up in all units under ``root``, and wait for it, as after a last backward.
+
+    There is no public way: FSDP2 reduces at the end of a backward only, or from torch 2.14 on by `finalize_backward`,
+    which must be decided on before any backward of the step. Collective over the ranks of all units.
+    """
+    state = root._get_fsdp_state()  # noqa: SLF001
+    shared = state._state_ctx  # noqa: SLF001 - what the units share
+    if hasattr(shared, "manual_backward_finalization_active"):  # newer than 2.11: which way the step ends
+        shared.manual_backward_finalization_active = False
+    with torch.no_grad():
+        # What autograd calls when a backward has ended: it runs `post_backward` of all units that did not.
+        state._root_post_backward_final_callback()  # noqa: SLF001
+
+
+def _fsdp_groups(root: FSDPModule) -> list[Any]:
+    """What holds the parameters of each unit under ``root``; a unit without parameters of its own has none."""
+    assert isinstance(root, nn.Module)
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]  # noqa: SLF001
+    return [group for group in groups if group is not None]
+
+
 # What follows uses private parts of torch 2.11. Where they do not fit, test_partly_used.py of d9d-parallel fails.
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from d9d_core.deferral import Deferral
 from d9d_core.ops import OpSlot
 
 
@@ -188,6 +189,19 @@ class HasOps(Protocol):
         ...
 
 
+@runtime_checkable
+class DefersWeights(Protocol):
+    """``model:split_backward``: the module can leave gradients of its weights for later than those of its inputs."""
+
+    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
+        """From now on, hand the deferral to the ops; ``None``: compute everything in the backward again.
+
+        Returns:
+            Names of the module's own parameters whose gradients are left to it. Those of the others come at once.
+        """
+        ...
+
+
 #: capability token -> the protocol that at least one module of a stage must implement.
 TRAITS: Mapping[str, type] = {
     "model:late_init": LateInit,
@@ -202,6 +216,7 @@ TRAITS: Mapping[str, type] = {
     "model:pipeline": PipelineStage,
     "model:ops": HasOps,
     "model:divisible": Divisible,
+    "model:split_backward": DefersWeights,
 }
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Collection
+
+from d9d_core.deferral import Deferral
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_nn.ops.deferred import linear
 
 
 class Linear(nn.Linear):
@@ -18,9 +24,21 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, *, std: float, bias: bool = False) -> None:
         self.std = std  # before the base constructor, which calls reset_parameters
         super().__init__(in_features, out_features, bias=bias)
+        self._deferral: Deferral | None = None
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, std); zero the bias."""
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
+        """The gradient of the weight can wait."""
+        self._deferral = deferral
+        return ("weight",)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
+        """[..., in_features] -> [..., out_features]."""
+        if self._deferral is None:
+            return functional.linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias, self._deferral)

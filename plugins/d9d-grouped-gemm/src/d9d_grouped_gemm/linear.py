@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from d9d_core.deferral import Deferral
 from d9d_core.ops import Decision, OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from torch import Tensor
@@ -42,7 +43,15 @@ class GroupedGemm:
     def __init__(self, gmm: Callable[..., Tensor]) -> None:
         self._gmm = gmm
 
-    def __call__(self, x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        bank: Tensor,
+        counts: Tensor,
+        *,
+        spare_rows: bool = True,
+        deferral: Deferral | None = None,  # noqa: ARG002 - the library computes both gradients at once
+    ) -> Tensor:
         """The product of each row with its expert's matrix.
 
         Raises:

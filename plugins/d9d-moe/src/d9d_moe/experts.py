@@ -5,9 +5,10 @@ Shapes: R rows, H features, I features inside, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
+from d9d_core.deferral import Deferral
 from d9d_core.ops import OpSlot
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_nn.ops.silu_mul import silu_mul
@@ -37,6 +38,7 @@ class GroupedSwiGLU(nn.Module):
         self.into = _linear(hidden_size, intermediate_size, experts)
         self.out_of = _linear(intermediate_size, hidden_size, experts)
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
+        self._deferral: Deferral | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -49,6 +51,11 @@ class GroupedSwiGLU(nn.Module):
         """The products by expert, and the gate."""
         return {"into": self.into, "out_of": self.out_of, "silu_mul": self.silu_mul}
 
+    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
+        """The gradients of all three banks can wait, if the backend of the products lets them."""
+        self._deferral = deferral
+        return ("gate_proj", "up_proj", "down_proj")
+
     def forward(self, tokens: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
         """Apply each expert to its rows.
 
@@ -60,9 +67,10 @@ class GroupedSwiGLU(nn.Module):
         Returns:
             [R, H].
         """
-        gate = self.into(tokens, self.gate_proj, counts, spare_rows=spare_rows)
-        up = self.into(tokens, self.up_proj, counts, spare_rows=spare_rows)
-        out: Tensor = self.out_of(self.silu_mul(gate, up), self.down_proj, counts, spare_rows=spare_rows)
+        how = {"spare_rows": spare_rows, "deferral": self._deferral}
+        gate = self.into(tokens, self.gate_proj, counts, **how)
+        up = self.into(tokens, self.up_proj, counts, **how)
+        out: Tensor = self.out_of(self.silu_mul(gate, up), self.down_proj, counts, **how)
         return out
 
 

@@ -35,6 +35,7 @@ MODEL_TRAITS = (
     "tallies",
     "adapts",
     "layout_dependent",
+    "split_backward",
 )
 _UNDECLARED = "nobody declares the token '{}'; it may be misspelt, or a plugin is missing"
 _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")

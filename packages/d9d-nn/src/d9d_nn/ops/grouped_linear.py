@@ -7,10 +7,15 @@ Shapes: R rows, E experts, I features in, O features out. The slot's static fact
 from __future__ import annotations
 
 import torch
+from d9d_core.deferral import Deferral
 from torch import Tensor
 
+from d9d_nn.ops.deferred import Product, may_defer, product
 
-def grouped_linear(x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
+
+def grouped_linear(
+    x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
+) -> Tensor:
     """Reference: a loop over experts, ``out[rows of e] = x[rows of e] @ bank[e]``. The host waits for the counts.
 
     An expert without rows has a gradient of zeros. Under autocast the product is computed in autocast's dtype.
@@ -21,6 +26,7 @@ def grouped_linear(x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool 
         counts: int32 or int64 [E] on the device of ``x``, rows of each expert; not negative.
         spare_rows: rows beyond the sum of counts belong to nobody: they come out as zeros and have gradients of
             zeros, whatever is in them. ``False`` promises that there are none, which saves backends the clearing.
+        deferral: while it is active, a backend may leave the gradient of the bank to it, or compute it at once.
 
     Returns:
         [R, O].
@@ -37,10 +43,30 @@ def grouped_linear(x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool 
             f"grouped_linear: counts add up to {sum(sizes)}, but there are {len(x)} rows; "
             "sort rows by expert and count each once, or pass spare_rows=True if some at the end belong to nobody"
         )
-    *rows, nobody = torch.split(x, [*sizes, spare])
+    split = [*sizes, spare]
+    if may_defer(bank, deferral):
+        assert deferral is not None
+        return product(x, bank, deferral, _by_expert(split))
+    return _multiply(x, bank, split)
+
+
+def _multiply(x: Tensor, bank: Tensor, split: list[int]) -> Tensor:
+    *rows, nobody = torch.split(x, split)
     # unbind, not bank[e]: the gradient of an index is as large as the whole bank, for each expert.
     parts = [part @ matrix for part, matrix in zip(rows, bank.unbind(0), strict=True)]
     return torch.cat([*parts, x.new_zeros(len(nobody), bank.shape[2])])
+
+
+def _by_expert(split: list[int]) -> Product:
+    def bank_gradient(x: Tensor, grad: Tensor) -> Tensor:
+        pairs = zip(torch.split(x, split)[:-1], torch.split(grad, split)[:-1], strict=True)
+        return torch.stack([rows.mT @ part for rows, part in pairs])
+
+    return Product(
+        forward=lambda x, bank: _multiply(x, bank, split),
+        rows_gradient=lambda grad, bank: _multiply(grad, bank.mT, split),
+        weight_gradient=bank_gradient,
+    )
 
 
 def autocast_operands(x: Tensor, bank: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from d9d_core.deferral import Deferral
 from d9d_core.ops import Decision, OpSignature
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from d9d_nn.ops.deferred import Product, may_defer, product
 from d9d_nn.ops.grouped_linear import autocast_operands
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -36,14 +38,27 @@ def build(_signature: OpSignature) -> Callable[..., Tensor]:
     return grouped_mm
 
 
-def grouped_mm(x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
+def grouped_mm(
+    x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
+) -> Tensor:
     """See :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device."""
     x, bank = autocast_operands(x, bank)
     ends = counts.cumsum(0, dtype=torch.int32)
     # The kernel leaves memory as it was in rows past the last end.
     spare = (torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1) if spare_rows else None
+    if may_defer(bank, deferral):
+        assert deferral is not None
+        return product(x.contiguous(), bank.contiguous(), deferral, _by_expert(ends, spare))
     out: Tensor = _GroupedMM.apply(x.contiguous(), bank.contiguous(), ends, spare)
     return out
+
+
+def _by_expert(ends: Tensor, spare: Tensor | None) -> Product:
+    return Product(
+        forward=lambda x, bank: _clear(functional.grouped_mm(x, bank, offs=ends), spare),
+        rows_gradient=lambda grad, bank: _rows_gradient(grad.contiguous(), bank, ends, spare),
+        weight_gradient=lambda x, grad: _bank_gradient(x, grad.contiguous(), ends),
+    )
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -61,10 +76,18 @@ class _GroupedMM(torch.autograd.Function):
         grad = grad.contiguous()
         grad_x = grad_bank = None
         if ctx.needs_input_grad[0]:
-            grad_x = _clear(functional.grouped_mm(grad, bank.mT, offs=ends), spare)
+            grad_x = _rows_gradient(grad, bank, ends, spare)
         if ctx.needs_input_grad[1]:
-            grad_bank = functional.grouped_mm(x.mT, grad, offs=ends)
+            grad_bank = _bank_gradient(x, grad, ends)
         return grad_x, grad_bank, None, None
+
+
+def _rows_gradient(grad: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:
+    return _clear(functional.grouped_mm(grad, bank.mT, offs=ends), spare)
+
+
+def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return functional.grouped_mm(x.mT, grad, offs=ends)
 
 
 def _clear(rows: Tensor, spare: Tensor | None) -> Tensor:

@@ -1,14 +1,18 @@
-"""Telling FSDP2 which backward is the last of a step."""
+"""Telling FSDP2 which backward is the last of a step, and when gradients of weights come after it."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from d9d_core.compat import keep_fsdp_gradients, reduce_fsdp_gradients
 from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpReducer:
     """Switches the reductions of a stage on and off between microbatches; see :class:`d9d_core.protocols.Reducer`.
+
+    From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` says:
+    a unit's gradients travel together, and some of them are still to come.
 
     Args:
         root: the stage.
@@ -18,15 +22,37 @@ class FsdpReducer:
     def __init__(self, root: FSDPModule, defer: Literal["nothing", "all_reduce", "everything"]) -> None:
         self._root = root
         self._defer = defer
+        self._waiting = False
+        self._syncs = True
 
-    def before_backward(self, last: bool) -> None:
+    def before_backward(self, last: bool, complete: bool = True) -> None:
         """Set what the coming backward reduces.
 
         Args:
             last: it is the last of the step.
+            complete: it computes the gradients of weights too.
         """
+        self._waiting |= not complete
+        last = last and not self._waiting
         self._root.set_is_last_backward(last)
-        if self._defer == "everything":
-            self._root.set_requires_gradient_sync(last)
-        elif self._defer == "all_reduce":
+        self._sync(not self._waiting and (last or self._defer != "everything"))
+        if self._defer == "all_reduce":
             self._root.set_requires_all_reduce(last)
+
+    def after_weights(self) -> None:
+        """Add what has come to the gradients of earlier microbatches, in the format in which they add up."""
+        keep_fsdp_gradients(self._root)
+
+    def reduce(self) -> None:
+        """Reduce everything that has waited. Collective over the ranks of all units of the stage."""
+        self._waiting = False
+        self._root.set_is_last_backward(True)
+        self._sync(True)
+        if self._defer == "all_reduce":
+            self._root.set_requires_all_reduce(True)
+        reduce_fsdp_gradients(self._root)
+
+    def _sync(self, on: bool) -> None:
+        if on != self._syncs:
+            self._root.set_requires_gradient_sync(on)
+            self._syncs = on

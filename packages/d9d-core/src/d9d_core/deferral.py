@@ -1,0 +1,131 @@
+"""Gradients of weights that are computed later than those of inputs.
+
+A pipeline can send a gradient on as soon as that of a stage's inputs is known, and fill waiting times with those of its
+weights (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). An op takes part by handing the gradient of its
+weight to a :class:`Deferral`, which computes it at once or later. Nothing is patched: an op without a deferral leaves
+everything to autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+_Item = tuple[GradientEdge, Callable[[], Tensor]]
+
+
+class DeferredWeights:
+    """What one backward left to do: run it once, at any later time.
+
+    Inputs of the ops and gradients of their outputs stay alive until then, and nothing else does.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[_Item] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def add(self, weight: GradientEdge, compute: Callable[[], Tensor]) -> None:
+        """Leave one gradient; see :meth:`Deferral.add`."""
+        self._items.append((weight, compute))
+
+    def run(self) -> None:
+        """Compute what was left, in the order of the backward, and add it to the parameters' gradients.
+
+        Autograd takes it from the op's weight to the parameters, so casts, concatenations and hooks on the way count. A
+        parameter with several contributions gets them as one, as in a whole backward. Memory is freed weight by weight.
+        """
+        groups = _by_parameter(self._items)
+        self._items = []
+        while groups:
+            _run(groups.pop(0))
+
+
+class Deferral:
+    """Where the ops of one pipeline stage bring gradients of weights.
+
+    Modules get it with the trait :class:`d9d_core.traits.DefersWeights` and hand it to their ops.
+
+    For autograd, such an op has no weight: it gets a detached one. Were there an edge to it, autograd would follow it
+    with zeros or nothing, and free what the later gradient needs on its way.
+    """
+
+    def __init__(self) -> None:
+        self._left: DeferredWeights | None = None
+        self._ignoring = False
+
+    def add(self, weight: GradientEdge, compute: Callable[[], Tensor]) -> None:
+        """Bring a gradient. Called by ops in their backward, in whichever thread autograd runs it.
+
+        It is computed now, and added to the parameters' gradients by a backward of its own, unless backwards are being
+        collected.
+
+        Args:
+            weight: of the op's weight, taken in its forward (:func:`torch.autograd.graph.get_gradient_edge`).
+            compute: returns the gradient, in shape and dtype of the weight. Called without a graph being recorded. It
+                holds detached tensors only, or it would keep the graph alive.
+        """
+        if self._ignoring:
+            return
+        if self._left is None:
+            _run([(weight, compute)])
+        else:
+            self._left.add(weight, compute)
+
+    @contextmanager
+    def collect(self) -> Iterator[DeferredWeights]:
+        """Backwards inside leave their gradients of weights in the result."""
+        self._left = left = DeferredWeights()
+        try:
+            yield left
+        finally:
+            self._left = None
+
+    @contextmanager
+    def ignore(self) -> Iterator[None]:
+        """Backwards inside leave out gradients of weights: they repeat what another one has left already."""
+        self._ignoring = True
+        try:
+            yield
+        finally:
+            self._ignoring = False
+
+
+def _run(items: list[_Item]) -> None:
+    """Compute and add; frees each item as soon as it is computed."""
+    edges = [edge for edge, _ in items]
+    gradients: list[Tensor] = []
+    with torch.no_grad():
+        while items:
+            gradients.append(items.pop(0)[1]())
+    # Several may share nodes on the way to parameters; what is retained goes with the edges.
+    torch.autograd.backward(edges, gradients, retain_graph=True)
+
+
+def _by_parameter(items: Sequence[_Item]) -> list[list[_Item]]:
+    """Items that reach a common parameter are in one group."""
+    groups: dict[int, list[_Item]] = {}
+    group_of: dict[Node, int] = {}
+    for index, item in enumerate(items):
+        nodes = _reached(item[0].node)
+        groups[index] = []
+        for other in sorted({group_of[node] for node in nodes if node in group_of}):
+            groups[index] += groups.pop(other)
+            group_of.update((node, index) for node, group in group_of.items() if group == other)
+        groups[index].append(item)
+        group_of.update(dict.fromkeys(nodes, index))
+    return list(groups.values())
+
+
+def _reached(start: Node) -> set[Node]:
+    nodes, waiting = {start}, [start]
+    while waiting:
+        found = {node for node, _ in waiting.pop().next_functions if node is not None} - nodes
+        nodes |= found
+        waiting += found
+    return nodes

@@ -1,0 +1,124 @@
+"""Products of rows with weights whose gradients can be computed apart from those of the rows.
+
+Shapes: ``...`` any leading dims, I features in, O features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from d9d_core.deferral import Deferral
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product and its two gradients. None of these functions is recorded by autograd.
+
+    Attributes:
+        forward: rows, weight -> out.
+        rows_gradient: gradient of out, weight -> gradient of the rows.
+        weight_gradient: rows, gradient of out -> gradient of the weight.
+    """
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    rows_gradient: Callable[[Tensor, Tensor], Tensor]
+    weight_gradient: Callable[[Tensor, Tensor], Tensor]
+
+
+def may_defer(weight: Tensor, deferral: Deferral | None) -> bool:
+    """Whether :func:`product` has something to leave for later; a compiled graph computes everything at once."""
+    if deferral is None or torch.compiler.is_compiling():
+        return False
+    return weight.requires_grad and torch.is_grad_enabled()
+
+
+def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bias: Tensor | None = None) -> Tensor:
+    """``parts.forward(rows, weight)``; the deferral decides when the gradient of the weight is computed.
+
+    Args:
+        rows: what is multiplied.
+        weight: needs a gradient. What led to it, such as a cast, is recorded by autograd and passed later.
+        deferral: of the module's stage.
+        parts: how to compute.
+        bias: what ``parts.forward`` adds to each row, to give it its gradient.
+    """
+    # The backward must come here also where only the weight needs it, which autograd does not see.
+    alone = None if rows.requires_grad else rows.new_empty(0).requires_grad_()
+    edge = get_gradient_edge(weight)
+    out: Tensor = _Product.apply(rows, weight.detach(), bias, deferral, parts, edge, alone)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None) -> Tensor:
+    """:func:`torch.nn.functional.linear`, bit for bit; the gradient of its weight may be left for later.
+
+    Args:
+        x: [..., I].
+        weight: [O, I].
+        bias: [O]; its gradient is never left, as a sum over rows is cheaper than to keep them.
+        deferral: of the module's stage, if it has one.
+
+    Returns:
+        [..., O].
+    """
+    if not may_defer(weight, deferral):
+        return functional.linear(x, weight, bias)
+    assert deferral is not None
+    x, weight, bias = _as_autocast(x), _as_autocast(weight), None if bias is None else _as_autocast(bias)
+    return product(x, weight, deferral, _linear_plus(None if bias is None else bias.detach()), bias)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        _bias: Tensor | None,
+        deferral: Deferral,
+        parts: Product,
+        edge: GradientEdge,
+        _alone: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.deferral, ctx.parts, ctx.edge = deferral, parts, edge
+        return parts.forward(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None, None, None]:
+        rows, weight = ctx.saved_tensors
+        parts = ctx.parts
+        rows_gradient = parts.rows_gradient(grad, weight) if ctx.needs_input_grad[0] else None
+        bias_gradient = _flat(grad).sum(0) if ctx.needs_input_grad[2] else None
+        rows = rows.detach()
+        ctx.deferral.add(ctx.edge, lambda: parts.weight_gradient(rows, grad))
+        return rows_gradient, None, bias_gradient, None, None, None, None
+
+
+def _linear_plus(bias: Tensor | None) -> Product:
+    return Product(
+        forward=lambda x, weight: functional.linear(x, weight, bias),
+        rows_gradient=lambda grad, weight: _flat(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1]),
+        # As torch has it for x @ weight.T, so that it is the same bit for bit.
+        weight_gradient=lambda x, grad: _flat(grad).t().mm(_flat(x)),
+    )
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """What autocast makes of an argument of a linear layer, where it is on; casts are recorded."""
+    device = x.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x

@@ -1,0 +1,143 @@
+"""Layers that leave gradients of weights for later compute what they compute without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from d9d_core.deferral import Deferral
+from d9d_core.ops import OpSignature
+from d9d_core.traits import DefersWeights
+from d9d_nn.linear import Linear
+from d9d_nn.ops import grouped_linear_torch
+from d9d_nn.ops.grouped_linear import grouped_linear
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.smoke
+WAYS = ("without", "at once", "late")
+SHAPES = [(8,), (5, 8), (3, 5, 8), (0, 8)]
+BACKENDS = {
+    "reference": grouped_linear,
+    "grouped_mm": grouped_linear_torch.build(OpSignature("grouped_linear", "cpu", "float32")),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def results(way: str, call: Callable[[Deferral | None], Tensor], *leaves: Tensor) -> list[Tensor | None]:
+    """Output and gradients of the leaves; the gradient of the last leaf may wait."""
+    for leaf in leaves:
+        leaf.grad = None
+    deferral = None if way == "without" else Deferral()
+    out = call(deferral)
+    seed = normal(*out.shape, seed=9).to(out.dtype)
+    if way == "late":
+        assert deferral is not None
+        with deferral.collect() as left:
+            out.backward(seed)
+        assert leaves[-1].grad is None
+        left.run()
+    else:
+        out.backward(seed)
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_linear_is_the_same_bit_for_bit(dtype: torch.dtype, autocast: bool) -> None:
+    for shape, bias, needed in product(SHAPES, (False, True), (False, True)):
+        layer = Linear(8, 6, std=1.0, bias=bias).to(dtype)
+        x = normal(*shape).to(dtype).requires_grad_(needed)
+
+        def call(deferral: Deferral | None, layer: Linear = layer, x: Tensor = x) -> Tensor:
+            layer.defer_to(deferral)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out: Tensor = layer(x)
+            return out
+
+        leaves = [x, *([layer.bias] if bias else []), layer.weight]
+        plain, *others = (results(way, call, *leaves) for way in WAYS)
+        for found in others:
+            assert_same(found, plain)
+
+
+def test_a_frozen_weight_and_a_layer_without_gradients_leave_nothing() -> None:
+    layer, deferral = Linear(8, 6, std=1.0), Deferral()
+    layer.defer_to(deferral)
+    with torch.no_grad():
+        assert not layer(normal(2, 8)).requires_grad
+    layer.weight.requires_grad_(False)
+    x = normal(2, 8).requires_grad_()
+    with deferral.collect() as left:
+        layer(x).sum().backward()
+    assert len(left) == 0
+    assert x.grad is not None
+
+
+def test_a_layer_lets_go_of_its_deferral() -> None:
+    layer, deferral = Linear(8, 6, std=1.0), Deferral()
+    assert isinstance(layer, DefersWeights)
+    assert list(layer.defer_to(deferral)) == ["weight"]
+    layer.defer_to(None)
+    with deferral.collect() as left:
+        layer(normal(2, 8)).sum().backward()
+    assert len(left) == 0
+    assert layer.weight.grad is not None
+
+
+def test_a_compiled_layer_computes_at_once() -> None:
+    layer, deferral = Linear(8, 6, std=1.0), Deferral()
+    layer.defer_to(deferral)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with deferral.collect() as left:
+        compiled(normal(2, 8)).sum().backward()
+    assert len(left) == 0
+    assert layer.weight.grad is not None
+
+
+def test_a_checkpointed_layer_leaves_its_gradient_once() -> None:
+    layers, deferral = nn.Sequential(Linear(8, 8, std=1.0), nn.Tanh(), Linear(8, 8, std=1.0)), Deferral()
+    gradients = []
+    for late in (False, True):
+        layers.zero_grad()
+        for layer in (layers[0], layers[2]):
+            layer.defer_to(deferral if late else None)
+        with deferral.collect() as left:
+            checkpoint(layers, normal(2, 8).requires_grad_(), use_reentrant=False).sum().backward()
+        assert len(left) == 2 * late
+        left.run()
+        gradients.append([parameter.grad for parameter in layers.parameters()])
+    assert_same(gradients[1], gradients[0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_grouped_linear_leaves_the_gradient_of_the_bank(backend: str, autocast: bool) -> None:
+    counts = torch.tensor([3, 0, 2, 1])
+    for spare, needed in product((0, 2), (False, True)):
+        x = normal(6 + spare, 8).requires_grad_(needed)
+        bank = normal(4, 8, 16, seed=1).requires_grad_()
+
+        def call(deferral: Deferral | None, x: Tensor = x, bank: Tensor = bank, spare: int = spare) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                return BACKENDS[backend](x, bank, counts, spare_rows=spare > 0, deferral=deferral)
+
+        plain, *others = (results(way, call, x, bank) for way in WAYS)
+        for found in others:
+            for one, other in zip(found, plain, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    torch.testing.assert_close(one, other)
