@@ -93,7 +93,7 @@ def test_a_strategy_that_matched_nothing_is_an_error(job: MakeJob) -> None:
 
 
 def test_a_missing_model_trait_is_an_error_before_anything_is_built(job: MakeJob) -> None:
-    text = r"parallel\[0\]: strategy 'toy_pipeline_strategy' needs model trait 'pipeline'; toy_model \(.*\) has: blocks"
+    text = r"parallel\[0\]: strategy 'toy_pipeline_strategy' needs model trait 'experts'; toy_model \(.*\) has: blocks"
     with pytest.raises(JobError, match=text):
         quiet(job(parallel=["toy_pipeline_strategy"]))
 

@@ -144,14 +144,16 @@ def test_gradients_outside_of_fsdp_are_summed_whatever_is_used_where(world: Any)
 class Silent:
     """A strategy that reduces by itself."""
 
-    def before_backward(self, last: bool) -> None: ...
+    def before_backward(self, last: bool, complete: bool = True) -> None: ...
+    def after_weights(self) -> None: ...
+    def reduce(self) -> None: ...
 
 
 def launched_in_backward(reducers: int) -> bool:
     topology = here(dp_shard=dist.get_world_size())
     parameters = {"p": nn.Parameter(torch.zeros(4))}
     ownership = settle(parameters, topology, [])
-    gradients = Gradients(parameters, ownership, topology, [Silent()] * reducers)
+    gradients = Gradients(parameters, ownership, topology, {0: [Silent()] * reducers})
     gradients.before_backward(last=True)
     parameters["p"].sum().backward()
     launched = gradients._buckets._next > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from d9d_core.errors import BuildError
-from d9d_core.loop.executor import checked_programs
+from d9d_core.loop.pipeline import checked_programs
 from d9d_core.loop.program import Action, Program
 from d9d_core.loop.program_check import placement, validate
 from d9d_core.loop.program_text import parse_programs

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.job import Job
-from d9d_core.loop.assemble import Assembly
 from d9d_core.loop.build import materialise
-from d9d_core.loop.ownership import Ownership
 from d9d_core.loop.statistics import Statistics
+from d9d_core.protocols import Stage
 from d9d_testing.toy.model import ToyModel
 from d9d_testing.toy.runs import quiet
 from torch import Tensor, nn
@@ -30,17 +29,17 @@ class Tied(nn.Module):
 def test_tied_parameters_stay_one_parameter() -> None:
     with torch.device("meta"):
         stage = Tied()
-    built = materialise(Assembly(stage, [], [], None, frozenset(), Ownership({})), 0, torch.device("cpu"))
-    assert [name for name, _ in built.named_parameters()] == ["embedding.weight"]
-    assert built.get_parameter("head.weight") is built.get_parameter("embedding.weight")
+    materialise(stage, frozenset(), 0, torch.device("cpu"))
+    assert [name for name, _ in stage.named_parameters()] == ["embedding.weight"]
+    assert stage.get_parameter("head.weight") is stage.get_parameter("embedding.weight")
 
 
 def test_what_the_model_froze_is_not_trained(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     init = ToyModel.__init__
 
-    def frozen(self: ToyModel, config: Any) -> None:
-        init(self, config)
-        self.layers[0].requires_grad_(False)
+    def frozen(self: ToyModel, config: Any, stage: Stage) -> None:
+        init(self, config, stage)
+        self.layers["0"].requires_grad_(False)
 
     monkeypatch.setattr(ToyModel, "__init__", frozen)
     trainer = quiet(job())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, JobError
 from d9d_core.loop.assemble import check_divisibility
 from d9d_core.plugin import Registry, ViewDim, ViewSpec, hookimpl
+from d9d_core.topology.devices import load_kernels_eagerly
 from d9d_core.topology.grid import AXES, Grid
 from d9d_core.topology.mesh import Topology
 from d9d_core.topology.simulate import simulated_world
@@ -107,6 +109,30 @@ def test_an_unknown_view_names_the_known_ones() -> None:
 def test_a_mesh_outside_of_a_process_group_says_how_to_get_one() -> None:
     with pytest.raises(BuildError, match="rank 0 has no process group.*d9d train or torchrun"):
         Topology(views=VIEWS).mesh("dense")
+
+
+def test_a_purpose_has_a_group_of_its_own(world: Any) -> None:
+    assert world(2).run(groups_by_purpose) == [[2, 1.0]] * 2
+
+
+def groups_by_purpose() -> list[float]:
+    here = Topology(sizes=Mesh(pp=2).sizes(), rank=dist.get_rank(), world_size=2)
+    groups = [here.axes_group("pp", purpose=purpose, blocks=4) for purpose in ("up", "down", "up")]
+    total = torch.full((1,), 0.5)
+    dist.all_reduce(total, group=groups[0])
+    return [len({id(group) for group in (*groups, here.world)}) - 1, total.item()]
+
+
+@pytest.mark.parametrize(("device", "found"), [("cuda", "EAGER"), ("auto", "EAGER"), ("cpu", None)])
+def test_kernels_are_loaded_eagerly_unless_someone_chose_otherwise(
+    device: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    load_kernels_eagerly(device)
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    load_kernels_eagerly(device)
+    assert os.environ.get("CUDA_MODULE_LOADING") == found
 
 
 def test_4096_ranks_exist_in_one_process() -> None:

@@ -204,7 +204,7 @@ def test_a_period_of_skipped_steps_has_no_values() -> None:
     statistics = Statistics({"router": RouterMetric(RouterMetricConfig())}, gated=True)
     statistics.attach(stage)
     statistics.begin()
-    statistics.update(observed(stage, tokens(3, 1, 0, 0)))
+    statistics.tally(observed(stage, tokens(3, 1, 0, 0)))
     statistics.settle(torch.tensor(False))
     values = {name: value for name, value in statistics.compute().items() if isinstance(value, Tensor)}
     assert values.keys() == {"router/entropy", "router/max_violation", "router/mean_violation"}
@@ -217,7 +217,7 @@ def merged() -> list[list[float]]:
     statistics.attach(stage)
     for finite in (True, False):
         statistics.begin()
-        statistics.update(observed(stage, tokens(*((3, 1, 0, 0) if dist.get_rank() else (0, 0, 2, 2)))))
+        statistics.tally(observed(stage, tokens(*((3, 1, 0, 0) if dist.get_rank() else (0, 0, 2, 2)))))
         statistics.settle(torch.tensor(finite))
     table = statistics.compute()["router/load"]
     assert isinstance(table, Table)

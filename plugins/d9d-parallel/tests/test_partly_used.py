@@ -120,7 +120,7 @@ def wrapped(model: nn.Module, case: Mapping[str, Any]) -> Gradients:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ownership = settle(trained, topology, [(case["strategy"], applied)])
     accumulate = getattr(torch, case["accumulate"]) if case.get("accumulate") else None
-    return Gradients(trained, ownership, topology, applied.reducers, accumulate=accumulate)
+    return Gradients(trained, ownership, topology, {0: applied.reducers}, accumulate=accumulate)
 
 
 def finished(model: nn.Module, gradients: Gradients) -> dict[str, Tensor]:

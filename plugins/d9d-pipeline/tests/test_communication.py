@@ -17,7 +17,7 @@ from d9d_core.loop.program import (
 )
 from d9d_core.loop.program_check import validate
 from d9d_core.loop.program_text import format_programs, parse_programs
-from d9d_pipeline.communication import connect
+from d9d_pipeline.communication import connect, just_in_time
 from d9d_pipeline.pace import starts
 from d9d_pipeline.placement import loop, vee
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
@@ -40,6 +40,13 @@ def test_tensors_are_sent_at_once_and_memory_is_offered_one_computation_ahead() 
         "F0.0 S>0.0 R<0.0 F0.1 S>0.1 R<0.1 B0.0 B0.1 R0\n"
         "R>1.0 F1.0 R>1.1 B1.0 S<1.0 F1.1 B1.1 S<1.1 R1"
     )  # fmt: skip
+
+
+def test_what_arrives_when_it_is_needed_is_received_just_in_time_and_what_is_sent_in_advance_sooner() -> None:
+    text = "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
+    first, second = just_in_time(connect(orders(text), loop(2, 1)))
+    assert {str(action) for action in first} == {"R<0.0", "R<0.1", "R<0.2"}
+    assert {str(action) for action in second} == {"R>1.0"}
 
 
 def test_neighbours_on_one_rank_send_nothing() -> None:

@@ -157,10 +157,12 @@ class Job(JobConfig):
         place = place or Place.from_environment(os.environ)
         check_world(self, place.world_size)
         from d9d_core.topology.agreement import Identity
-        from d9d_core.topology.devices import device_of
+        from d9d_core.topology.devices import device_of, load_kernels_eagerly
         from d9d_core.topology.mesh import Topology
         from d9d_core.topology.world import joined
 
+        if self.mesh.pp > 1:
+            load_kernels_eagerly(self.device)
         device = device_of(self.device, place.local_rank, place.local_world_size)
         identity = Identity.of(Manifest.of(self.registry), self.resolved())
         sizes, views = self.mesh.sizes(), self.views()

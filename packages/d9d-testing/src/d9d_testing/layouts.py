@@ -19,6 +19,7 @@ from d9d_core.config.load import validate
 from d9d_core.job import Job
 from d9d_core.plugin import Registry
 from d9d_core.plugin.single_file import file_plugin
+from d9d_core.topology.devices import load_kernels_eagerly
 from d9d_core.topology.mesh import Topology
 from d9d_core.verify.compare import Verdict, compare
 from d9d_core.verify.layouts import Layout
@@ -111,6 +112,7 @@ class Harness:
             parts[0].grad_norms + parts[1].grad_norms,
             parts[0].weights,
             parts[0].gradients + parts[1].gradients,
+            parts[1].trained,
         )
         dtypes = [narrowest_dtype(_with_defaults(self._job_values(layout))) for layout in (first, second)]
         name = f"{first.name}, then {second.name}"
@@ -154,7 +156,7 @@ def train_part(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, A
     topology = topology_here(job)
     witness = Witness(topology)
     job.build(lambda _text: None, topology, observers=[witness]).train()
-    return vars(witness.measurement)
+    return vars(witness.finish())
 
 
 def job_of(values: Mapping[str, Any], plugins: Sequence[str]) -> Job:
@@ -174,6 +176,7 @@ def topology_here(job: Job) -> Topology:
     """This process in the default process group; on a CUDA machine, with a device of its own."""
     device = torch.device("cpu")
     if job.device != "cpu":
+        load_kernels_eagerly(job.device)  # for whichever job of this process has a pipeline
         device = torch.device("cuda", dist.get_rank())
         torch.cuda.set_device(device)
     return Topology(

@@ -17,14 +17,14 @@ class DeepEP:
     """Replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
 
     def __init__(self, config: DeepEPConfig) -> None:
-        self._config = config
+        """Nothing can be configured."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Replace the dispatchers. Opens no buffer yet. Collective over all ranks.
 
         Raises:
-            BuildError: no module has experts, or ``ep`` does not divide their number.
+            BuildError: ``ep`` does not divide the number of experts.
         """
         group = topology.group("expert", "ep")
         assert group is not None  # expert_parallel comes first, and needs one
-        return Applied(modules=replace_dispatchers(stage, partial(DeepEPDispatcher, group), self._config.name))
+        return Applied(modules=replace_dispatchers(stage, partial(DeepEPDispatcher, group)))

@@ -59,7 +59,11 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to experts, and what experts make of them back. Gradients travel the same way."""
+    """Brings tokens to experts, and what experts make of them back. Gradients travel the same way.
+
+    One that reaches other ranks has their process group as attribute ``group``; so who overlaps a forward and a
+    backward (d9d-pipeline) knows that something is sent.
+    """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
         """Start to bring tokens [T, H] to their experts. Collective over the ranks that share the experts."""

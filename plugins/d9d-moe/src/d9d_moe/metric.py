@@ -72,10 +72,10 @@ class RouterMetric:
         return dict.fromkeys(self._state, "sum")
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Add the tallies of one microbatch.
+        """Add the tallies of one microbatch; a pipeline stage has those of its own routers.
 
         Raises:
-            JobError: they are not among the observations.
+            JobError: there are none.
         """
         device = self._meet(observations)
         width = self._state["expert_tokens"].shape[1]
@@ -83,7 +83,7 @@ class RouterMetric:
             none = torch.zeros((), dtype=total.dtype, device=device)
             rows = [observations.get(f"{router}/{key}", none) for router in self._routers]
             if key == "expert_tokens":
-                rows = [functional.pad(row, (0, width - len(row))) for row in rows]
+                rows = [functional.pad(row.reshape(-1), (0, width - row.numel())) for row in rows]
             self._state[key] = total + torch.stack(rows).to(total.dtype)
         self._empty = False
 
@@ -137,13 +137,13 @@ class RouterMetric:
 
     def _meet(self, observations: Mapping[str, Tensor]) -> torch.device:
         """Go to the device of the tallies."""
-        missing = [router for router in self._routers if f"{router}/expert_tokens" not in observations]
-        if missing or not self._routers:
+        found = [observations[key] for router in self._routers if (key := f"{router}/expert_tokens") in observations]
+        if not found:
             raise JobError(
-                f"metric 'router': no tallies of {', '.join(missing[:3]) or 'any router'} among the observations; "
-                "attach the metric to the model, and pass what its routers tally"
+                f"metric 'router': no tallies of {', '.join(self._routers[:3]) or 'any router'}; attach the metric to "
+                "the model, and pass what its routers tally"
             )
-        device = observations[f"{self._routers[0]}/expert_tokens"].device
+        device = found[0].device
         if self._experts.device != device:
             self._experts = self._experts.to(device, non_blocking=True)
         if self._state["tokens"].device != device:

@@ -8,7 +8,9 @@ from math import inf
 
 from d9d_core.loop.program import (
     Action,
+    Backward,
     Forward,
+    InputBackward,
     Overlap,
     Program,
     ReceiveActivation,
@@ -59,6 +61,23 @@ def connect(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Pr
     return programs
 
 
+def just_in_time(programs: Sequence[Program]) -> list[set[Action]]:
+    """For each rank, the receives whose tensors are likely to arrive no sooner than their computation may begin.
+
+    To offer memory for them earlier gains no time, as far as can be foreseen.
+    """
+    computes = [tuple(a for a in program if isinstance(a, _COMPUTATIONS)) for program in programs]
+    hosts = {part.stage: r for r, order in enumerate(computes) for action in order for part in compute_parts(action)}
+    begins = starts(computes)
+    found: list[set[Action]] = [set() for _ in programs]
+    for (source, target), arrivals in _sends(computes, hosts)[1].items():
+        for receive, sender, user in arrivals:
+            if bisect_left(begins[target], _sent(begins[source], sender)) >= user:
+                found[target].add(receive)
+    return found
+
+
+_COMPUTATIONS = (Forward, Backward, InputBackward, WeightBackward, Overlap)
 #: For each rank: position of a computation -> what goes before or after it.
 _Insertions = list[dict[int, list[Action]]]
 #: Source and target rank -> for what arrives, in order of sending: its receive, the number of the sending computation
@@ -106,14 +125,17 @@ def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertio
         latest = len(here)
         places = []
         for _, sender, user in reversed(arrivals):
-            # What is sent is on its way once the next computation of the sender may begin.
             # Later would do for memory, but a rank that may send only one tensor in advance would have to wait.
-            sent = there[sender + 1] if sender + 1 < len(there) else inf
-            latest = min(latest, max(0, user - 1), bisect_left(here, sent))
+            latest = min(latest, max(0, user - 1), bisect_left(here, _sent(there, sender)))
             places.append(latest)
         for (receive, _, _), place in zip(arrivals, reversed(places), strict=True):
             offers[target].setdefault(place, []).append(receive)
     return offers
+
+
+def _sent(begins: Sequence[float], sender: int) -> float:
+    """When a computation's result is on its way: once the next one may begin."""
+    return begins[sender + 1] if sender + 1 < len(begins) else inf
 
 
 def _last_gradients(order: Program) -> dict[int, int]:

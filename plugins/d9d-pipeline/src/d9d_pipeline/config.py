@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config.base import ScheduleConfig
 from pydantic import Field
 
 
-class GPipeConfig(PluginConfig):
+class GPipeConfig(ScheduleConfig):
     """All forwards, then all backwards."""
 
     name: Literal["gpipe"] = "gpipe"
     """Selects the plugin."""
 
 
-class LoopedBfsConfig(PluginConfig):
+class LoopedBfsConfig(ScheduleConfig):
     """All forwards of one stage after the other, then all backwards."""
 
     name: Literal["looped_bfs"] = "looped_bfs"
@@ -24,14 +24,14 @@ class LoopedBfsConfig(PluginConfig):
     """Stages on each rank; the bubble shrinks and the communication grows with them."""
 
 
-class OneForwardOneBackwardConfig(PluginConfig):
+class OneForwardOneBackwardConfig(ScheduleConfig):
     """A forward and a backward in turn."""
 
     name: Literal["1f1b"] = "1f1b"
     """Selects the plugin."""
 
 
-class InterleavedConfig(PluginConfig):
+class InterleavedConfig(ScheduleConfig):
     """A forward and a backward in turn, with several stages on each rank."""
 
     name: Literal["interleaved_1f1b"] = "interleaved_1f1b"
@@ -40,7 +40,7 @@ class InterleavedConfig(PluginConfig):
     """Stages on each rank; the bubble shrinks and the communication grows with them."""
 
 
-class Zb1pConfig(PluginConfig):
+class Zb1pConfig(ScheduleConfig):
     """A forward, gradients of inputs and gradients of weights in turn."""
 
     name: Literal["zb1p"] = "zb1p"
@@ -49,14 +49,14 @@ class Zb1pConfig(PluginConfig):
     """Stages on each rank; the bubble shrinks and the communication grows with them."""
 
 
-class ZeroBubbleVConfig(PluginConfig):
+class ZeroBubbleVConfig(ScheduleConfig):
     """Two stages on each rank in a V, gradients of weights apart."""
 
     name: Literal["zero_bubble_v"] = "zero_bubble_v"
     """Selects the plugin."""
 
 
-class DualPipeVConfig(PluginConfig):
+class DualPipeVConfig(ScheduleConfig):
     """Two stages on each rank in a V, forwards overlapped with backwards."""
 
     name: Literal["dual_pipe_v"] = "dual_pipe_v"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from d9d_core.plugin import CommandSpec, Ref, ScheduleSpec, hookimpl
 
 D9D_API = 1
+_HANDLERS = Ref("d9d_pipeline.executor:handlers")
 
 
 @hookimpl
@@ -17,42 +18,49 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         summary="All forwards, then all backwards; memory grows with the microbatches.",
         config=Ref("d9d_pipeline.config:GPipeConfig"),
         build=Ref("d9d_pipeline.build:build_gpipe"),
+        handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="looped_bfs",
         summary="gpipe with several stages on each rank, so that the bubble is a fraction.",
         config=Ref("d9d_pipeline.config:LoopedBfsConfig"),
         build=Ref("d9d_pipeline.build:build_looped_bfs"),
+        handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="1f1b",
         summary="A forward and a backward in turn; memory for as many microbatches as there are ranks.",
         config=Ref("d9d_pipeline.config:OneForwardOneBackwardConfig"),
         build=Ref("d9d_pipeline.build:build_1f1b"),
+        handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="interleaved_1f1b",
         summary="1f1b with several stages on each rank, so that the bubble is a fraction.",
         config=Ref("d9d_pipeline.config:InterleavedConfig"),
         build=Ref("d9d_pipeline.build:build_interleaved_1f1b"),
+        handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="zb1p",
         summary="1f1b whose gradients of weights fill the bubble, in the same memory (ZB-H1).",
         config=Ref("d9d_pipeline.config:Zb1pConfig"),
         build=Ref("d9d_pipeline.build:build_zb1p"),
+        handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="zero_bubble_v",
         summary="Two stages on each rank in a V, gradients of weights in the bubble: nobody waits in between.",
         config=Ref("d9d_pipeline.config:ZeroBubbleVConfig"),
         build=Ref("d9d_pipeline.build:build_zero_bubble_v"),
+        handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="dual_pipe_v",
         summary="Two stages on each rank in a V, forwards overlapped with backwards to hide communication.",
         config=Ref("d9d_pipeline.config:DualPipeVConfig"),
         build=Ref("d9d_pipeline.build:build_dual_pipe_v"),
+        handlers=_HANDLERS,
     )
 
 

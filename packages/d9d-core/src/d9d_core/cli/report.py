@@ -19,6 +19,8 @@ GIB = 2**30
 
 def print_plan(job: Job, plan: Plan) -> None:
     """The numbers of a plan."""
+    from d9d_core.cli.stages import pipeline_line  # imports torch, which a wrong job never needs
+
     console = console_for()
     table = Table(box=None, show_header=False)
     total, trained = plan.parameters
@@ -30,10 +32,12 @@ def print_plan(job: Job, plan: Plan) -> None:
     parts = (memory.parameters, memory.gradients, memory.optimizer)
     table.add_row(
         "memory",
-        f"{memory.total / GIB:.3f} GiB without activations "
+        f"{memory.total / GIB:.3f} GiB without activations{' on the first rank' if job.pipeline else ''} "
         "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f})".format(*(part / GIB for part in parts)),
     )
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
+    if job.pipeline:
+        table.add_row("pipeline", pipeline_line(job, plan))
     program = " ".join(str(action) for action in plan.program[:8])
     table.add_row("program", program + (" ..." if len(plan.program) > 8 else ""))
     if plan.flops_per_token:
@@ -47,13 +51,19 @@ def print_plan(job: Job, plan: Plan) -> None:
 
 def print_explanation(job: Job, plan: Plan) -> None:
     """Where each part comes from, what was done with it, and why."""
+    from d9d_core.cli.stages import pipeline_line, print_stages
+
     console = console_for()
     _heading(console, "parts")
     table = Table(box=None, show_header=False)
     for chosen in plan.selection.all():
         table.add_row(f"  {chosen.where}", chosen.spec.name, str(chosen.entry.origin), chosen.spec.summary)
     console.print(table)
-    _heading(console, "strategies, in order of application")
+    if job.pipeline:
+        _heading(console, f"stages of {pipeline_line(job, plan)}")
+        print_stages(console, job, plan)
+    here = " (on the first rank)" if job.mesh.pp > 1 else ""
+    _heading(console, f"strategies, in order of application{here}")
     for chosen, applied in plan.assembly.applied:
         console.print(f"  {chosen.spec.name}: {_several(applied.modules)}")
     if not plan.assembly.applied:
@@ -79,7 +89,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
         console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}")
     if not plan.verdicts:
         console.print("  none are required")
-    _heading(console, "gradient reductions")
+    _heading(console, f"gradient reductions{here}")
     rows = plan.assembly.ownership.table()
     for axis, owned_by, parameters in rows:
         console.print(f"  over {axis} by {owned_by}: {_several(parameters)}")

@@ -14,21 +14,26 @@ from d9d_core.traits import Adapts, AddsLosses, HasTallies, LossTerm, modules_wi
 
 
 class AddedLosses:
-    """The loss terms of a stage's modules.
+    """The loss terms of a model's modules.
 
     Args:
-        stage: the model, materialised.
+        stages: those of this rank, materialised, by index.
+        whole: the whole model, on any device: all ranks have to agree about the terms.
         task: makes the model's inputs, whose shapes are the weights of these terms, and has terms of its own.
 
     Raises:
         BuildError: two modules mean different things by one term, or a module and the task share a name.
     """
 
-    def __init__(self, stage: nn.Module, task: Task) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], whole: nn.Module, task: Task) -> None:
         self._task = task
-        self._modules: list[AddsLosses] = list(modules_with(stage, AddsLosses).values())
+        self._modules: dict[int, list[AddsLosses]] = {
+            index: list(modules_with(stage, AddsLosses).values()) for index, stage in stages.items()
+        }
         self.terms: dict[str, LossTerm] = {}
-        for name, module in modules_with(stage, AddsLosses).items():
+        for name, module in whole.named_modules():
+            if not isinstance(module, AddsLosses):
+                continue
             for term, meant in module.loss_terms().items():
                 if self.terms.setdefault(term, meant) != meant:
                     raise BuildError(
@@ -58,43 +63,48 @@ class AddedLosses:
             scale: term -> 1 / (global weight).
         """
         factors = {name: scale[name] * term.coefficient for name, term in self.terms.items()}
-        pairs = [(buffer, factors[term]) for module in self._modules for term, buffer in module.loss_factors().items()]
+        modules = [module for of_stage in self._modules.values() for module in of_stage]
+        pairs = [(buffer, factors[term]) for module in modules for term, buffer in module.loss_factors().items()]
         if pairs:
             torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
 
-    def take(self) -> dict[str, Tensor]:
-        """Term -> its sum in the last forward, over all modules; 0-d float32."""
-        parts: dict[str, list[Tensor]] = {name: [] for name in self.terms}
-        for module in self._modules:
+    def take(self, stage: int) -> dict[str, Tensor]:
+        """Term -> its sum in the last forward of a stage, over the modules that have it; 0-d float32."""
+        parts: dict[str, list[Tensor]] = {}
+        for module in self._modules[stage]:
             for term, buffer in module.loss_sums().items():
-                parts[term].append(buffer)
+                parts.setdefault(term, []).append(buffer)
         return {name: torch.stack(buffers).sum() for name, buffers in parts.items()}
 
 
 class Tallies:
-    """What a stage's modules count, for metrics and for the modules that adapt to it once per step.
+    """What modules count, for metrics and for the modules that adapt to it once per step.
 
     Args:
-        stage: the model, materialised.
+        stages: those of this rank, materialised, by index.
         group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
     """
 
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-        self._modules: dict[str, HasTallies] = modules_with(stage, HasTallies)
-        adaptive: dict[str, Adapts] = modules_with(stage, Adapts)
-        self._adaptive = {name: module for name, module in adaptive.items() if module.adapts_to()}
-        self._needed = [f"{name}/{key}" for name, module in self._adaptive.items() for key in module.adapts_to()]
+    def __init__(self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup | None = None) -> None:
+        self._modules: dict[int, dict[str, HasTallies]] = {i: modules_with(s, HasTallies) for i, s in stages.items()}
+        self._adaptive: dict[int, dict[str, Adapts]] = {
+            index: {name: module for name, module in modules_with(stage, Adapts).items() if module.adapts_to()}
+            for index, stage in stages.items()
+        }
         self._group = group
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[int, dict[str, Tensor]] = {}
 
-    def take(self) -> dict[str, Tensor]:
-        """``"<module>/<name>"`` -> what the last forward counted. The next forward writes into the same tensors."""
-        counted = {f"{name}/{key}": t for name, module in self._modules.items() for key, t in module.tallies().items()}
-        needed = {key: counted[key] for key in self._needed}
-        if needed and self._sums:
-            torch._foreach_add_(list(self._sums.values()), list(needed.values()))
+    def take(self, stage: int) -> dict[str, Tensor]:
+        """``"<module>/<name>"`` -> what a stage's last forward counted. Its next one writes into the same tensors."""
+        modules, adaptive = self._modules[stage], self._adaptive[stage]
+        counted = {f"{name}/{key}": t for name, module in modules.items() for key, t in module.tallies().items()}
+        needed = {
+            f"{name}/{key}": counted[f"{name}/{key}"] for name, module in adaptive.items() for key in module.adapts_to()
+        }
+        if needed and stage in self._sums:
+            torch._foreach_add_(list(self._sums[stage].values()), list(needed.values()))
         elif needed:
-            self._sums = {key: tensor.clone() for key, tensor in needed.items()}
+            self._sums[stage] = {key: tensor.clone() for key, tensor in needed.items()}
         return counted
 
     def adapt(self, finite: Tensor) -> None:
@@ -103,12 +113,14 @@ class Tallies:
         Args:
             finite: 0-d bool, whether the step counts.
         """
-        if not self._adaptive:
+        sums = {key: tensor for of_stage in self._sums.values() for key, tensor in of_stage.items()}
+        if not sums:
             return
         if self._group is not None:
-            _reduce(list(self._sums.values()), self._group)
-        for name, module in self._adaptive.items():
-            module.adapt({key: self._sums[f"{name}/{key}"] for key in module.adapts_to()}, finite)
+            _reduce(list(sums.values()), self._group)
+        for adaptive in self._adaptive.values():
+            for name, module in adaptive.items():
+                module.adapt({key: sums[f"{name}/{key}"] for key in module.adapts_to()}, finite)
         self._sums = {}
 
 

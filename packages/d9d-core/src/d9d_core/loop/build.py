@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +14,25 @@ from torch import distributed as dist
 from d9d_core.config.job import JobConfig
 from d9d_core.loop import events as ev
 from d9d_core.loop.added import AddedLosses, Tallies
-from d9d_core.loop.assemble import Assembly, assemble, build_part
+from d9d_core.loop.assemble import Assembly, assemble
+from d9d_core.loop.boundary import Boundaries
 from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.evaluation import Evaluator
-from d9d_core.loop.executor import Executor
+from d9d_core.loop.executor import Executor, Handler
 from d9d_core.loop.feed import Feed
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.interrupt import Interrupts
 from d9d_core.loop.keeper import Keeper, open_store
 from d9d_core.loop.loss import LossScale
 from d9d_core.loop.ownership import DATA_AXES
-from d9d_core.loop.plan import build_lr_schedule, build_schedule
+from d9d_core.loop.parts import build_part
+from d9d_core.loop.plan import build_lr_schedule
 from d9d_core.loop.pretrained import pretrained_weights
+from d9d_core.loop.program import Action
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.loop.statistics import Statistics
 from d9d_core.loop.step import TrainStep
+from d9d_core.loop.ties import find_ties
 from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin.capabilities import Chosen, Circumstances
 from d9d_core.plugin.manifest import Manifest
@@ -79,6 +84,7 @@ def build(
     store = open_store(job, topology)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
+    all_parts = topology.axes_group("pp", *DATA_AXES) if topology.world_size > 1 else None
     started = time.perf_counter()
     with topology.main_first(per_machine=True):  # one process prepares what the others find
         stream = _open_data(job, topology, selection.dataset, job.data, note)
@@ -87,46 +93,52 @@ def build(
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
     beside_weights: Mapping[str, bytes] = {}
-    with pretrained_weights(job, selection, assembly.stage, assembly.injected, topology) as pretrained:
-        stage = materialise(assembly, job.seed, topology.device)
+    with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as pretrained:
+        for stage in assembly.stages.values():
+            materialise(stage, assembly.on_host, job.seed, topology.device)
+        model = assembly.model
         if pretrained is not None:
-            pretrained.load(stage, job, topology, note)
+            pretrained.load(model, job, topology, note)
             beside_weights = pretrained.others
-    events.emit(ev.ModelReady(stage))
-    trained = {name: p for name, p in stage.named_parameters() if name in assembly.trainable}
-    share = f", {sum(local(p).numel() for p in stage.parameters()):,} of them here" if topology.world_size > 1 else ""
-    note(f"model: {sum(p.numel() for p in stage.parameters()):,} parameters on {topology.device}{share}")
+    accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
+    ties = find_ties(assembly.stages, assembly.shared, assembly.pipeline, topology, accumulate)
+    ties.spread()
+    events.emit(ev.ModelReady(model, assembly.spread(topology)))
+    here = dict(model.named_parameters())
+    trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
+    share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
+    note(f"model: {sum(p.numel() for p in assembly.whole.parameters()):,} parameters on {topology.device}{share}")
 
-    optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
+    optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, assembly.trained())
     optimizer.init_state()
     events.emit(ev.OptimizerReady(optimizer))
 
-    metrics: dict[str, Metric] = {
-        _unique(c, selection.metrics): build_part(c, config) for c, config in selection.metrics
-    }
-    statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=data_ranks)
-    statistics.attach(stage)
+    statistics = _statistics(job, selection, assembly, topology, all_parts)
     gradients = Gradients(
         trained,
         assembly.ownership,
         topology,
         reducers=assembly.reducers,
         bucket_mib=job.gradients.bucket_mib,
-        accumulate=getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None,
+        accumulate=accumulate,
+        ties=ties,
     )
-    added, tallies = AddedLosses(stage, task), Tallies(stage, data_ranks)
+    added = AddedLosses(assembly.stages, assembly.whole, task)
+    tallies = Tallies(assembly.stages, data_ranks)
     interrupts = Interrupts()
     executor = Executor(
-        stage=stage,
+        stages=assembly.stages,
+        pipeline=assembly.pipeline,
+        boundaries=Boundaries(assembly.all_stages, assembly.compute_dtype),
+        topology=topology,
         task=task,
         added=added,
         tallies=tallies,
         gradients=gradients,
         statistics=statistics,
-        schedule=build_schedule(job, selection),
-        device=topology.device,
         draws=_draws(job, topology),
         autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
+        whole=assembly.computed_whole(),
         handlers=_schedule_handlers(job, selection),
     )
     step = TrainStep(
@@ -143,10 +155,12 @@ def build(
             # Ranks learn at different moments that a save in the background failed; they stop after the same step.
             stop=lambda: interrupts.requested is not None or store.failed,
             views=assembly.ownership.views,
+            elsewhere=ties.elsewhere,
         ),
         statistics=statistics,
         before_update=store.before_mutation,
         optimizer=optimizer,
+        ties=ties,
         lr_schedule=lr_schedule,
         tallies=tallies,
         events=events,
@@ -156,7 +170,8 @@ def build(
     feed = Feed(stream, topology.device)
     keeper = Keeper(
         store=store,
-        stage=stage,
+        stage=model,
+        ties=ties,
         optimizer=optimizer,
         statistics=statistics,
         stream=feed,
@@ -168,13 +183,14 @@ def build(
     return Trainer(
         job=job,
         topology=topology,
+        model=model,
         step=step,
         task=task,
         feed=feed,
         trackers=trackers,
-        evaluator=_evaluator(job, selection, topology, task, executor, data_ranks, note),
+        evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
         keeper=keeper,
-        export=_exporter(job, selection, assembly, topology, stage, stream, beside_weights),
+        export=_exporter(job, selection, assembly, topology, stream, beside_weights),
         interrupts=interrupts,
         events=events,
         note=note,
@@ -205,13 +221,30 @@ def _open_data(
     return stream
 
 
-def materialise(assembly: Assembly, seed: int, device: torch.device) -> nn.Module:
-    """Give an assembled stage its memory and its initial values, the same in every layout."""
-    stage = assembly.stage
-    on_host = {id(parameter) for name, parameter in stage.named_parameters() if name in assembly.on_host}
+def _statistics(
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None
+) -> Statistics:
+    metrics: dict[str, Metric] = {
+        _unique(c, selection.metrics): build_part(c, config) for c, config in selection.metrics
+    }
+    statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=group, device=topology.device)
+    statistics.attach(assembly.whole)
+    return statistics
+
+
+def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: torch.device) -> None:
+    """Give an assembled stage its memory and its initial values, the same in every layout.
+
+    Args:
+        stage: on the meta device.
+        on_host: names of the parameters that live in the host's memory.
+        seed: of the job.
+        device: where everything else lives.
+    """
+    kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu" if id(tensor) in on_host else device)
+        return torch.empty_like(tensor, device="cpu" if id(tensor) in kept else device)
 
     tied = _tied(stage)
     stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
@@ -220,7 +253,7 @@ def materialise(assembly: Assembly, seed: int, device: torch.device) -> nn.Modul
         if stage.get_parameter(name) is not stage.get_parameter(first):  # each got memory of its own
             setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
     initialise(stage, seed, device)
-    return stage.train()
+    stage.train()
 
 
 def _tied(stage: nn.Module) -> dict[str, str]:
@@ -237,12 +270,13 @@ def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int], int]:
     return lambda step, index: derive_seed(job.seed, "step", step, "sample", first + index * job.microbatch_size)
 
 
-def _schedule_handlers(job: JobConfig, selection: Selection) -> Mapping[Any, Any]:
+def _schedule_handlers(
+    job: JobConfig, selection: Selection
+) -> Callable[[Executor], Mapping[type[Action], Handler]] | None:
     spec = selection.schedule.spec if selection.schedule else None
     if not isinstance(spec, ScheduleSpec) or spec.handlers is None:
-        return {}
-    handlers: Mapping[Any, Any] = spec.handlers.load()(job.pipeline)
-    return handlers
+        return None
+    return partial(spec.handlers.load(), job.pipeline)
 
 
 def _evaluator(
@@ -251,7 +285,8 @@ def _evaluator(
     topology: Topology,
     task: Task,
     executor: Executor,
-    data_ranks: dist.ProcessGroup | None,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
     note: Callable[[str], None],
 ) -> Evaluator | None:
     if job.evaluation is None or selection.evaluation is None:
@@ -260,7 +295,7 @@ def _evaluator(
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
     return Evaluator(
-        task, executor, Feed(stream, topology.device), job.evaluation.packs, data_ranks, topology.watchdog.beat
+        task, executor, model, Feed(stream, topology.device), job.evaluation.packs, group, topology.watchdog.beat
     )
 
 
@@ -269,7 +304,6 @@ def _exporter(
     selection: Selection,
     assembly: Assembly,
     topology: Topology,
-    stage: nn.Module,
     stream: DataStream,
     beside_weights: Mapping[str, bytes],
 ) -> Callable[[], None] | None:
@@ -281,12 +315,13 @@ def _exporter(
 
     def export() -> None:
         if assembly.peft is not None:
-            assembly.peft.merge(stage)
-        tensors = model_tensors(stage)
-        graph = StateGraph(layout.exporter(job.model), specs_of(tensors))
+            assembly.peft.merge(assembly.whole)
+        tensors = model_tensors(assembly.model)
+        graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
         config = layout.config_json(job.model, job.precision.parameters)
         files = ModelFiles(config, beside_weights, stream.save_assets)
-        export_model(ModelWriter(job.run.directory / "model", graph.specs), graph, tensors, files, topology.world)
+        writer = ModelWriter(job.run.directory / "model", graph.specs)
+        export_model(writer, graph, tensors, files, topology.world, assembly.spread(topology))
 
     return export
 

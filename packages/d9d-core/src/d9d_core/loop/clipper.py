@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,7 @@ class Clipper:
         p: which norm.
         stop: whether this process was asked to stop; asked once per step.
         views: parameter -> the view of the mesh that it is spread over, if there is one.
+        elsewhere: names of parameters that another pipeline rank counts, because it has them too.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Clipper:
         p: float,
         stop: Callable[[], bool] = lambda: False,
         views: Mapping[str, str] | None = None,
+        elsewhere: Collection[str] = (),
     ) -> None:
         of = views or {}
-        self._counted = {name: p for name, p in parameters.items() if counts(p, topology, of.get(name))}
+        own = {name: parameter for name, parameter in parameters.items() if name not in elsewhere}
+        self._counted = {name: p for name, p in own.items() if counts(p, topology, of.get(name))}
         self._parameters = tuple(parameters.values())
         self._coefficients = dict(coefficients)
         self._topology = topology
@@ -94,7 +97,8 @@ class Clipper:
         # Filled by a kernel: copying a host value would have to wait for it.
         flags = (tokens * counted, float(self.stop()))
         host = [torch.full((1,), flag, dtype=wide_dtype(device), device=device) for flag in flags]
-        terms = torch.stack([loss.terms[term] for term in self._coefficients]).to(wide_dtype(device)) * share
+        none = torch.zeros((), device=device)  # a stage without the head has no part in the task's loss
+        terms = torch.stack([loss.terms.get(t, none) for t in self._coefficients]).to(wide_dtype(device)) * share
         power = self._power(device)
         maximum = math.isinf(self._p)
         # Reductions to a maximum may drop a NaN, so it is counted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from d9d_core.loop.executor import Executor
@@ -20,9 +20,11 @@ class Evaluator:
     Args:
         task: turns microbatches into losses.
         executor: runs the model.
+        model: this rank's part of it.
         feed: evaluation data, at its start.
         packs: how many packs are measured.
-        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
+        group: the ranks that see other samples, or other parts of them, or have other stages; ``None`` if there are
+            none.
         beat: called before each pack: no sign of life for long means that something hangs.
     """
 
@@ -30,6 +32,7 @@ class Evaluator:
         self,
         task: Task,
         executor: Executor,
+        model: nn.Module,
         feed: Feed,
         packs: int,
         group: dist.ProcessGroup | None = None,
@@ -37,6 +40,7 @@ class Evaluator:
     ) -> None:
         self._task = task
         self._executor = executor
+        self._model = model
         self._feed = feed
         self._packs = packs
         self._group = group
@@ -46,10 +50,14 @@ class Evaluator:
     def run(self) -> dict[str, float]:
         """``eval/loss`` and, with several terms, ``eval/<term>``. Waits for the device. Collective over all ranks."""
         coefficients = self._task.coefficients
-        self._executor.stage.eval()
-        with torch.no_grad():
-            parts = [self._measure(microbatch) for _ in range(self._packs) for microbatch in self._next()]
-        self._executor.stage.train()
+        parts: list[Tensor] = []
+        self._model.eval()
+        for _ in range(self._packs):
+            pack = self._next()
+            # Only the rank with the last stage measures; another has zeros to add.
+            parts.append(self._none(pack))
+            self._executor.evaluate(pack, lambda outputs, microbatch: parts.append(self._measure(outputs, microbatch)))
+        self._model.train()
         self._feed.load_state(self._start)  # ends its thread until the next time
         totals = torch.stack(parts).sum(0)  # [2, terms]
         if self._group is not None:
@@ -63,8 +71,11 @@ class Evaluator:
         self._beat()
         return self._feed.next()
 
-    def _measure(self, microbatch: Mapping[str, Tensor]) -> Tensor:
-        outputs = self._executor.forward(microbatch)
+    def _none(self, pack: Pack) -> Tensor:
+        device = next(iter(pack[0].values())).device
+        return torch.zeros(2, len(self._task.coefficients), dtype=wide_dtype(device), device=device)
+
+    def _measure(self, outputs: Mapping[str, Tensor], microbatch: Mapping[str, Tensor]) -> Tensor:
         sums, weights = self._task.losses(outputs, microbatch), self._task.weights(microbatch)
         terms = list(self._task.coefficients)
         values = torch.stack([torch.stack([of[t].float() for t in terms]) for of in (sums, weights)])

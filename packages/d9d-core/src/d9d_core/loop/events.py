@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from d9d_core.config.job import JobConfig
 from d9d_core.protocols import DataStream, Optimizer, Pack, Subscriber
 from d9d_core.state.save_job import SaveReport
+from d9d_core.state.spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,15 @@ class DataReady:
 
 @dataclass(frozen=True, slots=True)
 class ModelReady:
-    """The model is built and initialised."""
+    """The model is built and initialised.
+
+    Attributes:
+        stage: this rank's part of it: all of it, or its pipeline stages as one module.
+        spread: which pipeline rank holds which tensor; ``None`` if each holds all.
+    """
 
     stage: nn.Module
+    spread: Spread | None = None
 
 
 @dataclass(frozen=True, slots=True)

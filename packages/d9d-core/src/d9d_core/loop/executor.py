@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from d9d_core.errors import BuildError
 from d9d_core.loop.added import AddedLosses, Tallies
+from d9d_core.loop.boundary import Boundaries
 from d9d_core.loop.gradients import Gradients
-from d9d_core.loop.program import Action, Backward, Forward, Program, Reduce, Schedule, count_stages
-from d9d_core.loop.program_check import validate
+from d9d_core.loop.pipeline import Pipeline
+from d9d_core.loop.program import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Program,
+    Reduce,
+    compute_parts,
+)
 from d9d_core.loop.statistics import Statistics
 from d9d_core.protocols import Microbatch, Pack, Task
+from d9d_core.topology.mesh import Topology
+
+#: Stage and microbatch.
+Key = tuple[int, int]
+#: Named tensors that are there, or that are waited for when this is called.
+Arrival = Callable[[], Mapping[str, Tensor]]
+Outputs = Callable[[Mapping[str, Tensor], Microbatch], None]
 
 
 @dataclass(frozen=True)
@@ -28,24 +44,55 @@ class StageLoss:
 
 
 @dataclass
+class Visit:
+    """One microbatch in one stage, from its forward to its backward.
+
+    Attributes:
+        leaves: what came from the previous stage; it collects the gradients that go back there.
+        roots: what goes to the next stage, by name, or the loss: where the backward starts.
+        dtypes: of the roots' gradients.
+    """
+
+    leaves: Mapping[str, Tensor]
+    roots: Mapping[str, GradientEdge]
+    dtypes: Mapping[str, torch.dtype]
+
+
+@dataclass
 class StepState:
     """What the actions of one step share.
 
     Attributes:
         step: 0-based.
         pack: microbatches on the device.
-        scale: term -> 1 / (its weight in the pack).
-        pending: microbatch -> loss with its graph, from forward to backward.
-        terms: term -> this rank's share of the mean so far.
+        scale: term -> 1 / (its weight in the pack); empty in an evaluation.
+        visits: microbatches between forward and backward.
+        inputs: what a stage needs from the previous one, from its arrival to its use.
+        outputs: what a stage made for another rank, until it is sent.
+        gradients: those of a stage's outputs, from their arrival to their use.
+        input_gradients: those of a stage's inputs, until they are sent to another rank.
+        terms: stage -> term -> its share of the mean so far.
+        counted: what modules tallied, not yet seen by metrics.
         backwards: how many backwards each stage still has to run.
+        split: the stages whose gradients of weights come apart from those of inputs.
+        ends: called at the end of the step, such as to await what was sent.
+        evaluated: takes the outputs of the last stage in an evaluation.
     """
 
     step: int
     pack: Pack
     scale: Mapping[str, Tensor]
-    pending: dict[int, Tensor] = field(default_factory=dict)
-    terms: dict[str, Tensor] = field(default_factory=dict)
+    visits: dict[Key, Visit] = field(default_factory=dict)
+    inputs: dict[Key, Arrival] = field(default_factory=dict)
+    outputs: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[Key, Arrival] = field(default_factory=dict)
+    input_gradients: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
+    terms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    counted: list[Mapping[str, Tensor]] = field(default_factory=list)
     backwards: Counter[int] = field(default_factory=Counter)
+    split: frozenset[int] = frozenset()
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    evaluated: Outputs | None = None
 
 
 Handler = Callable[[Action, StepState], None]
@@ -54,116 +101,208 @@ Handler = Callable[[Action, StepState], None]
 class Executor:
     """Runs the program of this rank, one action after the other.
 
+    Handlers of other action types, such as sends and receives, take what :class:`StepState` holds and put into it what
+    the next action needs. They may replace those of core, and call :meth:`forward`, :meth:`open_backward` and
+    :meth:`close_backward`.
+
     Args:
-        stage: the model.
+        stages: those of this rank, by index.
+        pipeline: all stages, and the programs.
+        boundaries: what stages hand to each other.
+        topology: this process among others.
         task: turns microbatches into inputs and outputs into losses.
         added: the loss terms of the model's own modules.
         tallies: what they count.
         gradients: told when a stage's gradients are complete.
         statistics: updated with the task's observations.
-        schedule: generates the programs.
-        autocast: number format of the forward's matrix products, if not the parameters'.
-        device: where the model is.
         draws: number of the step and of the microbatch -> seed of what the microbatch draws.
-        handlers: for action types of the schedule's own.
+        autocast: number format of the forward's matrix products, if not the parameters'.
+        whole: names of the modules whose backward cannot be split.
+        handlers: makes the handlers of the schedule's own.
     """
 
     def __init__(
         self,
-        stage: nn.Module,
+        stages: Mapping[int, nn.Module],
+        pipeline: Pipeline,
+        boundaries: Boundaries,
+        topology: Topology,
         task: Task,
         added: AddedLosses,
         tallies: Tallies,
         gradients: Gradients,
         statistics: Statistics,
-        schedule: Schedule,
-        device: torch.device,
         draws: Callable[[int, int], int],
         autocast: torch.dtype | None = None,
-        handlers: Mapping[type[Action], Handler] | None = None,
+        whole: frozenset[str] = frozenset(),
+        handlers: Callable[[Executor], Mapping[type[Action], Handler]] | None = None,
     ) -> None:
-        self.stage = stage
+        self.stages = stages
+        self.pipeline = pipeline
+        self.boundaries = boundaries
+        self.topology = topology
+        self.gradients = gradients
+        self.whole = whole
+        self._last = len(pipeline.hosts) - 1
+        self._place = topology.coordinate["pp"]
         self._task = task
         self._added = added
         self._tallies = tallies
-        self._gradients = gradients
         self._statistics = statistics
         self._coefficients = dict(task.coefficients)
         self._autocast = autocast
-        self._device = device
         self._draws = draws
-        self._program = cache(lambda microbatches: checked_programs(schedule, 1, microbatches)[0])
         self._handlers: dict[type[Action], Handler] = {
-            Forward: self._forward,
-            Backward: self._backward,
+            Forward: self.forward,
+            Backward: self.backward,
             Reduce: self._reduce,
-            **(handlers or {}),
+            **(handlers(self) if handlers else {}),
         }
 
     def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
         """Forward and backward over all microbatches; afterwards parameters hold their gradients.
 
-        Collective over the ranks that share parameters.
+        Collective over the ranks that share parameters, and over those of the pipeline.
         """
-        program = self._program(len(pack))
+        program = self.pipeline.program(self._place, len(pack))
+        parts = [part for action in program for part in compute_parts(action)]
         state = StepState(step, pack, scale)
+        state.backwards.update(part.stage for part in parts if isinstance(part, Backward | InputBackward))
+        state.split = frozenset(part.stage for part in parts if isinstance(part, InputBackward))
         self._added.begin(scale)
-        state.backwards.update(action.stage for action in program if isinstance(action, Backward))
+        self._interpret(program, state)
+        for counted in state.counted:
+            self._statistics.tally(counted)
+        terms: dict[str, Tensor] = {}
+        for of_stage in state.terms.values():
+            terms |= {term: terms[term] + mean if term in terms else mean for term, mean in of_stage.items()}
+        return StageLoss(terms)
+
+    def evaluate(self, pack: Pack, outputs: Outputs) -> None:
+        """Forward over all microbatches, without gradients.
+
+        Collective over the ranks of the pipeline.
+
+        Args:
+            pack: microbatches on the device.
+            outputs: called with what the model returns for each microbatch, on the ranks that have the last stage.
+        """
+        state = StepState(0, pack, {}, evaluated=outputs)
+        with torch.no_grad():
+            self._interpret(self.pipeline.forward_program(self._place, len(pack)), state)
+
+    def _interpret(self, program: Program, state: StepState) -> None:
         for action in program:
             self._handlers[type(action)](action, state)
-        return StageLoss(state.terms)
+        for end in state.ends:
+            end()
 
-    def _forward(self, action: Action, state: StepState) -> None:
+    def forward(self, action: Action, state: StepState) -> None:
+        """Run a stage on a microbatch: the loss on the last stage; elsewhere, hand on what it returns."""
         assert isinstance(action, Forward)
-        microbatch = state.pack[action.microbatch]
-        torch.manual_seed(self._draws(state.step, action.microbatch))
-        outputs = self.forward(microbatch)
-        sums = self._task.losses(outputs, microbatch)
-        means = {term: sums[term] * state.scale[term] for term in self._coefficients}
-        state.pending[action.microbatch] = torch.stack(
-            [c * means[term] for term, c in self._coefficients.items()]
-        ).sum()
-        # The gradients of these are injected where they arise, so they take no part in the backward from here.
-        means |= {term: total * state.scale[term] for term, total in self._added.take().items()}
-        for term, mean in means.items():
-            state.terms[term] = state.terms[term] + mean.detach() if term in state.terms else mean.detach()
-        counted = self._tallies.take()
-        if self._statistics:
-            self._statistics.update({**counted, **self._task.observations(outputs, microbatch)})
+        stage, microbatch = action.stage, state.pack[action.microbatch]
+        leaves = self._leaves(action, state)
+        if state.evaluated is None:
+            torch.manual_seed(self._draws(state.step, action.microbatch))
+        outputs = self._call(stage, microbatch, leaves)
+        if stage < self._last:
+            outputs = self.boundaries.conform(stage, outputs, microbatch)
+            self._hand_on(action, {name: tensor.detach() for name, tensor in outputs.items()}, state)
+            roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
+        elif state.evaluated is not None:
+            state.evaluated(outputs, microbatch)
+            return
+        else:
+            roots = {"loss": self._loss(outputs, microbatch, state)}
+        if state.evaluated is None:
+            self._observe(stage, outputs, microbatch, state)
+            # Edges, so that nobody keeps what was sent: the graph does not need it.
+            edges = {name: get_gradient_edge(tensor) for name, tensor in roots.items()}
+            dtypes = {name: tensor.dtype for name, tensor in roots.items()}
+            state.visits[stage, action.microbatch] = Visit(leaves, edges, dtypes)
 
-    def _backward(self, action: Action, state: StepState) -> None:
+    def backward(self, action: Action, state: StepState) -> None:
+        """Compute all gradients of a microbatch in a stage, and hand back those of its inputs."""
         assert isinstance(action, Backward)
-        state.backwards[action.stage] -= 1
-        self._gradients.before_backward(last=state.backwards[action.stage] == 0)
-        state.pending.pop(action.microbatch).backward()  # type: ignore[no-untyped-call]
+        visit, gradients = self.open_backward(action, state)
+        if visit.roots:
+            torch.autograd.backward(list(visit.roots.values()), gradients)
+        self.close_backward(action, visit, state)
+
+    def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
+        """What a backward starts from: the visit, and the gradient of each of its roots."""
+        stage, microbatch = key = (action.stage, action.microbatch)
+        visit = state.visits.pop(key)
+        state.backwards[stage] -= 1
+        split = stage in state.split
+        self.gradients.before_backward(last=state.backwards[stage] == 0 and not split, stage=stage, complete=not split)
+        if stage == self._last:
+            return visit, [None]
+        arrived = state.gradients.pop((stage, microbatch))()
+        return visit, [arrived[name].to(dtype) for name, dtype in visit.dtypes.items()]
+
+    def close_backward(self, action: MicrobatchAction, visit: Visit, state: StepState) -> None:
+        """Hand the gradients of a stage's inputs back to the previous stage."""
+        if action.stage == 0:
+            return
+        back: dict[str, Tensor] = {}
+        for name, leaf in visit.leaves.items():
+            if leaf.is_floating_point():
+                back[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        key = (action.stage - 1, action.microbatch)
+        if self.is_here(action.stage - 1):
+            state.gradients[key] = lambda: back
+        else:
+            state.input_gradients[action.stage, action.microbatch] = back
+
+    def is_here(self, stage: int) -> bool:
+        """Whether this rank runs a stage."""
+        return stage in self.stages
 
     def _reduce(self, action: Action, _state: StepState) -> None:
-        self._gradients.reduce(action.stage)
+        self.gradients.reduce(action.stage)
 
-    def forward(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """The model's outputs for one microbatch, in the job's number format."""
+    def _leaves(self, action: Forward, state: StepState) -> dict[str, Tensor]:
+        if action.stage == 0:
+            return {}
+        arrived = state.inputs.pop((action.stage, action.microbatch))()
+        leaves = {name: tensor.detach() for name, tensor in arrived.items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point())
+        return leaves
+
+    def _call(self, stage: int, microbatch: Microbatch, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         inputs = self._task.inputs(microbatch)
+        own = inputs.first if stage == 0 else leaves
         enabled = self._autocast is not None
-        with torch.autocast(self._device.type, self._autocast) if enabled else nullcontext():
-            outputs: Mapping[str, Tensor] = self.stage(**inputs.first, **inputs.shared)
+        with torch.autocast(self.topology.device.type, self._autocast) if enabled else nullcontext():
+            outputs: Mapping[str, Tensor] = self.stages[stage](**own, **inputs.shared)
         return outputs
 
+    def _hand_on(self, action: Forward, outputs: Mapping[str, Tensor], state: StepState) -> None:
+        if self.is_here(action.stage + 1):
+            state.inputs[action.stage + 1, action.microbatch] = lambda: outputs
+        else:
+            state.outputs[action.stage, action.microbatch] = outputs
 
-def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Sequence[Program]:
-    """The programs of all pipeline ranks, validated.
+    def _loss(self, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> Tensor:
+        sums = self._task.losses(outputs, microbatch)
+        means = {term: sums[term] * state.scale[term] for term in self._coefficients}
+        self._count(self._last, means, state)
+        return torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
 
-    Raises:
-        BuildError: the schedule cannot do that, or generates an invalid program.
-    """
-    try:
-        programs = schedule(ranks, microbatches)
-    except ValueError as error:
-        raise BuildError(f"pipeline: {error}") from error
-    problems = validate(programs, count_stages(programs), microbatches)
-    if len(programs) != ranks:
-        problems = [f"{len(programs)} programs for {ranks} rank(s); a schedule makes one for each"]
-    if problems:
-        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-        text = f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}{more}"
-        raise BuildError(f"{text}. The schedule is wrong, not the job: choose another, or repair its plugin")
-    return programs
+    def _observe(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> None:
+        # The gradients of these are injected where they arise, so they take no part in the backward from here.
+        self._count(stage, {term: sum_ * state.scale[term] for term, sum_ in self._added.take(stage).items()}, state)
+        counted = self._tallies.take(stage)
+        if stage == self._last and self._statistics:
+            self._statistics.update(self._task.observations(outputs, microbatch))
+        if counted and self._statistics.tallied:
+            # The next forward of the stage writes over them.
+            state.counted.append({name: tensor.clone() for name, tensor in counted.items()})
+
+    @staticmethod
+    def _count(stage: int, means: Mapping[str, Tensor], state: StepState) -> None:
+        terms = state.terms.setdefault(stage, {})
+        for term, mean in means.items():
+            terms[term] = terms[term] + mean.detach() if term in terms else mean.detach()

@@ -10,6 +10,7 @@ from torch import nn
 from d9d_core.errors import BuildError
 from d9d_core.loop.buckets import Buckets, Member
 from d9d_core.loop.ownership import Ownership
+from d9d_core.loop.ties import Ties
 from d9d_core.protocols import Reducer
 from d9d_core.topology.mesh import Topology
 
@@ -27,7 +28,8 @@ class Gradients:
         parameters: the trained parameters by name.
         ownership: who reduces what.
         topology: this process among others.
-        reducers: what must know when a backward starts.
+        reducers: stage -> what must know when a backward of it starts.
+        ties: parameters that several stages have.
         bucket_mib: size of a bucket.
         accumulate: the number format in which microbatches add up; the parameters' own by default.
 
@@ -40,29 +42,49 @@ class Gradients:
         parameters: Mapping[str, nn.Parameter],
         ownership: Ownership,
         topology: Topology,
-        reducers: Iterable[Reducer] = (),
+        reducers: Mapping[int, Iterable[Reducer]] | None = None,
         bucket_mib: int = 32,
         accumulate: torch.dtype | None = None,
+        ties: Ties | None = None,
     ) -> None:
         self._parameters = dict(parameters)
-        self._reducers = tuple(reducers)
-        self._open: set[int] = {0}
+        self._reducers = {stage: tuple(of_stage) for stage, of_stage in (reducers or {0: ()}).items()}
+        self._ties = ties or Ties()
+        self._open = set(self._reducers)
+        self._split: set[int] = set()
         for parameter in parameters.values():
             if accumulate is not None and parameter.dtype != accumulate:
                 parameter.grad_dtype = accumulate  # autograd and FSDP2 add up in it
         members = _members(parameters, ownership, topology)
-        self._buckets = Buckets(members, bucket_mib * MIB, overlap=not self._reducers)
+        alone = len(self._reducers) == 1 and not any(self._reducers.values()) and not self._ties
+        self._buckets = Buckets(members, bucket_mib * MIB, overlap=alone)
 
-    def before_backward(self, last: bool) -> None:
-        """The backward of a microbatch is about to start; ``last``: no other follows in this step."""
+    def before_backward(self, last: bool, stage: int = 0, complete: bool = True) -> None:
+        """A backward of a stage is about to start.
+
+        Args:
+            last: no other follows in this step.
+            stage: which.
+            complete: it computes all gradients of its microbatch; if not, :meth:`after_weights` follows.
+        """
         if last:
             self._buckets.arm()
-        for reducer in self._reducers:
-            reducer.before_backward(last=last)
+        if not complete:
+            self._split.add(stage)
+        for reducer in self._reducers[stage]:
+            reducer.before_backward(last=last, complete=complete)
+
+    def after_weights(self, stage: int) -> None:
+        """Gradients of weights that a backward had left for later are there."""
+        for reducer in self._reducers[stage]:
+            reducer.after_weights()
 
     def reduce(self, stage: int) -> None:
-        """All backwards of a stage were issued."""
+        """All gradients of a stage are there on this rank. Collective over the ranks that share its parameters."""
         self._open.discard(stage)
+        if stage in self._split:
+            for reducer in self._reducers[stage]:
+                reducer.reduce()
 
     def finish(self) -> None:
         """Make all gradients final. Collective over all ranks.
@@ -72,16 +94,19 @@ class Gradients:
         """
         if self._open:
             raise RuntimeError(f"the program ended without reducing the gradients of stage(s) {sorted(self._open)}")
+        self._ties.gather()
         self._buckets.finish()
         for parameter in self._parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        self._ties.reduce()
 
     def reset(self) -> None:
         """Drop all gradients; their memory is reused by the next step."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._open = {0}
+        self._ties.reset()
+        self._open, self._split = set(self._reducers), set()
 
 
 def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topology: Topology) -> list[Member]:

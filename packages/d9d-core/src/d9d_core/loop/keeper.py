@@ -15,8 +15,9 @@ from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.loop.feed import Feed
 from d9d_core.loop.statistics import Statistics
+from d9d_core.loop.ties import Ties
 from d9d_core.plugin.manifest import Manifest
-from d9d_core.protocols import Optimizer, State
+from d9d_core.protocols import Optimizer, State, state_owner
 from d9d_core.state.agreement import on_main
 from d9d_core.state.checkpoint import CheckpointStore
 from d9d_core.state.files import write_json, write_text
@@ -24,6 +25,7 @@ from d9d_core.state.model import model_tensors
 from d9d_core.state.retention import BestOf, Retention
 from d9d_core.state.save_job import SaveReport
 from d9d_core.state.saved import Checkpoint
+from d9d_core.topology.collectives import all_gather_objects
 from d9d_core.topology.mesh import Topology
 from d9d_core.trackers.hub import TrackerHub
 
@@ -78,6 +80,7 @@ class Keeper:
         self,
         store: CheckpointStore,
         stage: nn.Module,
+        ties: Ties,
         optimizer: Optimizer,
         statistics: Statistics,
         stream: Feed,
@@ -88,6 +91,7 @@ class Keeper:
     ) -> None:
         self.store = store
         self._stage = stage
+        self._ties = ties
         self._optimizer = optimizer
         self._statistics = statistics
         self._stream = stream
@@ -136,7 +140,11 @@ class Keeper:
             "tokens": progress.tokens,
             "skipped": progress.skipped,
         }
-        facts = {"job": self._job.resolved(), "plugins": self._manifest.to_json(), "left_out": sorted(self._left_out())}
+        facts = {
+            "job": self._job.resolved(),
+            "plugins": self._manifest.to_json(),
+            "left_out": self._left_out_anywhere(),
+        }
         tensors = self.tensors()
         self.store.save(
             progress.step,
@@ -202,17 +210,28 @@ class Keeper:
         return {**self._weights(), **_prefixed(_METRICS, self._statistics.tensors())}
 
     def _weights(self) -> dict[str, Tensor]:
-        state = _prefixed(_OPTIMIZER, self._optimizer.state())
-        return {**_prefixed(_MODEL, model_tensors(self._stage)), **state}
+        return {**_prefixed(_MODEL, model_tensors(self._stage)), **_prefixed(_OPTIMIZER, self._optimizer_state())}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """That of the parameters on this rank."""
+        here = {name for name, _ in self._stage.named_parameters()}
+        return {key: tensor for key, tensor in self._optimizer.state().items() if state_owner(key) in here}
 
     def _left_out(self) -> set[str]:
         if not self._job.checkpoint.trainable_only:
             return set()
         return {_MODEL + name for name, p in self._stage.named_parameters() if not p.requires_grad}
 
+    def _left_out_anywhere(self) -> list[str]:
+        """Those of all pipeline ranks: the manifest is the first rank's. Collective, if anything may be left out."""
+        own = sorted(self._left_out())
+        if not self._job.checkpoint.trainable_only or self.store.group is None:
+            return own
+        return sorted({name for names in all_gather_objects(own, self.store.group) for name in names})
+
     def _changed_by_optimizer(self) -> set[str]:
         parameters = {_MODEL + name for name, _ in self._stage.named_parameters()}
-        return parameters | {_OPTIMIZER + name for name in self._optimizer.state()}
+        return parameters | {_OPTIMIZER + key for key in self._optimizer_state()}
 
     def _score(self, logged: Mapping[str, float]) -> float | None:
         best = self._job.checkpoint.best
@@ -241,6 +260,8 @@ class Keeper:
         for scope in (_MODEL, _OPTIMIZER):
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
             checkpoint.load_into(part, scope, may_lack)
+
+        self._ties.spread()
 
         def known(metric: str, state: Mapping[str, Tensor]) -> bool:
             scope = f"{_METRICS}{metric}/"

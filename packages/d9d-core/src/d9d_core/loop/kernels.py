@@ -15,7 +15,7 @@ from d9d_core.plugin.kernels import REFERENCE, find_kernel
 from d9d_core.plugin.records import KernelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Entry, Registry, plugin_error
-from d9d_core.traits import HasOps, modules_with
+from d9d_core.traits import HasOps
 
 Judgement = Callable[[Chosen], Iterable[Verdict]]
 
@@ -65,7 +65,8 @@ def bind_kernels(
     """
     slots = [
         (f"{name}.{attribute}".lstrip("."), slot)
-        for name, module in modules_with(stage, HasOps).items()
+        for name, module in stage.named_modules()  # several stages may each have one of the same name
+        if isinstance(module, HasOps)
         for attribute, slot in module.op_slots().items()
     ]
     ops = sorted({slot.op for _, slot in slots})
@@ -84,7 +85,7 @@ def bind_kernels(
 def _bind(
     registry: Registry, requested: str | None, same: list[tuple[str, OpSlot]], signature: OpSignature, judge: Judgement
 ) -> KernelChoice:
-    sites = tuple(site for site, _ in same)
+    sites = tuple(dict.fromkeys(site for site, _ in same))
     offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
     answers = {entry: _ask(entry, signature, judge) for entry in offers}
     names = Counter(entry.spec.key for entry in offers)

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from d9d_core.config.job import JobConfig
-from d9d_core.errors import BuildError
-from d9d_core.loop.assemble import Assembly, assemble, build_part
-from d9d_core.loop.executor import checked_programs
+from d9d_core.loop.assemble import Assembly, assemble
+from d9d_core.loop.parts import build_part
 from d9d_core.loop.pretrained import pretrained_weights
-from d9d_core.loop.program import Backward, Forward, Program, Reduce, Schedule, count_stages, single_stage
+from d9d_core.loop.program import Program
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
 from d9d_core.plugin.capabilities import Circumstances, Verdict
-from d9d_core.plugin.records import ModelSpec, ScheduleSpec
+from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import LrSchedule, Optimizer, Task
+from d9d_core.protocols import LrSchedule, Optimizer, Task, state_owner
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 
@@ -76,56 +75,28 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     task: Task = build_part(selection.task, job.task)
     task.check(job.model, {})  # what can be said without data
     assembly = assemble(job, selection, registry, topology, circumstances)
-    with pretrained_weights(job, selection, assembly.stage, assembly.injected, topology) as weights:
+    with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
-    parameters = dict(assembly.stage.named_parameters())
-    trained = {name: parameter for name, parameter in parameters.items() if name in assembly.trainable}
+    here = dict(assembly.model.named_parameters())
+    trained = assembly.trained()
     optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
     optimizer.init_state()
     memory = MemoryEstimate(
-        parameters=sum(local(parameter).nbytes for parameter in parameters.values()),
-        gradients=sum(local(parameter).nbytes for parameter in trained.values()),
-        optimizer=sum(local(tensor).nbytes for tensor in optimizer.state().values()),
+        parameters=sum(local(parameter).nbytes for parameter in here.values()),
+        gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
+        optimizer=sum(local(tensor).nbytes for key, tensor in optimizer.state().items() if state_owner(key) in here),
     )
     return Plan(
         selection=selection,
         verdicts=verdicts,
         assembly=assembly,
-        parameters=(sum(p.numel() for p in parameters.values()), sum(p.numel() for p in trained.values())),
+        parameters=(sum(p.numel() for p in assembly.whole.parameters()), sum(p.numel() for p in trained.values())),
         memory=memory,
         flops_per_token=_flops(job, selection),
-        program=checked_programs(build_schedule(job, selection), job.mesh.pp, job.microbatches)[0],
+        program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),
         groups=dict(optimizer.describe()),
         pretrained=pretrained,
     )
-
-
-def build_schedule(job: JobConfig, selection: Selection) -> Schedule:
-    """The program generator of the job; the single-stage one by default.
-
-    Raises:
-        BuildError: the mesh has pipeline stages, but the job names no schedule, or the schedule runs several stages.
-    """
-    if selection.schedule is None or job.pipeline is None:
-        if job.mesh.pp > 1:
-            raise BuildError(f"mesh.pp is {job.mesh.pp}, but the job names no schedule; add 'pipeline: <name>'")
-        return single_stage
-    schedule: Schedule = build_part(selection.schedule, job.pipeline)
-    programs = checked_programs(schedule, job.mesh.pp, job.microbatches)
-    if (stages := count_stages(programs)) > 1:
-        raise BuildError(
-            f"pipeline: '{job.pipeline.name}' runs {stages} stages, and only models in one piece can be trained so "
-            "far; remove 'pipeline' and set mesh.pp to 1. 'd9d pipeline show' draws the schedule"
-        )
-    spec = selection.schedule.spec
-    kinds = {type(action) for program in programs for action in program}
-    unknown = [kind.__name__ for kind in kinds - {Forward, Backward, Reduce}]
-    if unknown and isinstance(spec, ScheduleSpec) and spec.handlers is None:
-        raise BuildError(
-            f"pipeline: '{job.pipeline.name}' asks for {', '.join(sorted(unknown))}, which nothing can run so far; "
-            "choose another schedule, or remove 'pipeline'"
-        )
-    return schedule
 
 
 def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:

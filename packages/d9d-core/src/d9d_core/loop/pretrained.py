@@ -13,7 +13,7 @@ from torch import nn
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError
-from d9d_core.loop.assemble import build_part
+from d9d_core.loop.parts import build_part
 from d9d_core.loop.progress import ByteBar
 from d9d_core.loop.selection import Selection, select
 from d9d_core.plugin.records import ModelSpec

@@ -162,3 +162,14 @@ def compute_parts(action: Action) -> tuple[Action, ...]:
 def count_stages(programs: Sequence[Program]) -> int:
     """How many stages the programs run: one more than the highest they name."""
     return 1 + max((action.stage for program in programs for action in program), default=-1)
+
+
+def forward_only(program: Program) -> Program:
+    """What is left of a program without gradients. Its order stays, so a sound program stays sound."""
+    kept: list[Action] = []
+    for action in program:
+        kept += [part for part in compute_parts(action) if isinstance(part, _OF_FORWARD)]
+    return tuple(kept)
+
+
+_OF_FORWARD = (Forward, SendActivation, ReceiveActivation)

@@ -26,20 +26,34 @@ class Statistics:
     Args:
         metrics: by a name that is unique within the job.
         gated: undo the updates of a step that was not finite; costs a few kernels per metric and step.
-        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
+        group: the ranks that see other samples, or other parts of them, or have other stages of the model; ``None`` if
+            there are none. A state that was never updated changes nothing when it is merged.
+        device: where merged states are.
     """
 
-    def __init__(self, metrics: Mapping[str, Metric], gated: bool, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        gated: bool,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self._metrics = dict(metrics)
         self._gated = gated
         self._group = group
+        self._device = device
         self._before: dict[str, dict[str, Tensor]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
 
+    @property
+    def tallied(self) -> bool:
+        """Whether a metric looks at what modules tally."""
+        return any(isinstance(metric, StageMetric) for metric in self._metrics.values())
+
     def attach(self, stage: nn.Module) -> None:
-        """Show the model to the metrics that want to know it; before their states are loaded."""
+        """Show the whole model to the metrics that want to know it; before their states are loaded."""
         for metric in self._metrics.values():
             if isinstance(metric, StageMetric):
                 metric.attach(stage)
@@ -51,9 +65,16 @@ class Statistics:
             self._before = copies
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
-        """Take in one microbatch."""
+        """Take in what the task observes in one microbatch."""
         for metric in self._metrics.values():
-            metric.update(observations)
+            if not isinstance(metric, StageMetric):
+                metric.update(observations)
+
+    def tally(self, counted: Mapping[str, Tensor]) -> None:
+        """Take in what the modules of one stage tallied in one microbatch."""
+        for metric in self._metrics.values():
+            if isinstance(metric, StageMetric):
+                metric.update(counted)
 
     def settle(self, finite: Tensor) -> None:
         """The step is done; if it was not finite, it counts in no statistic. Decided on the device."""
@@ -128,7 +149,8 @@ class Statistics:
     def _merged(self, metric: Metric) -> dict[str, Tensor]:
         if self._group is None:
             return metric.state()
-        merged = {key: tensor.clone() for key, tensor in metric.state().items()}
+        # A state that was never updated may be in the host's memory still.
+        merged = {key: tensor.clone().to(self._device) for key, tensor in metric.state().items()}
         for key, operation in metric.reductions.items():
             dist.all_reduce(merged[key], _OPERATIONS[operation], self._group)
         return merged

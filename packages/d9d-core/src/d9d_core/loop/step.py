@@ -11,6 +11,7 @@ from d9d_core.loop.executor import Executor
 from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.loss import LossScale
 from d9d_core.loop.statistics import Statistics
+from d9d_core.loop.ties import Ties
 from d9d_core.protocols import LrSchedule, Optimizer, Pack, Task
 
 
@@ -26,6 +27,7 @@ class TrainStep:
         statistics: metrics over each logging period.
         before_update: called before parameters change, while a checkpoint may still be copying them.
         optimizer: updates the parameters.
+        ties: keeps the copies of a parameter on several stages equal.
         lr_schedule: step -> factor on the base learning rate.
         tallies: what the model's modules counted, which some adapt to.
         events: observers.
@@ -41,6 +43,7 @@ class TrainStep:
         statistics: Statistics,
         before_update: Callable[[], None],
         optimizer: Optimizer,
+        ties: Ties,
         lr_schedule: LrSchedule,
         tallies: Tallies,
         events: ev.Events,
@@ -53,6 +56,7 @@ class TrainStep:
         self.statistics = statistics
         self.before_update = before_update
         self.optimizer = optimizer
+        self.ties = ties
         self.lr_schedule = lr_schedule
         self.tallies = tallies
         self.events = events
@@ -74,6 +78,7 @@ class TrainStep:
         self.before_update()
         self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
         self.optimizer.step(gate=totals.finite)  # a non-finite step changes nothing, decided on the device
+        self.ties.spread()  # what several stages share, such as a tied embedding
         self.tallies.adapt(totals.finite)  # such as the bias that balances experts
         self.events.emit(ev.OptimizerStepEnds(step))
 

@@ -63,6 +63,7 @@ class Trainer:
         self,
         job: JobConfig,
         topology: Topology,
+        model: nn.Module,
         step: TrainStep,
         task: Task,
         feed: Feed,
@@ -76,6 +77,7 @@ class Trainer:
     ) -> None:
         self.job = job
         self.topology = topology
+        self._model = model
         self.step = step
         self.task = task
         self.feed = feed
@@ -90,8 +92,8 @@ class Trainer:
 
     @property
     def stage(self) -> nn.Module:
-        """The model."""
-        return self.step.executor.stage
+        """This rank's part of the model: all of it, or its pipeline stages as one module."""
+        return self._model
 
     def train(self) -> Outcome:
         """Train until all steps are done or an interrupt arrives, from the newest checkpoint if there is one.

@@ -125,7 +125,8 @@ class ScheduleSpec(ConfiguredSpec):
     """A pipeline schedule. ``build(config) -> Schedule``, imported without torch.
 
     Attributes:
-        handlers: ``(config) -> Mapping[type[Action], Handler]`` for actions that core does not know.
+        handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for the actions that core does not
+            run: ``Ref("d9d_pipeline.executor:handlers")`` runs all of those that core defines.
     """
 
     handlers: Ref | None = None

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
+from torch import distributed as dist
 
 from d9d_core.errors import JobError
 
@@ -25,6 +29,35 @@ def choose_device(name: str) -> torch.device:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The format for sums over very many values: float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, Any]:
+    """Arguments of ``torch.distributed.new_group`` for a group that takes tensors of this device only.
+
+    Args:
+        device: of the tensors.
+        blocks: the most thread blocks that its kernels take, where they are NCCL's.
+    """
+    backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    if backend != "nccl" or blocks is None:
+        return {"backend": backend}
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = blocks
+    return {"backend": backend, "pg_options": options}
+
+
+def load_kernels_eagerly(device: str) -> None:
+    """Have CUDA load all kernels when it starts, if it has not started yet and nobody has chosen otherwise.
+
+    It loads each kernel when it is first launched, which may have to wait until the GPU is idle. A transfer that waits
+    for another rank keeps it from being idle, so two ranks could wait for each other for ever (CUDA C++ Programming
+    Guide, "Lazy Loading", section "Concurrent execution").
+
+    Args:
+        device: as in the job file.
+    """
+    if device.partition(":")[0] in ("auto", "cuda") and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def is_available(name: str) -> bool:

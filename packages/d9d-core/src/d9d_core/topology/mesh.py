@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_core.errors import BuildError
 from d9d_core.plugin.records import ViewSpec
+from d9d_core.topology.devices import own_backend
 from d9d_core.topology.grid import AXES, Grid
 from d9d_core.topology.watchdog import Watchdog
 
@@ -43,7 +44,7 @@ class Topology:
     watchdog: Watchdog = field(default_factory=Watchdog, repr=False, compare=False)
     simulated: bool = False
     _meshes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
+    _groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -100,14 +101,32 @@ class Topology:
         mesh = self._meshes[view]
         return mesh[dims] if dims else mesh
 
-    def axes_group(self, *axes: str) -> dist.ProcessGroup | None:
+    def axes_group(self, *axes: str, purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup | None:
         """The processes that differ from this one along base axes only; ``None`` without process groups.
 
         Collective over all ranks when it is asked for the first time.
+
+        Args:
+            axes: base axes.
+            purpose: a group of its own for each purpose, so that what it carries never waits for what others do. It
+                takes tensors of the device only.
+            blocks: the most thread blocks that its kernels take, if they do on this device.
         """
         if not self.is_distributed:
             return None
-        return self._group(Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes))
+        return self._group(Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes), purpose, blocks)
+
+    def places_group(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The processes at some places along a base axis, or those at all others if this one is there.
+
+        ``None`` without process groups. Collective over all ranks when it is asked for the first time.
+        """
+        if not self.is_distributed:
+            return None
+        line = Grid({name: self.sizes[name] for name in AXES}).group(self.rank, [axis])
+        here = line.index(self.rank) in places
+        # torch names a group after the number of groups before it, so every rank has to make one.
+        return self._group(tuple(rank for place, rank in enumerate(line) if (place in places) == here))
 
     def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
         """The processes that differ from this one along ``dims`` only; ``None`` without process groups.
@@ -152,16 +171,17 @@ class Topology:
         device = "cpu" if self.simulated else self.device.type
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(grid.sizes))
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if len(ranks) == self.world_size:
+    def _group(self, ranks: tuple[int, ...], purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup:
+        if len(ranks) == self.world_size and not purpose:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
-        if ranks not in self._groups:
+        if (ranks, purpose) not in self._groups:
             # Only members take part: every rank creates exactly its own group of each partition, in the same order.
-            group = dist.new_group(list(ranks), use_local_synchronization=True)
+            how = own_backend(self.device, blocks) if purpose else {}
+            group = dist.new_group(list(ranks), use_local_synchronization=True, **how)
             assert isinstance(group, dist.ProcessGroup)
-            self._groups[ranks] = group
-        return self._groups[ranks]
+            self._groups[ranks, purpose] = group
+        return self._groups[ranks, purpose]
 
 
 def describe_rank(sizes: Mapping[str, int], rank: int) -> str:

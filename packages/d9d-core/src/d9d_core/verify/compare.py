@@ -51,6 +51,8 @@ class Verdict:
 def compare(layout: str, measured: Measurement, reference: Measurement, dtype: torch.dtype) -> Verdict:
     """Compare initial weights exactly, then loss, gradient norm and every parameter's gradient, step by step.
 
+    Last come the weights after the last step, if both have them.
+
     Args:
         layout: how messages call what was measured.
         measured: what it computed.
@@ -93,6 +95,12 @@ def _divergence(measured: Measurement, reference: Measurement, base: Tolerance) 
             angle, length = compare_directions(measured.gradients[step][name], gradient)
             if not (angle <= base.angle * factor**2 and length <= base.norm * factor):
                 return step, f"the gradient of {name}: 1-cos {angle:.1e}, length off by {length:.1e}"
+    factor = GROWTH ** len(reference.gradients)
+    for name, weight in reference.trained.items() if measured.trained else ():
+        angle, length = compare_directions(measured.trained[name], weight)
+        if not (angle <= base.angle * factor**2 and length <= base.norm * factor):
+            text = f"the weights of {name} after the last step: 1-cos {angle:.1e}, length off by {length:.1e}"
+            return len(reference.gradients) - 1, text
     return None
 
 

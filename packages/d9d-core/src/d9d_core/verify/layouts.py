@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 from d9d_core.config.base import PluginConfig
-from d9d_core.errors import D9dError, JobError
+from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.job import Job
-from d9d_core.loop.assemble import build_part, check_divisibility
+from d9d_core.loop.assemble import check_divisibility
+from d9d_core.loop.local_model import joined_stages
+from d9d_core.loop.parts import build_part
+from d9d_core.loop.pipeline import checked_programs
+from d9d_core.loop.program import Schedule, count_stages
 from d9d_core.loop.selection import Selection, select
 from d9d_core.plugin.kernels import REFERENCE
 from d9d_core.plugin.policy import CORE
@@ -94,7 +98,8 @@ def parse_layout(text: str, job: Job) -> Layout:
 def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
     """The resolved job, small: the tiny model's sizes, a short batch, no clipping, evaluation, checkpoints or trackers.
 
-    Clipping would hide a gradient of the wrong length. Every layout gets the same batch and the same microbatches.
+    Clipping would hide a gradient of the wrong length. Every layout gets the same batch and the same microbatches,
+    enough for its pipeline. Layers are spread evenly over stages: what the job says of them is for its own sizes.
 
     Args:
         job: the user's.
@@ -102,12 +107,14 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
         steps: optimizer steps.
     """
     values = job.resolved()
+    selection = select(job, job.registry)
     microbatch = min(job.microbatch_size, 2)
     ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
+    count, stages = _stages(job, selection, layouts)
     values |= {
-        "model": _tiny(job, layouts).model_dump(mode="json"),
+        "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
         "steps": max(steps, job.steps),  # a learning-rate schedule may need them all
-        "batch": {"size": ranks * microbatch * min(max(job.microbatches, 2), 3), "microbatch": microbatch},
+        "batch": {"size": ranks * microbatch * count, "microbatch": microbatch},
         "gradient_clipping": {"max_norm": None, "p": values["gradient_clipping"]["p"]},
         "evaluation": None,
         "checkpoint": {},
@@ -115,9 +122,28 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
         "subscribers": [],
         "export": False,
         "plugins": _plugins(job),
-        "pipeline": None if all(layout.mesh.get("pp", 1) == 1 for layout in layouts) else values["pipeline"],
     }
+    if values["pipeline"] is not None:
+        values["pipeline"].pop("layers", None)
     return values
+
+
+def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
+    """How many microbatches let every layout's pipeline run, and into how many stages each layout cuts the model."""
+    count = min(max(job.microbatches, 2), 3)
+    piped = {layout.mesh.get("pp", 1) for layout in layouts} - {1}
+    if not piped or selection.schedule is None or job.pipeline is None:
+        return count, [1] * len(layouts)
+    schedule: Schedule = build_part(selection.schedule, job.pipeline)
+    # Schedules that can do a number of microbatches can do more; the fewest are those of the widest layout.
+    for more in range(count, 4 * max(piped) + count):
+        try:
+            stages = {ranks: count_stages(checked_programs(schedule, ranks, more)) for ranks in piped}
+        except BuildError as error:
+            problem = error
+        else:
+            return more, [stages.get(layout.mesh.get("pp", 1), 1) for layout in layouts]
+    raise problem
 
 
 def _plugins(job: Job) -> dict[str, Any]:
@@ -136,8 +162,10 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
         ops: all ops that the model calls; the reference layout runs their references.
     """
     mine = dict(values) | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel)}
+    if layout.mesh.get("pp", 1) == 1:
+        mine["pipeline"] = None
     if layout is REFERENCE_LAYOUT:
-        mine |= {"kernels": dict.fromkeys(ops, REFERENCE), "pipeline": None}
+        mine["kernels"] = dict.fromkeys(ops, REFERENCE)
     return mine
 
 
@@ -160,9 +188,8 @@ def layout_dependence(stage: nn.Module) -> list[str]:
     return list(dict.fromkeys(reason for module in modules for reason in module.layout_dependence()))
 
 
-def _tiny(job: Job, layouts: Sequence[Layout]) -> PluginConfig:
-    """The user's model with the integer sizes of its family's tiny one, as far as data and meshes allow."""
-    selection = select(job, job.registry)
+def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Sequence[int]) -> PluginConfig:
+    """The user's model with the integer sizes of its family's tiny one, as far as data, meshes and stages allow."""
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
@@ -177,13 +204,13 @@ def _tiny(job: Job, layouts: Sequence[Layout]) -> PluginConfig:
 
     def problems(names: Sequence[str]) -> int:
         found = 0
-        for layout in layouts:
+        for layout, count in zip(layouts, stages, strict=True):
             try:
                 config = resized(names)
                 task.check(config, facts)
                 with torch.device("meta"):
-                    stage = build_part(selection.model, config, Stage())
-                check_divisibility(stage, dict.fromkeys(job.mesh.sizes(), 1) | dict(layout.mesh))
+                    parts = [build_part(selection.model, config, Stage(index, count)) for index in range(count)]
+                check_divisibility(joined_stages(parts), dict.fromkeys(job.mesh.sizes(), 1) | dict(layout.mesh))
             except (D9dError, ValueError) as error:
                 found += len(str(error).splitlines())
         return found

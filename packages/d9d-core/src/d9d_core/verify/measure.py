@@ -15,6 +15,7 @@ from d9d_core.job import Job
 from d9d_core.loop import events as ev
 from d9d_core.loop.trainer import Trainer
 from d9d_core.state.model import gathered
+from d9d_core.state.spread import Spread
 from d9d_core.topology.mesh import Topology
 
 
@@ -27,16 +28,19 @@ class Measurement:
         grad_norms: of each step, as the step itself measured them.
         weights: the initial parameters, by name.
         gradients: of each step, whole, after all reductions.
+        trained: the parameters after the last step, by name.
     """
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    trained: dict[str, Tensor] = field(default_factory=dict)
 
     def write(self, directory: Path) -> None:
         """Save to ``measurement.json`` and ``measurement.safetensors``."""
         tensors = {f"weights/{name}": tensor for name, tensor in self.weights.items()}
+        tensors |= {f"trained/{name}": tensor for name, tensor in self.trained.items()}
         for step, gradients in enumerate(self.gradients):
             tensors |= {f"{step}/{name}": tensor for name, tensor in gradients.items()}
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, directory / "measurement.safetensors")
@@ -52,7 +56,8 @@ class Measurement:
         found.gradients = [{} for _ in found.losses]
         for key, tensor in load_file(directory / "measurement.safetensors").items():
             where, _, name = key.partition("/")
-            (found.weights if where == "weights" else found.gradients[int(where)])[name] = tensor
+            named = {"weights": found.weights, "trained": found.trained}
+            (named[where] if where in named else found.gradients[int(where)])[name] = tensor
         return found
 
 
@@ -66,6 +71,7 @@ class Witness:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._parameters: Mapping[str, Any] = {}
+        self._spread: Spread | None = None
         self.measurement = Measurement()
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
@@ -76,8 +82,14 @@ class Witness:
             (ev.StepEnds, self._step_ends),
         ]
 
+    def finish(self) -> Measurement:
+        """All that was taken down, and the parameters as they are now."""
+        self.measurement.trained = self._whole(self._parameters)
+        return self.measurement
+
     def _model_ready(self, event: ev.ModelReady) -> None:
         self._parameters = dict(event.stage.named_parameters())
+        self._spread = event.spread
         self.measurement.weights = self._whole(self._parameters)
 
     def _gradients_final(self, _event: ev.OptimizerStepStarts) -> None:
@@ -90,7 +102,7 @@ class Witness:
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         # Cloned: on a CPU, a whole tensor may be the very one that the next step overwrites.
-        return {n: t.clone() for n, t in gathered(tensors, keep=self._topology.is_main).items()}
+        return {n: t.clone() for n, t in gathered(tensors, self._topology.is_main, self._spread).items()}
 
 
 def measure(job: Job, topology: Topology, steps: int) -> Measurement:
@@ -111,4 +123,4 @@ def measure(job: Job, topology: Topology, steps: int) -> Measurement:
     with trainer.feed as feed:
         for step in range(steps):
             trainer.step(step, feed.next())
-    return witness.measurement
+    return witness.finish()

@@ -12,7 +12,7 @@ from torch import nn
 from d9d_moe.dispatch import Dispatcher
 
 
-def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher], strategy: str) -> tuple[str, ...]:
+def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> tuple[str, ...]:
     """Let every layer with experts send its tokens by a dispatcher; layers of equally many experts share one. In place.
 
     For strategies at the anchor ``expert``, position ``after``: what they replace is that of ``expert_parallel``.
@@ -20,20 +20,11 @@ def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher], str
     Args:
         stage: where to look.
         make: number of experts on all ranks -> the dispatcher.
-        strategy: who asks; stands in the error.
 
     Returns:
-        Names of the layers.
-
-    Raises:
-        BuildError: no module has experts.
+        Names of the layers; none if the stage has no experts.
     """
     layers = modules_with(stage, HasExperts)
-    if not layers:
-        raise BuildError(
-            f"strategy '{strategy}' found no experts in {type(stage).__name__}; implement d9d_core.traits.HasExperts "
-            "in the model, or remove the strategy from 'parallel'"
-        )
     shared = cache(make)
     for layer in layers.values():
         layer.dispatcher = shared(experts_of(layer))

@@ -32,13 +32,13 @@ class ExpertParallel:
     """Spreads the experts of every layer over ``ep``, and sends tokens to them by all-to-all."""
 
     def __init__(self, config: ExpertParallelConfig) -> None:
-        self._config = config
+        """Nothing can be configured."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Turn banks into DTensors and replace dispatchers. Collective over all ranks.
 
         Raises:
-            BuildError: no module has experts, or ``ep`` does not divide their number.
+            BuildError: ``ep`` does not divide the number of experts.
         """
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh
@@ -47,7 +47,7 @@ class ExpertParallel:
             banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}
         for name, bank in banks.items():
             spread_bank(bank, mesh, name)
-        layers = replace_dispatchers(stage, partial(AllToAllDispatcher, group), self._config.name)
+        layers = replace_dispatchers(stage, partial(AllToAllDispatcher, group))
         parameters = [own for name, bank in banks.items() for own, _ in bank.named_parameters(name)]
         return Applied(
             modules=(*layers, *banks),

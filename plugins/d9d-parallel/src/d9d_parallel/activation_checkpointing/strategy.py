@@ -26,10 +26,10 @@ class ActivationCheckpointing:
         """Change the forward of the chosen blocks in place.
 
         Raises:
-            BuildError: the stage has no blocks, a pattern matches nothing, or a block is checkpointed already.
+            BuildError: the stage has no blocks, or a block is checkpointed already.
         """
         blocks = find_blocks(stage, self._config.name)
-        chosen = choose(list(blocks), self._config.match, self._config.every)
+        chosen, unmatched = choose(list(blocks), self._config.match, self._config.every)
         for name in chosen:
             if is_checkpointed(blocks[name]):
                 raise BuildError(
@@ -39,21 +39,20 @@ class ActivationCheckpointing:
         contexts = keeping(self._config.save)
         for name in chosen:
             checkpoint_module(blocks[name], preserve_rng_state=self._config.preserve_rng_state, contexts=contexts)
-        return Applied(modules=tuple(chosen))
+        return Applied(modules=tuple(chosen), unmatched=unmatched)
 
 
-def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> list[str]:
+def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> tuple[list[str], dict[str, str]]:
     """The names that match a pattern, in order; of those the first and each ``every``-th after it.
 
-    Raises:
-        BuildError: a pattern matches no name.
+    Beside them, the patterns that match no name, and the text of the error that this is unless another stage has one.
     """
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise BuildError(
-                f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'match' matches no block; "
-                f"blocks: {shown}"
-            )
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    unmatched = {
+        pattern: f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'match' matches no block; "
+        f"blocks: {shown}"
+        for pattern in patterns
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names)
+    }
     matched = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    return matched[::every]
+    return matched[::every], unmatched

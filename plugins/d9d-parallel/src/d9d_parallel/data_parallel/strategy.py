@@ -56,7 +56,7 @@ class Replicate:
         """Wrap the stage. Collective over all ranks.
 
         Raises:
-            BuildError: the stage has no blocks, or a pattern matches no parameter.
+            BuildError: the stage has no blocks.
         """
         # FSDP2 copies parameters for the forward, also where there is nothing to gather: once is enough.
         return wrap(stage, topology, _REPLICATED, self._config, reshard_after_forward=False)
@@ -72,7 +72,7 @@ class Fsdp:
         """Wrap the stage. Collective over all ranks.
 
         Raises:
-            BuildError: the stage has no blocks, or a pattern matches no parameter.
+            BuildError: the stage has no blocks.
         """
         return wrap(stage, topology, _SHARDED, self._config, self._config.reshard_after_forward)
 
@@ -87,7 +87,7 @@ class Hsdp:
         """Wrap the stage. Collective over all ranks.
 
         Raises:
-            BuildError: the stage has no blocks, or a pattern matches no parameter.
+            BuildError: the stage has no blocks.
         """
         return wrap(stage, topology, _REPLICATED, self._config, self._config.reshard_after_forward)
 
@@ -109,14 +109,13 @@ def wrap(
         reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
     Raises:
-        BuildError: the stage has no blocks, a pattern matches no parameter, the group size does not divide, or units
-            share a parameter.
+        BuildError: the stage has no blocks, the group size does not divide, or units share a parameter.
     """
     mesh = topology.mesh("dense", *dims.dense)
     blocks, experts = find_blocks(stage, config.name), find_banks(stage)
     banks = {name: bank for name, bank in experts.items() if is_spread(bank)}
     _check_ties(stage, blocks, config.name)
-    ignored = _ignored(stage, config)
+    ignored, unmatched = _ignored(stage, config)
     _check_group(reshard_after_forward, mesh, config.name, spread=bool(banks))
     policy = MixedPrecisionPolicy(_dtype(config.compute_dtype), _reduce_dtype(stage, config))
     root_policy = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, _dtype(config.output_dtype))
@@ -172,16 +171,20 @@ def wrap(
         reducers=(FsdpReducer(root, config.defer),),
         compute_dtype=policy.param_dtype,
         on_host=frozenset(name for name, _ in stage.named_parameters() if config.offload and name not in ignored),
+        unmatched=unmatched,
     )
 
 
-def _ignored(stage: nn.Module, config: DataParallelConfig) -> frozenset[str]:
+def _ignored(stage: nn.Module, config: DataParallelConfig) -> tuple[frozenset[str], dict[str, str]]:
+    """The parameters that stay outside, and the patterns that match none."""
     names = [name for name, _ in stage.named_parameters()]
-    for pattern in config.ignore:
-        if not fnmatch.filter(names, pattern):
-            shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-            raise BuildError(f"the pattern {pattern!r} in 'ignore' matches no parameter; parameters: {shown}")
-    return frozenset(name for name in names if any(fnmatch.fnmatchcase(name, p) for p in config.ignore))
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    unmatched = {
+        pattern: f"the pattern {pattern!r} in 'ignore' matches no parameter; parameters: {shown}"
+        for pattern in config.ignore
+        if not fnmatch.filter(names, pattern)
+    }
+    return frozenset(name for name in names if any(fnmatch.fnmatchcase(name, p) for p in config.ignore)), unmatched
 
 
 def _check_formats(

@@ -1,0 +1,99 @@
+"""Several stages of a model as one module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """The stages as one module whose tensors have the names of the whole model; an only stage is that module itself."""
+    return stages[0] if len(stages) == 1 else JoinedStages(stages)
+
+
+class JoinedStages(nn.Module):
+    """Stages of a model, to be looked at together: it has no forward.
+
+    Modules, parameters and buffers are called what they are called in the whole model, which is what each stage calls
+    them. A name that several stages have, such as that of a tied embedding, stands for the first of them; the stages
+    themselves, and what else has equal names, are all among :meth:`modules`.
+
+    Args:
+        stages: in the order in which a microbatch meets them.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all stages; the stages have the empty name."""
+        memo = set() if memo is None else memo
+        for stage in self.stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of all stages, each name once."""
+        return _first(stage.named_parameters(prefix, recurse, remove_duplicate) for stage in self._stages)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers of all stages, each name once."""
+        return _first(stage.named_buffers(prefix, recurse, remove_duplicate) for stage in self._stages)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The states of all stages, each name once."""
+        return {k: v for stage in reversed(self._stages) for k, v in stage.state_dict(*args, **kwargs).items()}
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The first module of that name.
+
+        Raises:
+            AttributeError: no stage has one.
+        """
+        return self._find(lambda stage: stage.get_submodule(target), f"module '{target}'")
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The first parameter of that name.
+
+        Raises:
+            AttributeError: no stage has one.
+        """
+        return self._find(lambda stage: stage.get_parameter(target), f"parameter '{target}'")
+
+    def get_buffer(self, target: str) -> Tensor:
+        """The first buffer of that name.
+
+        Raises:
+            AttributeError: no stage has one.
+        """
+        return self._find(lambda stage: stage.get_buffer(target), f"buffer '{target}'")
+
+    def _find(self, get: Callable[[nn.Module], T], what: str) -> T:
+        for stage in self._stages:
+            with suppress(AttributeError):
+                return get(stage)
+        raise AttributeError(f"no stage has a {what}")
+
+    @property
+    def _stages(self) -> list[nn.Module]:
+        return list(self.stages)
+
+
+def _first(groups: Any) -> Iterator[tuple[str, Any]]:
+    seen: set[str] = set()
+    for group in groups:
+        for name, value in group:
+            if name not in seen:
+                seen.add(name)
+                yield name, value

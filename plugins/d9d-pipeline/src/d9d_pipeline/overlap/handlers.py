@@ -1,0 +1,87 @@
+"""The handlers of a schedule with overlapped pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from d9d_core.loop.executor import Arrival, Executor, Handler, StepState
+from d9d_core.loop.program import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Overlap,
+)
+from torch import Tensor
+
+from d9d_pipeline.overlap.duet import Duet
+from d9d_pipeline.overlap.streams import StageStreams
+
+
+def overlapped(executor: Executor, handlers: Mapping[type[Action], Handler]) -> dict[type[Action], Handler]:
+    """The same handlers, with every stage on a stream of its own, and one for overlapped pairs.
+
+    Args:
+        executor: whose stages run; changed in place, see :class:`Duet`.
+        handlers: of all other actions that core does not run.
+    """
+    plain: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward, **handlers}
+    pairs = Pairs(executor, plain)
+    found: dict[type[Action], Handler] = dict.fromkeys(plain, pairs.on_stream)
+    return found | {Overlap: pairs.overlap}
+
+
+class Pairs:
+    """Runs actions on the streams of their stages, and pairs of them at the same time.
+
+    Args:
+        executor: whose stages run.
+        handlers: of all actions but pairs.
+    """
+
+    def __init__(self, executor: Executor, handlers: Mapping[type[Action], Handler]) -> None:
+        device = executor.topology.device
+        self._executor = executor
+        self._handlers = handlers
+        self._streams = StageStreams(device, executor.stages)
+        self._duet = Duet(executor.stages, device)
+        self._step: StepState | None = None
+
+    def on_stream(self, action: Action, state: StepState) -> None:
+        """Run one action."""
+        if state is not self._step:
+            self._step = state
+            self._streams.fork()
+            state.ends.append(self._end)
+        with self._streams.on(action.stage):
+            self._handlers[type(action)](action, state)
+        # What goes to another stage of this rank crosses streams.
+        if isinstance(action, Forward):
+            self._cross(state.inputs, action, action.stage + 1)
+        elif isinstance(action, Backward | InputBackward):
+            self._cross(state.gradients, action, action.stage - 1)
+
+    def overlap(self, action: Action, state: StepState) -> None:
+        """Run a forward and a backward at the same time."""
+        assert isinstance(action, Overlap)
+        forward, backward = action.forward, action.backward
+        self._duet.run(partial(self.on_stream, forward, state), partial(self.on_stream, backward, state))
+
+    def _end(self) -> None:
+        self._streams.join()
+        self._step = None
+
+    def _cross(self, arrivals: dict[tuple[int, int], Arrival], action: MicrobatchAction, target: int) -> None:
+        key = (target, action.microbatch)
+        if target in self._executor.stages and key in arrivals:
+            arrivals[key] = partial(self._handed, arrivals[key], action.stage, target, self._streams.mark(action.stage))
+
+    def _handed(
+        self, arrival: Arrival, source: int, target: int, made: torch.cuda.Event | None
+    ) -> Mapping[str, Tensor]:
+        tensors = arrival()
+        self._streams.handoff(tensors.values(), source, target, made)
+        return tensors
