@@ -1,19 +1,22 @@
 """Runs a tiny Qwen3 and a tiny Qwen3-MoE in every layout and writes the tables of deviations in the documentation.
 
-    uv run python tools/layout_table.py    write docs/layouts.md
+    uv run python tools/layout_table.py              write docs/layouts.md
+    uv run python tools/layout_table.py pipelines    only its table of pipelines
 
-A test runs the same grid and compares the rows, so the table can neither go stale nor hide a failure.
+Tests run the same grids and compare the rows, so the tables can neither go stale nor hide a failure.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from d9d_core.verify.compare import Verdict
+from d9d_core.verify.compare import Verdict, compare
 from d9d_core.verify.layouts import Layout
 from d9d_testing.layouts import Harness
 
@@ -21,10 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"
 DENSE_MARKS = "<!-- layouts: begin -->", "<!-- layouts: end -->"
 EXPERT_MARKS = "<!-- expert layouts: begin -->", "<!-- expert layouts: end -->"
+PIPELINE_MARKS = "<!-- pipeline layouts: begin -->", "<!-- pipeline layouts: end -->"
 
 PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
-    "d9d_qwen3.plugin",
+    "d9d_pipeline.plugin", "d9d_qwen3.plugin",
 )  # fmt: skip
 LAYOUTS = (
     Layout("one process", {}, ()),
@@ -108,14 +112,16 @@ def run(
     rows: list[Row] = []
     for dtype in dtypes:
         cases = [(layout, count) for count in counts for layout in layouts]
-        sized = [_sized(layout, count) for layout, count in cases]
         harness = Harness(job(corpus, dtype, device, model), PLUGINS, STEPS)
-        verdicts = harness.compare(sized, reference=_sized(Layout("reference", {}, ()), 1), fault=fault)
+        verdicts = harness.compare(
+            [sized(*case) for case in cases], reference=sized(Layout("reference", {}, ()), 1), fault=fault
+        )
         rows += [(dtype, count, verdict) for (_, count), verdict in zip(cases, verdicts, strict=True)]
     return rows
 
 
-def _sized(layout: Layout, microbatches: int) -> Layout:
+def sized(layout: Layout, microbatches: int) -> Layout:
+    """The layout with so many microbatches on each rank."""
     size = BATCH // layout.data_parallel_size // microbatches
     overrides = (f"batch.size={BATCH}", f"batch.microbatch={size}")
     return Layout(layout.name, layout.mesh, layout.parallel, overrides)
@@ -134,6 +140,22 @@ def render(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def render_merged(rows: Sequence[Row]) -> str:
+    """The same with one row for each layout: the largest deviations for any number of microbatches."""
+    counts: dict[tuple[str, str], list[int]] = {}
+    worst: dict[tuple[str, str], Verdict] = {}
+    for dtype, count, v in rows:
+        key = dtype, v.layout
+        counts.setdefault(key, []).append(count)
+        one = worst.setdefault(key, v)
+        deviations = max(one.loss, v.loss), max(one.grad_norm, v.grad_norm), max(one.angle, v.angle)
+        worst[key] = Verdict(v.layout, *deviations, max(one.norm, v.norm), v.diverged)
+    lines = render([(key[0], 0, verdict) for key, verdict in worst.items()]).splitlines()
+    shown = [", ".join(map(str, numbers)) for numbers in counts.values()]
+    body = [line.replace(" | 0 | ", f" | {numbers} | ", 1) for line, numbers in zip(lines[2:], shown, strict=True)]
+    return "\n".join([*lines[:2], *body])
+
+
 def run_experts(
     corpus: Path,
     device: str = "cpu",
@@ -145,16 +167,158 @@ def run_experts(
     return [row for d in dtypes for row in run(corpus, layouts, (d,), counts[d], device=device, model=EXPERTS)]
 
 
+#: Of each microbatch, over all data-parallel ranks.
+SAMPLES = 4
+PIPELINE_STEPS = 3
+SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
+DEEP_DENSE, DEEP_EXPERTS = DENSE | {"num_layers": 8}, EXPERTS | {"num_layers": 4}
+
+
+class Piped(NamedTuple):
+    """A layout with a pipeline.
+
+    Attributes:
+        schedule: which one.
+        pp: pipeline ranks.
+        microbatches: how many on each rank.
+        data: how samples are distributed.
+        about: what is special, for the table.
+        overrides: further fields of the job.
+        tied: whether the embedding is the head's matrix too, on another stage.
+        model: which model.
+        often: whether it is in the part that is always tested.
+    """
+
+    schedule: str
+    pp: int
+    microbatches: int
+    data: Layout = LAYOUTS[0]
+    about: str = ""
+    overrides: tuple[str, ...] = ()
+    tied: bool = False
+    model: Mapping[str, Any] = DEEP_DENSE
+    often: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """For the harness. Samples grow with the microbatches, so that any number of these is possible."""
+        parts = (f"{self.schedule}, pp {self.pp}", self.data.name if self.data.ranks > 1 else "", self.about)
+        own = (
+            f"pipeline.name={self.schedule}",
+            f"batch.microbatch={SAMPLES // self.data.data_parallel_size}",
+            *self.overrides,
+        )
+        mesh = {"pp": self.pp, **self.data.mesh}
+        return Layout(", ".join(filter(None, parts)), mesh, self.data.parallel, (*self._common, *own))
+
+    @property
+    def reference(self) -> Layout:
+        """The same model and batch on one process, in one microbatch."""
+        return Layout("reference", {}, (), (*self._common, f"batch.microbatch={self.microbatches * SAMPLES}"))
+
+    @property
+    def _common(self) -> tuple[str, ...]:
+        return f"batch.size={self.microbatches * SAMPLES}", f"model.tie_embeddings={str(self.tied).lower()}"
+
+
+def counts(schedule: str, pp: int) -> tuple[int, int, int]:
+    """The fewest microbatches that a schedule can do, an odd number that ranks do not divide, and more."""
+    least = 2 * pp if schedule == "dual_pipe_v" else 1
+    return least, (least if least > 1 else pp) + 1, 3 * pp
+
+
+def pipelines() -> list[Piped]:
+    """Every schedule on 2 and 4 ranks, alone and with data parallelism, for few and many microbatches."""
+    data = (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3])
+    found = []
+    for (place, schedule), pp, (side, layout) in product(enumerate(SCHEDULES), (2, 4), enumerate(data)):
+        for number, count in enumerate(counts(schedule, pp)):
+            tied = (place + side + number) % 2 == 0
+            found.append(Piped(schedule, pp, count, layout, tied=tied))
+    return found
+
+
+def covering_pipelines() -> list[Piped]:
+    """A part of all: each schedule on 2 ranks and on 4, once with the fewest microbatches; what is special with it."""
+    chosen = set()
+    for place, schedule in enumerate(SCHEDULES):
+        data = LAYOUTS[3] if place % 4 < 2 else LAYOUTS[1]
+        chosen.add((schedule, 4, counts(schedule, 4)[place % 2], LAYOUTS[0].name))
+        chosen.add((schedule, 2, counts(schedule, 2)[1 - place % 2], data.name))
+    plain = [case for case in pipelines() if (case.schedule, case.pp, case.microbatches, case.data.name) in chosen]
+    return plain + [case for case in special_pipelines() if case.often]
+
+
+def special_pipelines() -> list[Piped]:
+    """Pipelines together with everything else that splits or changes a model."""
+    fsdp, hsdp = LAYOUTS[3], LAYOUTS[5]
+    fsdp_ep, replicate_ep = EXPERT_LAYOUTS[5], EXPERT_LAYOUTS[2]
+    checkpointed = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp", "activation_checkpointing"])
+    experts_checkpointed = Layout(fsdp_ep.name, fsdp_ep.mesh, [*fsdp_ep.parallel, "activation_checkpointing"])
+    router = ('metrics=["router"]',)
+    experts: dict[str, Any] = {"model": DEEP_EXPERTS, "overrides": router}
+    return [
+        Piped("1f1b", 4, 5, about="layers 1, 4, 1, 2", overrides=("pipeline.layers=[1,4,1,2]",), tied=True, often=True),
+        Piped("zero_bubble_v", 2, 5, fsdp, "layers 2, 1, 4, 1", ("pipeline.layers=[2,1,4,1]",), tied=True),
+        Piped("1f1b", 2, 3, checkpointed, "checkpointed", tied=True),
+        Piped("zb1p", 2, 3, checkpointed, "checkpointed", often=True),
+        Piped("dual_pipe_v", 2, 5, checkpointed, "checkpointed", tied=True),
+        Piped("interleaved_1f1b", 2, 3, hsdp, tied=True),
+        Piped("zero_bubble_v", 2, 3, hsdp, tied=True),
+        *(
+            Piped(name, 2, counts(name, 2)[1], fsdp_ep, "experts", often=name == "dual_pipe_v", **experts)
+            for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
+        ),
+        Piped("1f1b", 2, 3, replicate_ep, "experts", often=True, **experts),
+        Piped("zero_bubble_v", 2, 3, replicate_ep, "experts", **experts),
+        Piped("zero_bubble_v", 2, 3, experts_checkpointed, "experts, checkpointed", tied=True, often=True, **experts),
+        Piped("dual_pipe_v", 2, 4, experts_checkpointed, "experts, checkpointed", **experts),
+        Piped("1f1b", 2, 3, hsdp, "experts", **experts),
+    ]
+
+
+def run_pipelines(
+    corpus: Path,
+    cases: Sequence[Piped] | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    steps: int = PIPELINE_STEPS,
+) -> list[Row]:
+    """Layouts with pipelines, each against one process that computes the same batch in one microbatch."""
+    cases = [*pipelines(), *special_pipelines()] if cases is None else cases
+    rows: dict[int, Row] = {}
+    for model in (DEEP_DENSE, DEEP_EXPERTS):
+        places = sorted((p for p, case in enumerate(cases) if case.model is model), key=lambda p: cases[p].layout.ranks)
+        harness = Harness(job(corpus, dtype, device, model), PLUGINS, steps)
+        references = list({cases[p].reference.overrides: cases[p].reference for p in places}.values())
+        expected = dict(zip((one.overrides for one in references), harness.measure(references), strict=True))
+        # A few at a time: a world's patience is for all that it is given.
+        for part in (places[start : start + 14] for start in range(0, len(places), 14)):
+            layouts = [cases[place].layout for place in part]
+            for place, layout, measured in zip(part, layouts, harness.measure(layouts), strict=True):
+                reference = expected[cases[place].reference.overrides]
+                verdict = compare(layout.name, measured, reference, getattr(torch, dtype))
+                rows[place] = dtype, cases[place].microbatches, verdict
+    return [rows[place] for place in range(len(cases))]
+
+
 def main() -> None:
     """Write the tables into the page."""
     text = PAGE.read_text("utf-8")
-    for (begin, end), measured in ((DENSE_MARKS, run), (EXPERT_MARKS, run_experts)):
+    tables: dict[str, tuple[tuple[str, str], Callable[[Path], list[Row]]]] = {
+        "dense": (DENSE_MARKS, run),
+        "experts": (EXPERT_MARKS, run_experts),
+        "pipelines": (PIPELINE_MARKS, run_pipelines),
+    }
+    for name in sys.argv[1:] or tables:
+        (begin, end), measured = tables[name]
         with tempfile.TemporaryDirectory() as directory:
             rows = measured(Path(directory) / "corpus")
         failed = [(dtype, count, v.layout, v.diverged) for dtype, count, v in rows if not v.passed]
         if failed:
             raise SystemExit("\n".join(map(str, failed)))
-        text = f"{text.split(begin)[0]}{begin}\n{render(rows)}\n{end}{text.split(end)[1]}"
+        table = render_merged(rows) if name == "pipelines" else render(rows)
+        text = f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}"
         print(f"{len(rows)} rows in {PAGE.relative_to(ROOT)}, torch {torch.__version__}")
     PAGE.write_text(text, "utf-8")
 

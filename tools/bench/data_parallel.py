@@ -141,7 +141,7 @@ def main() -> None:
     plain_job = plain_job.model_copy(update={"precision": job.precision.model_copy(update={"autocast": "bfloat16"})})
     model = assemble(
         plain_job, select(plain_job, job.registry), job.registry, alone, circumstances(plain_job, device)
-    ).stage
+    ).model
     blocks = list(model.blocks().values())  # type: ignore[operator]
     step = plain_step(
         model, blocks, topology.mesh("dense", "dp_replicate", "fsdp"), 1e-4, getattr(torch, options.reduce)

@@ -129,7 +129,7 @@ def steps(options: argparse.Namespace, directory: str, device: torch.device) -> 
         "loss, gradient norm": values,
         "worst relative difference by step": apart,
         "ms": {name: round(statistics.median(times) * 1e3, 1) for name, times in found.items()},
-        "parameters": sum(p.numel() for p in trainers[1].step.executor.stage.parameters()),
+        "parameters": sum(p.numel() for p in trainers[1].stage.parameters()),
     }
 
 

@@ -89,7 +89,7 @@ def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Ca
     torch.set_default_dtype(previous)
     assert model.config._experts_implementation == "grouped_mm"  # noqa: SLF001 - nothing public tells
     with torch.no_grad():
-        model.load_state_dict(map_tensors(layout.exporter(fused), model_tensors(trainer.step.executor.stage)))
+        model.load_state_dict(map_tensors(layout.exporter(fused), model_tensors(trainer.stage)))
     model.train()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=device.type == "cuda"
@@ -207,7 +207,7 @@ def main() -> None:
     result = {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
         "torch": torch.__version__,
-        "parameters": sum(p.numel() for p in trainer.step.executor.stage.parameters()),
+        "parameters": sum(p.numel() for p in trainer.stage.parameters()),
         "losses": losses,
         "waits": waits,
         "ms": {name: round(found * 1e3, 1) for name, found in medians.items()},

@@ -1,0 +1,370 @@
+"""Pipeline schedules on the GPUs of one machine, beside those of torch.distributed.pipelining and the simulator.
+
+    torchrun --nproc-per-node 4 tools/bench/pipeline.py
+
+For each schedule, the same Qwen3 is cut into the same stages, with the same weights, kernels and microbatches, and run
+forward and backward by both, blocks of steps in turns; gradients are compared once. Then each stage is measured alone
+(forward, whole backward, gradients of inputs, gradients of weights), the simulator predicts the step from these costs,
+and the bubble that it predicts is compared with the one measured: 1 - (time that ranks compute) / (ranks x step).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import importlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from d9d_core.config.document import Document
+from d9d_core.config.load import validate
+from d9d_core.job import Job
+from d9d_core.loop.executor import Executor
+from d9d_core.loop.trainer import Trainer
+from d9d_core.plugin import Registry
+from d9d_core.protocols import Pack
+from d9d_core.topology.devices import load_kernels_eagerly
+from d9d_core.topology.mesh import Topology
+from d9d_core.traits import DefersWeights, HasOps, modules_with
+from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.run import simulate
+from d9d_pipeline.split_backward import SplitBackward
+from random_tokens import Synthetic
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn import functional
+
+MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_pipeline.plugin", "d9d_qwen3.plugin")
+#: Ours, and the class of torch.
+PAIRS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zb1p": "ScheduleInterleavedZeroBubble",
+    "zero_bubble_v": "ScheduleZBVZeroBubble",
+    "dual_pipe_v": "ScheduleDualPipeV",
+}
+Run = Callable[[], Any]
+
+
+def job_of(options: argparse.Namespace, directory: str, schedule: str) -> Job:
+    """The job of the benchmark."""
+    values = {
+        "run": {"dir": directory},
+        "steps": 10_000,
+        "device": options.device,
+        "mesh": {"pp": dist.get_world_size()},
+        "pipeline": {"name": schedule},
+        "precision": {"parameters": "float32" if options.device == "cpu" else "bfloat16"},
+        "batch": {"size": options.microbatches, "microbatch": 1},
+        "model": {
+            "name": "qwen3", "vocab_size": options.vocabulary, "hidden_size": options.hidden,
+            "intermediate_size": 3 * options.hidden, "num_layers": options.layers,
+            "num_attention_heads": options.hidden // options.head,
+            "num_key_value_heads": max(1, options.hidden // options.head // 2), "head_dim": options.head,
+            "max_positions": options.sequence,
+        },
+        "task": "causal_lm",
+        "data": {"name": "random_tokens", "vocab_size": options.vocabulary, "sequence_length": options.sequence},
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        "trackers": [],
+        "export": False,
+    }  # fmt: skip
+    registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
+    return validate(Job, Document(values), registry).use(registry)
+
+
+def trainer_of(job: Job, device: torch.device) -> Trainer:
+    """Built on this rank's device."""
+    topology = Topology(
+        sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
+        local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
+    )  # fmt: skip
+    return job.build(lambda _: None, topology)
+
+
+class TorchStage(nn.Module):
+    """A stage as torch calls it: one tensor in, one out. The loss is computed by :meth:`loss`."""
+
+    def __init__(self, stage: Any, scale: float) -> None:
+        super().__init__()
+        self.stage = stage
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens or hidden states -> hidden states."""
+        first = self.stage.stage.is_first
+        hidden: Tensor = self.stage.run(x if first else None, None if first else x, None, None, {})[0]["hidden"]
+        return hidden
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """The share of a microbatch in the mean loss."""
+        loss: Tensor = self.stage.heads(hidden, {}, targets=targets)["token_loss"].sum() * self.scale
+        return loss
+
+
+def plain_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each token, of torch's own functions: its split backward does not know custom ones (2.11)."""
+    logits = functional.linear(hidden, weight)
+    loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return loss.view_as(targets)
+
+
+def torch_runner(executor: Executor, name: str, pack: Pack, scale: float) -> tuple[Run, list[nn.Module]]:
+    """A step of torch's schedule over copies of our stages."""
+    stages = {index: copy.deepcopy(stage) for index, stage in executor.stages.items()}
+    for stage in stages.values():
+        for module in stage.modules():
+            if isinstance(module, DefersWeights):
+                module.defer_to(None)
+    wrapped = [TorchStage(stage, scale) for stage in stages.values()]
+    count, device = len(executor.pipeline.hosts), executor.topology.device
+    made = [PipelineStage(w, index, count, device) for w, index in zip(wrapped, stages, strict=True)]
+    kind = getattr(schedules, PAIRS[name])
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    schedule = kind(made[0] if single else made, len(pack), loss_fn=wrapped[-1].loss, scale_grads=False)
+    tokens = torch.cat([microbatch["tokens"] for microbatch in pack])
+    targets = torch.cat([microbatch["targets"] for microbatch in pack])
+    last = count - 1 in stages
+
+    def run() -> None:
+        given = (tokens,) if 0 in stages else ()
+        losses: list[Tensor] = []
+        schedule.step(*given, return_outputs=False, **({"target": targets, "losses": losses} if last else {}))
+
+    return run, list(stages.values())
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def timed(run: Run, times: int) -> float:
+    """Milliseconds of one of several runs; the longest over ranks."""
+    _synchronise()
+    start = time.perf_counter()
+    for _ in range(times):
+        run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    taken = torch.tensor((time.perf_counter() - start) / times * 1e3)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def stage_costs(executor: Executor, pack: Pack, scale: Mapping[str, Tensor], times: int) -> dict[int, list[float]]:
+    """Local stage -> milliseconds of its forward, whole backward, and the two halves of a split one, medians."""
+    found: dict[int, list[float]] = {}
+    count, device = len(executor.pipeline.hosts), executor.topology.device
+    plug = torch.zeros(8192, 8192, dtype=torch.bfloat16, device=device) if device.type == "cuda" else None
+    for index, stage in executor.stages.items():
+        split, microbatch = SplitBackward(stage), pack[0]
+        rows = []
+        for step in range(times + 2):
+            leaf: list[Tensor] = []
+            given: dict[str, Tensor] = {"tokens": microbatch["tokens"]}
+            if index:
+                spec = executor.boundaries.after(index - 1, microbatch)["hidden"]
+                leaf = [torch.randn(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)]
+                given = {"hidden": leaf[0]}
+
+            for whole in (True, False):
+                clock = Clock(device, plug)
+                outputs = stage(**given, targets=microbatch["targets"])
+                last = index == count - 1
+                root = outputs["token_loss"].sum() * scale["cross_entropy"] if last else outputs["hidden"]
+                clock.tick()
+                gradient = None if last else torch.ones_like(root)
+                if whole:
+                    split.backward([root], [gradient])
+                    clock.tick()
+                else:
+                    weights = split.inputs([root], [gradient], leaf)
+                    clock.tick()
+                    weights.run()
+                    clock.tick()
+                rows.append((whole, clock))
+            if step < 2:
+                rows.clear()
+        wholes, halves = ([clock.times() for whole, clock in rows if whole is kind] for kind in (True, False))
+        columns = [[row[0] for row in wholes + halves], [row[1] for row in wholes]]
+        columns += [[row[i] for row in halves] for i in (1, 2)]
+        found[index] = [statistics.median(column) for column in columns]
+        stage.zero_grad()
+    return found
+
+
+class Clock:
+    """Times between ticks, on the device's own clock.
+
+    Args:
+        device: whose.
+        plug: work that keeps the device busy while the host launches what is measured.
+    """
+
+    def __init__(self, device: torch.device, plug: Tensor | None) -> None:
+        self._cuda = device.type == "cuda"
+        if plug is not None:
+            for _ in range(12):
+                plug @ plug
+        self._ticks: list[Any] = []
+        self.tick()
+
+    def tick(self) -> None:
+        """Now, in the order of the stream."""
+        if self._cuda:
+            self._ticks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._ticks[-1].record()
+        else:
+            self._ticks.append(time.perf_counter())
+
+    def times(self) -> list[float]:
+        """Milliseconds."""
+        pairs = list(zip(self._ticks, self._ticks[1:], strict=False))
+        if not self._cuda:
+            return [(b - a) * 1e3 for a, b in pairs]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in pairs]
+
+
+def transfer_ms(executor: Executor, pack: Pack, times: int = 20) -> float:
+    """Milliseconds to send one boundary from the first rank to the second."""
+    spec = executor.boundaries.after(0, pack[0])["hidden"]
+    tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=executor.topology.device)
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            dist.send(tensor, dst=1)
+        elif dist.get_rank() == 1:
+            dist.recv(tensor, src=0)
+
+    timed(run, 3)
+    return timed(run, times)
+
+
+def predicted(executor: Executor, costs: Mapping[int, list[float]], transfer: float, microbatches: int) -> Any:
+    """The simulated step, from costs that were measured."""
+    pipeline = executor.pipeline
+    forward, whole, inputs, weights = (list(column) for column in zip(*(costs[i] for i in sorted(costs)), strict=True))
+    split = any(kind.__name__ == "InputBackward" for kind in pipeline.kinds)
+    backward = [i + w for i, w in zip(inputs, weights, strict=True)] if split else whole
+    late = weights if split else [0.0] * len(whole)
+    programs = [pipeline.program(rank, microbatches) for rank in range(pipeline.ranks)]
+    return simulate(programs, Costs(forward=forward, backward=backward, weight=late, transfer=transfer))
+
+
+def measure(options: argparse.Namespace, name: str, device: torch.device, directory: str) -> dict[str, Any]:
+    """One schedule."""
+    trainer = trainer_of(job_of(options, directory, name), device)
+    executor = trainer.step.executor
+    for module in modules_with(trainer.stage, HasOps).values():
+        for slot in module.op_slots().values():
+            if slot.op == "linear_cross_entropy":
+                slot.bind("plain", plain_head)
+    with trainer.feed as feed:
+        pack = feed.next()
+        scale = trainer.step.loss_scale.begin(pack)
+
+        def ours() -> None:
+            executor.run(0, pack, scale)
+
+        theirs, copies = torch_runner(executor, name, pack, float(scale["cross_entropy"]))
+        runs = {"ours": ours, "torch": theirs}
+        for run in runs.values():
+            run()
+        off = apart(list(executor.stages.values()), copies)
+        found: dict[str, list[float]] = {which: [] for which in runs}
+        for index in range(options.rounds):
+            # In turn first and second: whoever comes after a pause meets other clocks.
+            for which, run in list(runs.items())[:: 1 if index % 2 == 0 else -1]:
+                found[which].append(timed(run, options.steps))
+        _synchronise()
+        start = time.perf_counter()
+        ours()
+        host = (time.perf_counter() - start) * 1e3
+        medians = {which: statistics.median(times) for which, times in found.items()}
+        ratios = [a / b for a, b in zip(found["ours"], found["torch"], strict=True)]
+        for stage in (*executor.stages.values(), *copies):
+            stage.zero_grad()
+        del copies, theirs, runs
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, stage_costs(executor, pack, scale, options.times))
+        costs = {index: row for rows in gathered for index, row in rows.items()}
+        simulation = predicted(executor, costs, transfer_ms(executor, pack), len(pack))
+    busy = sum(simulation.busy) / simulation.ranks
+    return {
+        "ours ms": round(medians["ours"], 1),
+        "torch ms": round(medians["torch"], 1),
+        "ours, host ms": round(host, 1),
+        "ours / torch": round(statistics.median(ratios), 3),
+        "range": [round(min(ratios), 3), round(max(ratios), 3)],
+        "gradients 1-cos": off,
+        "bubble, measured": round(1 - busy / medians["ours"], 3),
+        "bubble, torch": round(1 - busy / medians["torch"], 3),
+        "bubble, predicted": round(simulation.bubble, 3),
+        "predicted ms": round(simulation.makespan, 1),
+        "stages [F, B, I, W] ms": {index: [round(v, 2) for v in costs[index]] for index in sorted(costs)},
+    }
+
+
+def apart(stages: list[nn.Module], copies: list[nn.Module]) -> float:
+    """The largest ``1 - cos`` between gradients of both, over all ranks."""
+    worst = torch.zeros(())
+    for stage, other in zip(stages, copies, strict=True):
+        for mine, theirs in zip(stage.parameters(), other.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            pair = (mine.grad.flatten().double(), theirs.grad.flatten().double())
+            worst = torch.maximum(worst, 1 - torch.cosine_similarity(*pair, dim=0).cpu())
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(f"{worst.item():.1e}")
+
+
+def main() -> None:
+    """Print one JSON object per schedule."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--schedules", default="1f1b,interleaved_1f1b,zb1p,zero_bubble_v,dual_pipe_v")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--head", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=32_768)
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--times", type=int, default=12)
+    options = parser.parse_args()
+    cuda = options.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        load_kernels_eagerly("cuda")
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    with tempfile.TemporaryDirectory() as own:
+        places = [own]
+        dist.broadcast_object_list(places, 0)  # one for all ranks
+        directory = places[0]
+        for name in options.schedules.split(","):
+            found = measure(options, name, device, directory)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+            if dist.get_rank() == 0:
+                print(name, json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
