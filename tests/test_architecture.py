@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 #: The modules of d9d_core, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
 CORE_LAYERS = (
-    {"compat", "errors", "numerics", "ops", "trees"},
+    {"compat", "deferral", "errors", "numerics", "ops", "trees"},
     {"plugin", "traits"},
     {"builtins", "protocols"},
     {"config"},

@@ -212,6 +212,12 @@ def test_job_examples_are_valid(
     load(block, tmp_path, installed)
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "examples/quickstart").glob("*.yaml")), ids=lambda file: file.name)
+def test_the_quickstarts_can_run_and_the_readme_names_them(file: Path, installed: Registry) -> None:
+    Job.load(file, registry=installed).plan()
+    assert f"examples/quickstart/{file.name}" in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("text", ["optimizer: {name: adamw, rate: 1}", "modell: {}", "steps: 0", "task: nothing"])
 def test_wrong_job_examples_are_recognised(text: str, installed: Registry, tmp_path: Path) -> None:
     from d9d_core.errors import JobError

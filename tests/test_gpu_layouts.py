@@ -37,6 +37,18 @@ def test_experts_compute_what_one_gpu_does_wherever_they_are(
 
 
 @pytest.mark.gpus(2)
+def test_pipelines_compute_what_one_gpu_does(
+    table: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = torch.cuda.device_count()
+    cases = [case for case in (*table.pipelines(), *table.special_pipelines()) if case.layout.ranks <= count]
+    rows = table.run_pipelines(tmp_path / "corpus", cases, device="cuda")
+    with capsys.disabled():
+        print(f"\n{torch.cuda.get_device_name()} x {count}\n{table.render_merged(rows)}")
+    assert [(count, v.layout, v.diverged) for _, count, v in rows if not v.passed] == []
+
+
+@pytest.mark.gpus(2)
 def test_with_a_capacity_experts_on_other_gpus_are_reached_without_waiting(table: ModuleType, tmp_path: Path) -> None:
     values = table.job(tmp_path / "corpus", "float32", "cuda", {**table.EXPERTS, "capacity": 2.0}) | {
         "metrics": ["router"],

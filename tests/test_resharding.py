@@ -21,7 +21,7 @@ from torch import distributed as dist
 Write = Callable[..., Path]
 PLUGINS = [
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
-    "d9d_qwen3.plugin",
+    "d9d_pipeline.plugin", "d9d_qwen3.plugin",
 ]  # fmt: skip
 STEPS, DIES_AT, SAVED_AT = 8, 5, 4
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -32,6 +32,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicate2": {"mesh": {"dp_replicate": 2}, "parallel": ["replicate"]},
     "fsdp4-ep4": {"mesh": {"dp_shard": 4, "ep": 4}, "parallel": ["fsdp", "expert_parallel"]},
     "fsdp4-ep2": {"mesh": {"dp_shard": 4, "ep": 2}, "parallel": ["fsdp", "expert_parallel"]},
+    "pp2-v": {"mesh": {"pp": 2}, "pipeline": "zero_bubble_v"},
+    "pp2-uneven": {"mesh": {"pp": 2}, "pipeline": {"name": "1f1b", "layers": [4, 1]}},
     "hsdp-ep2": {"mesh": {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, "parallel": ["hsdp", "expert_parallel"]},
 }
 
@@ -196,6 +198,48 @@ def test_a_resumed_run_of_experts_is_the_undisturbed_one_bit_for_bit(world: type
     assert after["numbers"] == {step: undisturbed["numbers"][step] for step in range(SAVED_AT, STEPS)}
     assert runs.log("broken") == runs.log("straight")
     tensors, expected = runs.saved("broken"), runs.saved("straight")
+    assert [key for key in expected if not torch.equal(tensors[key], expected[key])] == []
+
+
+@pytest.fixture
+def deep_runs(small_job: Write, tmp_path: Path, table: ModuleType) -> Runs:
+    """With an embedding that the first stage and the last have in common."""
+    model = {**table.DENSE, "max_positions": 64, "num_layers": 5, "tie_embeddings": True}
+    return Runs(small_job, tmp_path / "runs", model=model)
+
+
+def test_a_run_in_stages_goes_on_in_other_stages_or_in_none(world: type[World], deep_runs: Runs) -> None:
+    runs = deep_runs
+    ((straight, *_),) = world(1).run(train, [(runs.job("straight", "one"), None)])
+    world(2).run(train, [(runs.job("part", "pp2-v", checkpoint={"every": 2}), DIES_AT)])
+    for ranks, layouts in ((2, ["fsdp2", "pp2-uneven"]), (1, ["one"])):
+        found = world(ranks).run(train, [runs.resumed("part", layout) for layout in layouts])[0]
+        for layout, result in zip(layouts, found, strict=True):
+            assert_goes_on(runs, f"part-{layout}", result, straight["numbers"])
+    assert not any("lm_head" in key for key in runs.saved("part-pp2-uneven"))
+
+
+@pytest.mark.slow
+def test_a_run_in_no_stages_goes_on_in_some(world: type[World], deep_runs: Runs) -> None:
+    runs = deep_runs
+    part = (runs.job("part", "one", checkpoint={"every": 2}), DIES_AT)
+    ((straight, _),) = world(1).run(train, [(runs.job("straight", "one"), None), part])
+    ((found, *_), *_) = world(2).run(train, [runs.resumed("part", "pp2-v")])
+    assert_goes_on(runs, "part-pp2-v", found, straight["numbers"])
+
+
+@pytest.mark.parametrize("layout", ["pp2-v", pytest.param("pp2-uneven", marks=pytest.mark.slow)])
+def test_in_its_own_stages_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
+    world: type[World], deep_runs: Runs, layout: str
+) -> None:
+    runs = deep_runs
+    straight = (runs.job("straight", layout, checkpoint={}), None)
+    broken = (runs.job("broken", layout, checkpoint={"every": 2, "asynchronous": True}), DIES_AT)
+    ((undisturbed, _, after), *_) = world(2).run(train, [straight, broken, (broken[0], None)])
+    assert after["numbers"] == {step: undisturbed["numbers"][step] for step in range(SAVED_AT, STEPS)}
+    assert runs.log("broken") == runs.log("straight")
+    tensors, expected = runs.saved("broken"), runs.saved("straight")
+    assert tensors.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(tensors[key], expected[key])] == []
 
 

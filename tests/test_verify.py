@@ -10,7 +10,7 @@ import pytest
 import torch
 from d9d_core.job import Job
 from d9d_core.verify.compare import compare
-from d9d_core.verify.layouts import own_layout, parse_layout, scaled_values
+from d9d_core.verify.layouts import layout_values, own_layout, parse_layout, scaled_values
 from d9d_core.verify.measure import Measurement
 from d9d_core.verify.run import verify
 from hypothesis import given
@@ -51,15 +51,18 @@ def d9d_strategies():
 '''
 
 
-def test_the_jobs_own_layout_passes_and_a_wrong_strategy_fails(small_job: Write, tmp_path: Path, d9d: Command) -> None:
+def test_sound_layouts_pass_and_a_wrong_strategy_fails(small_job: Write, tmp_path: Path, d9d: Command) -> None:
     plugin = tmp_path / "twice.py"
     plugin.write_text(TWICE)
-    job = small_job(mesh={"dp_shard": 16}, parallel=["fsdp", "twice"], batch={"size": 64}, model=LARGE)
-    layouts = ("--layout", "dp_shard=2:fsdp", "--layout", "dp_shard=2:fsdp,twice")
+    job = small_job(
+        mesh={"dp_shard": 16}, parallel=["fsdp", "twice"], batch={"size": 64}, model=LARGE, pipeline="dual_pipe_v"
+    )
+    layouts = ("--layout", "dp_shard=2:fsdp", "--layout", "dp_shard=2:fsdp,twice", "--layout", "pp=2")
     status, out, err = d9d("verify", str(job), "--plugin", str(plugin), "--steps", "2", "--json", *layouts)
     assert status == 1, err
-    good, bad = json.loads(out)
+    good, bad, staged = json.loads(out)
     assert good["passed"], good
+    assert staged["passed"], staged
     assert not bad["passed"]
     assert bad["diverged"][0] == 0
     assert bad["norm"][0] == pytest.approx(0.5, abs=0.01)  # twice as long
@@ -102,6 +105,22 @@ def test_a_large_job_is_scaled_to_its_familys_tiny_model_as_far_as_its_data_allo
     assert model["vocab_size"] == 257  # the tokens are still the data's
     assert values["gradient_clipping"]["max_norm"] is None
     assert values["batch"]["size"] % (2 * values["batch"]["microbatch"]) == 0
+
+
+def test_a_scaled_job_has_layers_and_microbatches_for_its_pipeline(small_job: Write) -> None:
+    pipeline = {"name": "dual_pipe_v", "layers": [2, 5, 5, 5, 5, 5, 5, 8]}
+    sections = {"mesh": {"pp": 4, "dp_shard": 16}, "parallel": ["fsdp"], "pipeline": pipeline, "batch": {"size": 256}}
+    job = Job.load(small_job(model=LARGE, **sections))
+    layouts = [own_layout(job, max_ranks=8), parse_layout("dp_shard=2:fsdp", job)]
+    assert layouts[0].mesh == {"pp": 2, "dp_shard": 2}
+    values = scaled_values(job, layouts, steps=3)
+    piped, flat = (layout_values(values, layout, []) for layout in layouts)
+    assert flat["pipeline"] is None
+    assert values["model"]["num_layers"] >= 4
+    assert values["model"]["hidden_size"] < 256
+    assert values["batch"]["size"] // values["batch"]["microbatch"] // 2 >= 4
+    small = small_job("scaled", **{key: piped[key] for key in ("mesh", "parallel", "pipeline", "model", "batch")})
+    Job.load(small).plan()  # can run
 
 
 def test_a_layout_that_needs_too_many_processes_says_so(small_job: Write) -> None:
