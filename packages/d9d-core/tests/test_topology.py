@@ -123,6 +123,19 @@ def groups_by_purpose() -> list[float]:
     return [len({id(group) for group in (*groups, here.world)}) - 1, total.item()]
 
 
+def test_ranks_without_a_copy_make_a_group_too_even_if_they_know_one_of_the_same_ranks(world: Any) -> None:
+    assert world(3).run(groups_of_places) == [3.0] * 3
+
+
+def groups_of_places() -> float:
+    here = Topology(sizes=Mesh(pp=3).sizes(), rank=dist.get_rank(), world_size=3)
+    here.axes_group("dp_shard")  # each rank alone, as the middle one is below
+    here.places_group("pp", [0, 2])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=here.axes_group("pp", purpose="up"))
+    return total.item()
+
+
 @pytest.mark.parametrize(("device", "found"), [("cuda", "EAGER"), ("auto", "EAGER"), ("cpu", None)])
 def test_kernels_are_loaded_eagerly_unless_someone_chose_otherwise(
     device: str, found: str | None, monkeypatch: pytest.MonkeyPatch

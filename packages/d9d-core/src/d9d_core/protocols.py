@@ -248,11 +248,6 @@ class Optimizer(Protocol):
         ...
 
 
-def state_owner(key: str) -> str:
-    """The parameter that an entry of :meth:`Optimizer.state` belongs to."""
-    return key.rpartition("/")[0]
-
-
 class LrSchedule(Protocol):
     """The factor on the base learning rate, a pure function of the step."""
 

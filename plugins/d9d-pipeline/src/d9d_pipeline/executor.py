@@ -10,7 +10,7 @@ from d9d_core.loop.program import Action, Backward, InputBackward, Overlap, Weig
 
 from d9d_pipeline.overlap.handlers import overlapped
 from d9d_pipeline.overlap.sending import has_points
-from d9d_pipeline.split_backward import SplitBackward, Weights
+from d9d_pipeline.split_backward import SplitBackward
 from d9d_pipeline.transfers import Transfers
 
 
@@ -66,7 +66,6 @@ class SplitActions:
             index: SplitBackward(stage, executor.whole & {name for name, _ in stage.named_modules()})
             for index, stage in executor.stages.items()
         }
-        self._waiting: dict[tuple[int, int], Weights] = {}
 
     def inputs(self, action: Action, state: StepState) -> None:
         """Compute the gradients of a stage's inputs, and hand them back."""
@@ -74,11 +73,12 @@ class SplitActions:
         visit, gradients = self._executor.open_backward(action, state)
         leaves = [leaf for leaf in visit.leaves.values() if leaf.requires_grad]
         roots = list(visit.roots.values())
-        self._waiting[action.stage, action.microbatch] = self._stages[action.stage].inputs(roots, gradients, leaves)
+        weights = self._stages[action.stage].inputs(roots, gradients, leaves)
+        state.weights[action.stage, action.microbatch] = weights.run
         self._executor.close_backward(action, visit, state)
 
-    def weights(self, action: Action, _state: StepState) -> None:
+    def weights(self, action: Action, state: StepState) -> None:
         """Compute the gradients of a stage's weights that are left."""
         assert isinstance(action, WeightBackward)
-        self._waiting.pop((action.stage, action.microbatch)).run()
+        state.weights.pop((action.stage, action.microbatch))()
         self._executor.gradients.after_weights(action.stage)

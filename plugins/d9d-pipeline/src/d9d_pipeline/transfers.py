@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.loop.executor import Arrival, Executor, StepState
+from d9d_core.loop.executor import Arrival, Executor, Handler, StepState
 from d9d_core.loop.program import (
     Action,
     MicrobatchAction,
@@ -23,7 +23,6 @@ from torch import distributed as dist
 
 from d9d_pipeline.communication import just_in_time
 
-Handler = Callable[[Action, StepState], None]
 #: Thread blocks of a transfer's kernel. It holds them while it waits for the other rank, and matrix products that find
 #: processors taken may last much longer; but few of them fill only part of a link.
 _BLOCKS = 8
@@ -95,9 +94,10 @@ class Transfers:
     def _send(self, tensors: Sequence[Tensor], to: int, state: StepState) -> None:
         place = self._executor.pipeline.hosts[to]
         group = self._up if place > self._place else self._down
-        # What has left may be freed now, not at the end of the step: boundaries add up over microbatches.
+        # What has left is freed now, not at the end of the step: boundaries add up over microbatches. (On CPUs they do:
+        # gloo says that something has left only to who waits for it.)
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
-        if not self._leaving:
+        if self._await_sends not in state.ends:
             state.ends.append(self._await_sends)
         for tensor in tensors:
             whole = tensor.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Assembly:
         pipeline: all stages, and who runs them.
         stages: those of this rank by index, with all strategies applied.
         whole: all stages of the model as one module; those of other ranks stay on the meta device.
+        outlines: all stages but the last, without strategies and on the meta device, to be asked what they hand on.
         kernels: what the ops run with.
         applied: each strategy and what it changed, in order of application.
         reducers: stage -> what must know when a backward starts.
@@ -51,6 +53,7 @@ class Assembly:
     pipeline: Pipeline
     stages: Mapping[int, nn.Module]
     whole: nn.Module
+    outlines: Sequence[nn.Module]
     kernels: Sequence[KernelChoice]
     applied: Sequence[tuple[Chosen, Applied]]
     reducers: Mapping[int, Sequence[Reducer]]
@@ -139,9 +142,14 @@ def assemble(
         assert peft is not None
         with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
             trainable = _inject(peft, selection.peft, whole)
+        for stage in everything:  # each has its own copy of what several share
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(name in trainable)
     injected = frozenset(model_tensors(whole).keys() - before)
     shared = shared_names(everything)
     stages = {index: everything[index] for index in pipeline.stages_of(topology.coordinate["pp"])}
+    # What stages hand on must not depend on which rank asks, so strategies get no hold of these.
+    outlines = [deepcopy(stage) if index in stages else stage for index, stage in enumerate(everything[:-1])]
     applied = []
     reducers: dict[int, list[Reducer]] = {index: [] for index in stages}
     for chosen, config in selection.strategies:
@@ -157,7 +165,9 @@ def assemble(
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)
-    return Assembly(pipeline, stages, whole, kernels, applied, reducers, peft, trainable, ownership, shared, injected)
+    return Assembly(
+        pipeline, stages, whole, outlines, kernels, applied, reducers, peft, trainable, ownership, shared, injected
+    )
 
 
 def build_stages(job: JobConfig, selection: Selection, pipeline: Pipeline) -> list[nn.Module]:
@@ -262,8 +272,6 @@ def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str
         unknown = sorted(trainable - names)[:3]
         what = f"names parameters that do not exist: {unknown}" if unknown else "trains no parameter"
         raise BuildError(f"{chosen.where}: peft method {chosen.entry} {what}")
-    for name, parameter in stage.named_parameters():
-        parameter.requires_grad_(name in trainable)
     return trainable
 
 

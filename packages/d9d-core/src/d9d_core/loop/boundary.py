@@ -19,7 +19,7 @@ class Boundaries:
     """The tensors between stages, for microbatches of any shape.
 
     Args:
-        stages: all of the model, on any device; each but the last has the trait ``PipelineStage``.
+        stages: all of the model but the last, on any device, equal on all ranks; with the trait ``PipelineStage``.
         compute_dtype: what strategies convert parameters to, if they do. A tensor that a stage announces in the format
             of its parameters then has this one.
     """

@@ -101,7 +101,7 @@ def build(
             pretrained.load(model, job, topology, note)
             beside_weights = pretrained.others
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
-    ties = find_ties(assembly.stages, assembly.shared, assembly.pipeline, topology, accumulate)
+    ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
     ties.spread()
     events.emit(ev.ModelReady(model, assembly.spread(topology)))
     here = dict(model.named_parameters())
@@ -129,7 +129,7 @@ def build(
     executor = Executor(
         stages=assembly.stages,
         pipeline=assembly.pipeline,
-        boundaries=Boundaries(assembly.all_stages, assembly.compute_dtype),
+        boundaries=Boundaries(assembly.outlines, assembly.compute_dtype),
         topology=topology,
         task=task,
         added=added,
@@ -264,10 +264,15 @@ def _tied(stage: nn.Module) -> dict[str, str]:
     return {name: original for name, original in found.items() if name != original}
 
 
-def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int], int]:
-    """What a microbatch draws depends on the step and its first sample's place in the batch, not on the rank."""
+def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]:
+    """What a microbatch draws depends on the step, its first sample's place in the batch and the stage, on no rank."""
     first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
-    return lambda step, index: derive_seed(job.seed, "step", step, "sample", first + index * job.microbatch_size)
+
+    def seed(step: int, index: int, stage: int) -> int:
+        keys = ("step", step, "sample", first + index * job.microbatch_size)
+        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()))
+
+    return seed
 
 
 def _schedule_handlers(

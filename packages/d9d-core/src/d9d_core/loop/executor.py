@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from d9d_core.errors import BuildError
 from d9d_core.loop.added import AddedLosses, Tallies
 from d9d_core.loop.boundary import Boundaries
 from d9d_core.loop.gradients import Gradients
@@ -75,6 +76,7 @@ class StepState:
         counted: what modules tallied, not yet seen by metrics.
         backwards: how many backwards each stage still has to run.
         split: the stages whose gradients of weights come apart from those of inputs.
+        weights: what split backwards have left to do.
         ends: called at the end of the step, such as to await what was sent.
         evaluated: takes the outputs of the last stage in an evaluation.
     """
@@ -91,6 +93,7 @@ class StepState:
     counted: list[Mapping[str, Tensor]] = field(default_factory=list)
     backwards: Counter[int] = field(default_factory=Counter)
     split: frozenset[int] = frozenset()
+    weights: dict[Key, Callable[[], None]] = field(default_factory=dict)
     ends: list[Callable[[], None]] = field(default_factory=list)
     evaluated: Outputs | None = None
 
@@ -115,7 +118,7 @@ class Executor:
         tallies: what they count.
         gradients: told when a stage's gradients are complete.
         statistics: updated with the task's observations.
-        draws: number of the step and of the microbatch -> seed of what the microbatch draws.
+        draws: number of the step, of the microbatch and of the stage -> seed of what is drawn there.
         autocast: number format of the forward's matrix products, if not the parameters'.
         whole: names of the modules whose backward cannot be split.
         handlers: makes the handlers of the schedule's own.
@@ -132,7 +135,7 @@ class Executor:
         tallies: Tallies,
         gradients: Gradients,
         statistics: Statistics,
-        draws: Callable[[int, int], int],
+        draws: Callable[[int, int, int], int],
         autocast: torch.dtype | None = None,
         whole: frozenset[str] = frozenset(),
         handlers: Callable[[Executor], Mapping[type[Action], Handler]] | None = None,
@@ -158,6 +161,8 @@ class Executor:
             Reduce: self._reduce,
             **(handlers(self) if handlers else {}),
         }
+        if unknown := sorted(kind.__name__ for kind in pipeline.kinds - self._handlers.keys()):
+            raise BuildError(f"pipeline: the schedule asks for {', '.join(unknown)}, which its handlers do not run")
 
     def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
         """Forward and backward over all microbatches; afterwards parameters hold their gradients.
@@ -203,7 +208,7 @@ class Executor:
         stage, microbatch = action.stage, state.pack[action.microbatch]
         leaves = self._leaves(action, state)
         if state.evaluated is None:
-            torch.manual_seed(self._draws(state.step, action.microbatch))
+            torch.manual_seed(self._draws(state.step, action.microbatch, stage))
         outputs = self._call(stage, microbatch, leaves)
         if stage < self._last:
             outputs = self.boundaries.conform(stage, outputs, microbatch)

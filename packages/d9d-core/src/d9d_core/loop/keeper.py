@@ -17,7 +17,7 @@ from d9d_core.loop.feed import Feed
 from d9d_core.loop.statistics import Statistics
 from d9d_core.loop.ties import Ties
 from d9d_core.plugin.manifest import Manifest
-from d9d_core.protocols import Optimizer, State, state_owner
+from d9d_core.protocols import Optimizer, State
 from d9d_core.state.agreement import on_main
 from d9d_core.state.checkpoint import CheckpointStore
 from d9d_core.state.files import write_json, write_text
@@ -213,9 +213,8 @@ class Keeper:
         return {**_prefixed(_MODEL, model_tensors(self._stage)), **_prefixed(_OPTIMIZER, self._optimizer_state())}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """That of the parameters on this rank."""
-        here = {name for name, _ in self._stage.named_parameters()}
-        return {key: tensor for key, tensor in self._optimizer.state().items() if state_owner(key) in here}
+        """What is on this rank: the optimizer made some for the parameters of others, too, on the meta device."""
+        return {key: tensor for key, tensor in self._optimizer.state().items() if tensor.device.type != "meta"}
 
     def _left_out(self) -> set[str]:
         if not self._job.checkpoint.trainable_only:

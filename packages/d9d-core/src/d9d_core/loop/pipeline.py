@@ -16,6 +16,7 @@ from d9d_core.loop.program import (
     Program,
     Reduce,
     Schedule,
+    compute_parts,
     count_stages,
     forward_only,
     single_stage,
@@ -87,7 +88,9 @@ def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
     programs = checked_programs(schedule, job.mesh.pp, job.microbatches)
     spec = selection.schedule.spec
     assert isinstance(spec, ScheduleSpec)
-    kinds = frozenset(type(action) for program in programs for action in program)
+    kinds = frozenset(
+        type(part) for program in programs for action in program for part in (action, *compute_parts(action))
+    )
     if spec.handlers is None:
         _check_handled(job.pipeline.name, kinds)
     layers = job.pipeline.layers if isinstance(job.pipeline, ScheduleConfig) else None

@@ -15,7 +15,7 @@ from d9d_core.loop.selection import Selection, check_capabilities, check_parts, 
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import LrSchedule, Optimizer, Task, state_owner
+from d9d_core.protocols import LrSchedule, Optimizer, Task
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 
@@ -84,7 +84,9 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
         gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
-        optimizer=sum(local(tensor).nbytes for key, tensor in optimizer.state().items() if state_owner(key) in here),
+        optimizer=sum(
+            local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
+        ),
     )
     return Plan(
         selection=selection,

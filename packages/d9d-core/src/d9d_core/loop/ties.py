@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +22,13 @@ class Tie:
         first: this rank's copy, or the first of them: the optimizer's.
         others: further copies on this rank, which follow it.
         group: the ranks that have a copy; ``None`` if no other does.
+        trains: whether there are gradients to sum.
     """
 
     first: nn.Parameter
     others: tuple[nn.Parameter, ...]
     group: dist.ProcessGroup | None
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Ties:
         """Add the gradients of a rank's own copies up, in the first of them."""
         for tie in self.ties:
             for other in tie.others:
-                if other.grad is None:
+                if other.grad is None or not tie.trains:
                     continue
                 if tie.first.grad is None:
                     tie.first.grad = torch.zeros_like(tie.first, dtype=tie.first.grad_dtype)
@@ -60,7 +62,8 @@ class Ties:
     def reduce(self) -> None:
         """Sum the gradients over ranks. Collective over the ranks that have a copy."""
         for tie in self.ties:
-            if tie.group is not None and tie.first.grad is not None:
+            if tie.group is not None and tie.trains:
+                assert tie.first.grad is not None  # zeros, if the step made none
                 dist.all_reduce(local(tie.first.grad), group=tie.group)
 
     def reset(self) -> None:
@@ -80,6 +83,7 @@ class Ties:
 def find_ties(
     stages: Mapping[int, nn.Module],
     shared: Mapping[str, tuple[int, ...]],
+    trainable: Collection[str],
     pipeline: Pipeline,
     topology: Topology,
     accumulate: torch.dtype | None = None,
@@ -89,6 +93,7 @@ def find_ties(
     Args:
         stages: those of this rank.
         shared: parameter -> the stages that have it.
+        trainable: names of the parameters that train.
         pipeline: where stages are.
         topology: this process among others.
         accumulate: the number format in which gradients add up; the parameters' own by default.
@@ -106,5 +111,5 @@ def find_ties(
         for copy in copies[1:]:
             if accumulate is not None and copy.dtype != accumulate:
                 copy.grad_dtype = accumulate
-        ties.append(Tie(copies[0], tuple(copies[1:]), group))
+        ties.append(Tie(copies[0], tuple(copies[1:]), group, name in trainable))
     return Ties(ties, frozenset(elsewhere))

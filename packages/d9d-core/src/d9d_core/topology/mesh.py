@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -114,7 +115,8 @@ class Topology:
         """
         if not self.is_distributed:
             return None
-        return self._group(Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes), purpose, blocks)
+        ranks = Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes)
+        return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
     def places_group(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
         """The processes at some places along a base axis, or those at all others if this one is there.
@@ -125,8 +127,9 @@ class Topology:
             return None
         line = Grid({name: self.sizes[name] for name in AXES}).group(self.rank, [axis])
         here = line.index(self.rank) in places
-        # torch names a group after the number of groups before it, so every rank has to make one.
-        return self._group(tuple(rank for place, rank in enumerate(line) if (place in places) == here))
+        # torch names a group after the number of groups before it, so every rank has to make one, here and now.
+        ranks = tuple(rank for place, rank in enumerate(line) if (place in places) == here)
+        return self._group(ranks, f"{axis} {list(places)}")
 
     def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
         """The processes that differ from this one along ``dims`` only; ``None`` without process groups.
@@ -171,14 +174,15 @@ class Topology:
         device = "cpu" if self.simulated else self.device.type
         return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(grid.sizes))
 
-    def _group(self, ranks: tuple[int, ...], purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup:
+    def _group(
+        self, ranks: tuple[int, ...], purpose: str = "", how: Mapping[str, Any] | None = None
+    ) -> dist.ProcessGroup:
         if len(ranks) == self.world_size and not purpose:
             assert dist.group.WORLD is not None
             return dist.group.WORLD
         if (ranks, purpose) not in self._groups:
             # Only members take part: every rank creates exactly its own group of each partition, in the same order.
-            how = own_backend(self.device, blocks) if purpose else {}
-            group = dist.new_group(list(ranks), use_local_synchronization=True, **how)
+            group = dist.new_group(list(ranks), use_local_synchronization=True, **how or {})
             assert isinstance(group, dist.ProcessGroup)
             self._groups[ranks, purpose] = group
         return self._groups[ranks, purpose]

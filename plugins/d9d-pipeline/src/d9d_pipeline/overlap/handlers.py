@@ -48,14 +48,12 @@ class Pairs:
         self._handlers = handlers
         self._streams = StageStreams(device, executor.stages)
         self._duet = Duet(executor.stages, device)
-        self._step: StepState | None = None
 
     def on_stream(self, action: Action, state: StepState) -> None:
         """Run one action."""
-        if state is not self._step:
-            self._step = state
+        if self._streams.join not in state.ends:
             self._streams.fork()
-            state.ends.append(self._end)
+            state.ends.append(self._streams.join)
         with self._streams.on(action.stage):
             self._handlers[type(action)](action, state)
         # What goes to another stage of this rank crosses streams.
@@ -69,10 +67,6 @@ class Pairs:
         assert isinstance(action, Overlap)
         forward, backward = action.forward, action.backward
         self._duet.run(partial(self.on_stream, forward, state), partial(self.on_stream, backward, state))
-
-    def _end(self) -> None:
-        self._streams.join()
-        self._step = None
 
     def _cross(self, arrivals: dict[tuple[int, int], Arrival], action: MicrobatchAction, target: int) -> None:
         key = (target, action.microbatch)
