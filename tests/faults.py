@@ -158,7 +158,7 @@ def forgotten_weights(_job: Job, patch: Patch = FOR_GOOD) -> None:
 
     def forgotten(self: SplitActions, action: Any, state: Any) -> None:
         if action.microbatch == 1:
-            del self._waiting[action.stage, action.microbatch]
+            del state.weights[action.stage, action.microbatch]
         else:
             weights(self, action, state)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import BuildError
+from d9d_core.protocols import Applied
 from d9d_core.topology.mesh import Topology
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.activation_checkpointing.operators import find_operators
@@ -22,7 +23,11 @@ pytestmark = pytest.mark.smoke
 
 
 def apply(model: nn.Module, **settings: Any) -> tuple[str, ...]:
-    return ActivationCheckpointing(ActivationCheckpointingConfig(**settings)).apply(model, Topology()).modules
+    return applied(model, **settings).modules
+
+
+def applied(model: nn.Module, **settings: Any) -> Applied:
+    return ActivationCheckpointing(ActivationCheckpointingConfig(**settings)).apply(model, Topology())
 
 
 def count_forwards(model: nn.Module) -> Counter[str]:
@@ -202,11 +207,11 @@ def test_model_on_the_meta_device_can_be_changed(make_model) -> None:
     assert model(torch.ones(2, 4, device="meta")).is_meta
 
 
-def test_pattern_without_a_match_is_an_error(make_model) -> None:
-    with pytest.raises(
-        BuildError, match=r"pattern 'layers\.\*' in 'match' matches no block; blocks: backbone\.layers\.0"
-    ):
-        apply(make_model(), match=["layers.*"])
+def test_pattern_without_a_match_is_an_error_unless_another_stage_has_one(make_model) -> None:
+    outcome = applied(make_model(), match=["layers.*", "*.0"])
+    assert outcome.modules
+    assert outcome.unmatched.keys() == {"layers.*"}
+    assert "pattern 'layers.*' in 'match' matches no block; blocks: backbone.layers.0" in outcome.unmatched["layers.*"]
 
 
 def test_second_application_to_a_block_is_an_error(make_model) -> None:
