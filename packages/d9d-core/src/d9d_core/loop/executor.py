@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +156,7 @@ class Executor:
         self._coefficients = dict(task.coefficients)
         self._autocast = autocast
         self._draws = draws
+        self._program = cache(self._overview)
         self._handlers: dict[type[Action], Handler] = {
             Forward: self.forward,
             Backward: self.backward,
@@ -169,11 +171,8 @@ class Executor:
 
         Collective over the ranks that share parameters, and over those of the pipeline.
         """
-        program = self.pipeline.program(self._place, len(pack))
-        parts = [part for action in program for part in compute_parts(action)]
-        state = StepState(step, pack, scale)
-        state.backwards.update(part.stage for part in parts if isinstance(part, Backward | InputBackward))
-        state.split = frozenset(part.stage for part in parts if isinstance(part, InputBackward))
+        program, backwards, split = self._program(len(pack))
+        state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
         self._added.begin(scale)
         self._interpret(program, state)
         for counted in state.counted:
@@ -195,6 +194,13 @@ class Executor:
         state = StepState(0, pack, {}, evaluated=outputs)
         with torch.no_grad():
             self._interpret(self.pipeline.forward_program(self._place, len(pack)), state)
+
+    def _overview(self, microbatches: int) -> tuple[Program, Counter[int], frozenset[int]]:
+        """This rank's program, how many backwards each stage runs, and which stages split them."""
+        program = self.pipeline.program(self._place, microbatches)
+        parts = [part for action in program for part in compute_parts(action)]
+        backwards = Counter(part.stage for part in parts if isinstance(part, Backward | InputBackward))
+        return program, backwards, frozenset(part.stage for part in parts if isinstance(part, InputBackward))
 
     def _interpret(self, program: Program, state: StepState) -> None:
         for action in program:

@@ -44,7 +44,7 @@ class Pipeline:
     ranks: int = 1
     layers: tuple[int, ...] | None = None
     kinds: frozenset[type[Action]] = frozenset({Forward, Backward, Reduce})
-    _programs: dict[int, Sequence[Program]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _programs: dict[int, Sequence[Program]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -94,7 +94,7 @@ def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
     if spec.handlers is None:
         _check_handled(job.pipeline.name, kinds)
     layers = job.pipeline.layers if isinstance(job.pipeline, ScheduleConfig) else None
-    pipeline = Pipeline(schedule, _hosts(programs), job.mesh.pp, layers, kinds)
+    pipeline = Pipeline(schedule, _hosts(programs), job.mesh.pp, layers, kinds, {job.microbatches: programs})
     model = selection.model
     if len(pipeline.hosts) > 1 and "model:pipeline" not in model.spec.provides:
         raise JobError(
