@@ -29,6 +29,7 @@ from d9d_core.loop.program import (
 )
 from d9d_core.loop.statistics import Statistics
 from d9d_core.protocols import Microbatch, Pack, Task
+from d9d_core.topology.devices import seed_generators
 from d9d_core.topology.mesh import Topology
 
 #: Stage and microbatch.
@@ -214,7 +215,7 @@ class Executor:
         stage, microbatch = action.stage, state.pack[action.microbatch]
         leaves = self._leaves(action, state)
         if state.evaluated is None:
-            torch.manual_seed(self._draws(state.step, action.microbatch, stage))
+            seed_generators(self.topology.device, self._draws(state.step, action.microbatch, stage))
         outputs = self._call(stage, microbatch, leaves)
         if stage < self._last:
             outputs = self.boundaries.conform(stage, outputs, microbatch)

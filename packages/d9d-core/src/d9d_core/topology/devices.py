@@ -31,6 +31,17 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed what is drawn on the CPU and on this device.
+
+    ``torch.manual_seed`` asks all kinds of devices, and those that have not started write down who asked: on a CPU that
+    takes 0.3 ms, as long as a small layer.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
+
+
 def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, Any]:
     """Arguments of ``torch.distributed.new_group`` for a group that takes tensors of this device only.
 
