@@ -89,21 +89,25 @@ def run_without_waiting(values: dict[str, Any], plugins: list[str], parallel: li
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize(
-    ("parallel", "mesh"),
+    ("parallel", "mesh", "pipeline"),
     [
-        (["fsdp"], {"dp_shard": 2}),
-        ([{"name": "replicate", "ignore": ["*norm*"]}], {"dp_replicate": 2}),
-        ([{"name": "fsdp", "defer": "everything", "compute_dtype": "bfloat16"}, "compile"], {"dp_shard": 2}),
+        (["fsdp"], {"dp_shard": 2}, None),
+        ([{"name": "replicate", "ignore": ["*norm*"]}], {"dp_replicate": 2}, None),
+        ([{"name": "fsdp", "defer": "everything", "compute_dtype": "bfloat16"}, "compile"], {"dp_shard": 2}, None),
+        ([], {"pp": 2}, "1f1b"),
+        ([], {"pp": 2}, "zero_bubble_v"),
+        ([], {"pp": 2}, "dual_pipe_v"),
     ],
-    ids=["fsdp", "replicate with buckets", "deferred, mixed and compiled"],
+    ids=["fsdp", "replicate with buckets", "deferred, mixed and compiled", "1f1b", "zero_bubble_v", "dual_pipe_v"],
 )
 def test_a_step_of_many_ranks_never_waits_for_the_gpu(
-    table: ModuleType, tmp_path: Path, parallel: list[Any], mesh: dict[str, int]
+    table: ModuleType, tmp_path: Path, parallel: list[Any], mesh: dict[str, int], pipeline: str | None
 ) -> None:
-    values = table.job(tmp_path / "corpus", "float32", "cuda") | {
+    values = table.job(tmp_path / "corpus", "float32", "cuda", table.DEEP_DENSE) | {
         "metrics": ["perplexity"],
         "batch": {"size": 12, "microbatch": 2},
         "gradient_clipping": {"max_norm": 1.0},
+        **({"pipeline": pipeline} if pipeline else {}),
     }
     world = World(2, timeout=180.0, backend="cpu:gloo,cuda:nccl")
     losses = world.run(run_without_waiting, values, list(table.PLUGINS), parallel, mesh)

@@ -149,8 +149,9 @@ class Statistics:
     def _merged(self, metric: Metric) -> dict[str, Tensor]:
         if self._group is None:
             return metric.state()
-        # A state that was never updated may be in the host's memory still.
-        merged = {key: tensor.clone().to(self._device) for key, tensor in metric.state().items()}
+        # A state that was never updated may be in the host's memory still, as on ranks without the last stage.
+        state = metric.state()
+        merged = {key: tensor.clone().to(self._device, non_blocking=True) for key, tensor in state.items()}
         for key, operation in metric.reductions.items():
             dist.all_reduce(merged[key], _OPERATIONS[operation], self._group)
         return merged
