@@ -98,6 +98,18 @@ def test_a_layer_lets_go_of_its_deferral() -> None:
     assert layer.weight.grad is not None
 
 
+def test_a_layer_leaves_nothing_that_nobody_wants_later() -> None:
+    layer, deferral = Linear(8, 6, std=1.0), Deferral()
+    layer.defer_to(deferral)
+    deferral.wanted = False
+    out = layer(normal(2, 8))
+    deferral.wanted = True  # as another forward wants
+    with deferral.collect() as left:
+        out.sum().backward()
+    assert len(left) == 0
+    assert layer.weight.grad is not None
+
+
 def test_a_compiled_layer_computes_at_once() -> None:
     layer, deferral = Linear(8, 6, std=1.0), Deferral()
     layer.defer_to(deferral)

@@ -53,9 +53,14 @@ class Deferral:
 
     For autograd, such an op has no weight: it gets a detached one. Were there an edge to it, autograd would follow it
     with zeros or nothing, and free what the later gradient needs on its way.
+
+    Attributes:
+        wanted: whether the backward of what runs forward now is going to be collected. If not, an op had better leave
+            its weight to autograd, which takes less of the host's time.
     """
 
     def __init__(self) -> None:
+        self.wanted = True
         self._left: DeferredWeights | None = None
         self._ignoring = False
 

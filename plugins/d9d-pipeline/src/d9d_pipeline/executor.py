@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.loop.executor import Executor, Handler, StepState
-from d9d_core.loop.program import Action, Backward, InputBackward, Overlap, WeightBackward
+from d9d_core.loop.program import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    Overlap,
+    WeightBackward,
+    compute_parts,
+)
 
 from d9d_pipeline.overlap.handlers import overlapped
 from d9d_pipeline.overlap.sending import has_points
@@ -26,7 +35,7 @@ def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], 
         found |= Transfers(executor).handlers()
     if InputBackward in executor.pipeline.kinds:
         split = SplitActions(executor)
-        found |= {InputBackward: split.inputs, WeightBackward: split.weights}
+        found |= split.handlers()
     if Overlap not in executor.pipeline.kinds:
         return found
     if has_points(executor.stages.values()):
@@ -39,22 +48,22 @@ class OneAfterTheOther:
 
     Args:
         executor: whose stages run.
-        handlers: of split backwards.
+        handlers: of the actions that core does not run, or not alone.
     """
 
     def __init__(self, executor: Executor, handlers: Mapping[type[Action], Handler]) -> None:
-        self._executor = executor
-        self._backwards: Mapping[type[Action], Handler] = {Backward: executor.backward, **handlers}
+        plain: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward}
+        self._handlers = plain | dict(handlers)
 
     def overlap(self, action: Action, state: StepState) -> None:
         """Run the forward, then the backward."""
         assert isinstance(action, Overlap)
-        self._executor.forward(action.forward, state)
-        self._backwards[type(action.backward)](action.backward, state)
+        for part in (action.forward, action.backward):
+            self._handlers[type(part)](part, state)
 
 
 class SplitActions:
-    """Handlers of split backwards.
+    """Handlers of stages with split backwards.
 
     Args:
         executor: whose stages these are.
@@ -66,10 +75,36 @@ class SplitActions:
             index: SplitBackward(stage, executor.whole & {name for name, _ in stage.named_modules()})
             for index, stage in executor.stages.items()
         }
+        self._split = cache(self._split_visits)
+
+    def handlers(self) -> dict[type[Action], Handler]:
+        """Of all that a stage computes. Its ops take part in deferring where the backward comes in two phases."""
+        return {
+            Forward: self.forward,
+            Backward: self.backward,
+            InputBackward: self.inputs,
+            WeightBackward: self.weights,
+        }
+
+    def forward(self, action: Action, state: StepState) -> None:
+        """Run a stage on a microbatch."""
+        assert isinstance(action, Forward)
+        training = state.evaluated is None
+        split = training and (action.stage, action.microbatch) in self._split(len(state.pack))
+        self._stages[action.stage].expect(split)
+        self._executor.forward(action, state)
+
+    def backward(self, action: Action, state: StepState) -> None:
+        """Compute all gradients of a microbatch in a stage."""
+        assert isinstance(action, Backward)
+        # As in the forward, parts of which may be run again.
+        self._stages[action.stage].expect(False)
+        self._executor.backward(action, state)
 
     def inputs(self, action: Action, state: StepState) -> None:
         """Compute the gradients of a stage's inputs, and hand them back."""
         assert isinstance(action, InputBackward)
+        self._stages[action.stage].expect(True)
         visit, gradients = self._executor.open_backward(action, state)
         leaves = [leaf for leaf in visit.leaves.values() if leaf.requires_grad]
         roots = list(visit.roots.values())
@@ -80,5 +115,11 @@ class SplitActions:
     def weights(self, action: Action, state: StepState) -> None:
         """Compute the gradients of a stage's weights that are left."""
         assert isinstance(action, WeightBackward)
+        self._stages[action.stage].expect(True)
         state.weights.pop((action.stage, action.microbatch))()
         self._executor.gradients.after_weights(action.stage)
+
+    def _split_visits(self, microbatches: int) -> set[tuple[int, int]]:
+        program = self._executor.pipeline.program(self._executor.topology.coordinate["pp"], microbatches)
+        parts = (part for action in program for part in compute_parts(action))
+        return {(part.stage, part.microbatch) for part in parts if isinstance(part, InputBackward)}

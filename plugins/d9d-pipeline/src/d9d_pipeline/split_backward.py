@@ -66,6 +66,10 @@ class SplitBackward:
         self._deferral = Deferral()
         self._foreign = ForeignWeights(stage, self._deferral, whole)
 
+    def expect(self, split: bool) -> None:
+        """Whether what runs from here on belongs to a backward in two phases; so it is taken until this is called."""
+        self._deferral.wanted = split
+
     def backward(self, roots: Roots, gradients: Sequence[Tensor | None]) -> None:
         """The whole backward.
 

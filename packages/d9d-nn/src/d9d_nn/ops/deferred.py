@@ -34,7 +34,7 @@ class Product:
 
 def may_defer(weight: Tensor, deferral: Deferral | None) -> bool:
     """Whether :func:`product` has something to leave for later; a compiled graph computes everything at once."""
-    if deferral is None or torch.compiler.is_compiling():
+    if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
         return False
     return weight.requires_grad and torch.is_grad_enabled()
 

@@ -1,0 +1,63 @@
+"""What ops are told while the actions of a stage run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from d9d_core.deferral import Deferral
+from d9d_core.loop.executor import Executor, StepState, Visit
+from d9d_core.loop.program import Backward, Forward, InputBackward, Program, WeightBackward
+from d9d_pipeline.executor import SplitActions
+from torch import nn
+
+PROGRAM: Program = (Forward(0, 0), Forward(0, 1), Backward(0, 0), InputBackward(0, 1), WeightBackward(0, 1))
+
+
+class Layer(nn.Linear):
+    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
+        self.deferral = deferral
+        return ["weight"]
+
+
+class Recorder:
+    """An executor of one stage that notes what its ops would see."""
+
+    def __init__(self) -> None:
+        self.layer = Layer(2, 2)
+        self.stages = {0: self.layer}
+        self.whole: frozenset[str] = frozenset()
+        self.topology = SimpleNamespace(coordinate={"pp": 0})
+        self.pipeline = SimpleNamespace(program=lambda _place, _microbatches: PROGRAM)
+        self.gradients = SimpleNamespace(after_weights=self._note)
+        self.seen: list[bool] = []
+
+    def _note(self, *_: object) -> None:
+        assert self.layer.deferral is not None
+        self.seen.append(self.layer.deferral.wanted)
+
+    forward = backward = close_backward = _note
+
+    def open_backward(self, *_: object) -> tuple[Visit, list[Any]]:
+        self._note()
+        return Visit({}, {}, {}), []
+
+
+def test_ops_defer_only_where_the_backward_comes_in_two_phases() -> None:
+    recorder = Recorder()
+    handlers = SplitActions(cast("Executor", recorder)).handlers()
+    state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {})
+    for action in PROGRAM:
+        handlers[type(action)](action, state)
+    first, second, whole, *split = recorder.seen
+    assert (first, second, whole) == (False, True, False)
+    assert split == [True] * 3
+
+
+def test_an_evaluation_defers_nothing() -> None:
+    recorder = Recorder()
+    state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, evaluated=lambda _outputs, _microbatch: None)
+    SplitActions(cast("Executor", recorder)).handlers()[Forward](Forward(0, 1), state)
+    assert recorder.seen == [False]
