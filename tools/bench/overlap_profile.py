@@ -10,9 +10,8 @@ forward of the second with the backward of the first. Three ways to run the same
 - ``streams``: one after the other, but each stage on its own stream;
 - ``duet``: :class:`d9d_pipeline.overlap.duet.Duet` on these streams.
 
-A profile of each then tells for how much of the time of all-to-all kernels a compute kernel of the other side ran. A
-side is told by the thread that launched the kernel: the forward's is the one that launched a marker, the backward's is
-autograd's.
+A profile of each then tells for how much of the time of all-to-all kernels a compute kernel of the other side ran: the
+forward's are launched by the main thread, the backward's by autograd's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from d9d_core.config.document import Document
@@ -52,11 +51,10 @@ from d9d_qwen3.model import Qwen3
 from random_tokens import Synthetic
 from torch import Tensor, nn
 from torch import distributed as dist
+from traces import Kernel, covered, recorded
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin")
 FIRST, SECOND = 0, 1
-#: In the name of a kernel that no model launches.
-MARKER = "erfinv"
 Part = Callable[[], None]
 
 
@@ -237,61 +235,6 @@ def results(run: Run, stages: Iterable[nn.Module]) -> list[float]:
 # --- profile ----------------------------------------------------------------------------------------------------------
 
 
-class Kernel(NamedTuple):
-    """One that ran on the device; times in microseconds."""
-
-    name: str
-    begin: float
-    end: float
-    stream: int
-    side: str
-
-    @property
-    def kind(self) -> str:
-        """``all-to-all``, ``other communication`` or ``compute``."""
-        name = self.name.lower()
-        if "sendrecv" in name or "alltoall" in name:
-            return "all-to-all"
-        return "other communication" if "nccl" in name else "compute"
-
-
-def kernels(events: Sequence[dict[str, Any]]) -> list[Kernel]:
-    """Of a Chrome trace."""
-    launched = {
-        event["args"]["correlation"]: event["tid"]
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
-    ran = [event for event in events if event.get("cat") == "kernel"]
-    forward = {launched.get(event["args"].get("correlation")) for event in ran if MARKER in event["name"]} - {None}
-    found = []
-    for event in ran:
-        thread = launched.get(event["args"].get("correlation"))
-        side = "unknown" if thread is None or not forward else "forward" if thread in forward else "backward"
-        begin = event["ts"]
-        found.append(Kernel(event["name"], begin, begin + event["dur"], event["args"].get("stream", -1), side))
-    return [kernel for kernel in found if MARKER not in kernel.name]
-
-
-def covered(spans: Iterable[Kernel], by: Iterable[Kernel]) -> float:
-    """Microseconds of ``spans``, which may overlap and then count twice, during which some of ``by`` runs."""
-    union: list[tuple[float, float]] = []
-    for begin, end in sorted((kernel.begin, kernel.end) for kernel in by):
-        if union and begin <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        else:
-            union.append((begin, end))
-    total, at = 0.0, 0
-    for span in sorted(spans, key=lambda kernel: kernel.begin):
-        while at < len(union) and union[at][1] <= span.begin:
-            at += 1
-        for begin, end in union[at:]:
-            if begin >= span.end:
-                break
-            total += min(end, span.end) - max(begin, span.begin)
-    return total
-
-
 def summary(found: Sequence[Kernel], microbatches: int) -> dict[str, Any]:
     """Milliseconds of a microbatch, and shares of the all-to-all's time."""
 
@@ -301,10 +244,10 @@ def summary(found: Sequence[Kernel], microbatches: int) -> dict[str, Any]:
     def busy(some: Sequence[Kernel]) -> float:
         return round(sum(kernel.end - kernel.begin for kernel in some) / 1e3 / microbatches, 3)
 
-    exchanges = of("all-to-all")
+    exchanges = of("exchange")
     time_of_exchanges = sum(kernel.end - kernel.begin for kernel in exchanges)
-    other = covered(of("all-to-all", "forward"), of("compute", "backward"))
-    other += covered(of("all-to-all", "backward"), of("compute", "forward"))
+    other = covered(of("exchange", "forward"), of("compute", "backward"))
+    other += covered(of("exchange", "backward"), of("compute", "forward"))
     compute = of("compute")
     both = covered(of("compute", "forward"), of("compute", "backward"))
     window = max((k.end for k in found), default=0.0) - min((k.begin for k in found), default=0.0)
@@ -327,23 +270,18 @@ def _share(part: float, whole: float) -> float | None:
 
 def profiled(run: Run, microbatches: int, trace: Path | None) -> dict[str, Any]:
     """The summary of some microbatches in the middle."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities = [torch.profiler.ProfilerActivity.CUDA]
     run.begin()
     synchronise()
-    with torch.profiler.profile(activities=activities) as profile:
-        torch.zeros(1, device=run.loss.device).erfinv()
+
+    def work() -> None:
         for _ in range(microbatches):
             run.microbatch()
         synchronise()
+
+    found = recorded(work, run.loss.device, trace)
     run.end()
     synchronise()
-    with tempfile.TemporaryDirectory() as directory:
-        path = trace or Path(directory, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    return summary(kernels(events), microbatches)
+    return summary(found, microbatches)
 
 
 def table(profiles: dict[str, dict[str, Any]], ms: dict[str, float]) -> str:

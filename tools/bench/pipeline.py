@@ -14,12 +14,14 @@ import argparse
 import copy
 import gc
 import importlib
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
+from traces import covered, merged, recorded
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_pipeline.plugin", "d9d_qwen3.plugin")
 #: Ours, and the class of torch.
@@ -264,6 +267,40 @@ def predicted(executor: Executor, costs: Mapping[int, list[float]], transfer: fl
     return simulate(programs, Costs(forward=forward, backward=backward, weight=late, transfer=transfer))
 
 
+def traced(options: argparse.Namespace, schedule: str, which: str) -> Path | None:
+    """Where the Chrome trace of this rank goes, if anywhere."""
+    return Path(options.traces, f"{schedule}-{which}-{dist.get_rank()}.json") if options.traces else None
+
+
+def profiled(run: Run, device: torch.device, trace: Path | None) -> list[dict[str, float]]:
+    """Milliseconds of one step on each rank: what its kernels take, and how long none of those that compute runs."""
+
+    def step() -> None:
+        _synchronise()
+        run()
+        _synchronise()
+
+    found = recorded(step, device, trace)
+    compute = [kernel for kernel in found if kernel.kind == "compute"]
+    exchanges = [kernel for kernel in found if kernel.kind == "exchange"]
+    busy = merged(compute)
+    row = {
+        "compute": sum(kernel.end - kernel.begin for kernel in compute),
+        "transfers": sum(kernel.end - kernel.begin for kernel in exchanges),
+        "transfers beside compute": covered(exchanges, compute),
+        "idle inside": sum(later[0] - earlier[1] for earlier, later in itertools.pairwise(busy)),
+        "from first to last": busy[-1][1] - busy[0][0] if busy else 0.0,
+    }
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, {what: round(value / 1e3, 1) for what, value in row.items()})
+    return rows
+
+
+def columns(rows: list[dict[str, float]]) -> dict[str, list[float]]:
+    """The same with a list for each number."""
+    return {what: [row[what] for row in rows] for what in rows[0]}
+
+
 def measure(options: argparse.Namespace, name: str, device: torch.device, directory: str) -> dict[str, Any]:
     """One schedule."""
     trainer = trainer_of(job_of(options, directory, name), device)
@@ -295,6 +332,7 @@ def measure(options: argparse.Namespace, name: str, device: torch.device, direct
         host = (time.perf_counter() - start) * 1e3
         medians = {which: statistics.median(times) for which, times in found.items()}
         ratios = [a / b for a, b in zip(found["ours"], found["torch"], strict=True)]
+        profiles = {which: profiled(run, device, traced(options, name, which)) for which, run in runs.items()}
         for stage in (*executor.stages.values(), *copies):
             stage.zero_grad()
         del copies, theirs, runs
@@ -314,6 +352,7 @@ def measure(options: argparse.Namespace, name: str, device: torch.device, direct
         "bubble, torch": round(1 - busy / medians["torch"], 3),
         "bubble, predicted": round(simulation.bubble, 3),
         "predicted ms": round(simulation.makespan, 1),
+        "profile, by rank": {which: columns(rows) for which, rows in profiles.items()},
         "stages [F, B, I, W] ms": {index: [round(v, 2) for v in costs[index]] for index in sorted(costs)},
     }
 
@@ -345,6 +384,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--times", type=int, default=12)
+    parser.add_argument("--traces", help="existing folder for Chrome traces of all ranks")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
@@ -352,6 +392,7 @@ def main() -> None:
         load_kernels_eagerly("cuda")
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    recorded(_synchronise, device)  # the first profile of a process is slow
     with tempfile.TemporaryDirectory() as own:
         places = [own]
         dist.broadcast_object_list(places, 0)  # one for all ranks

@@ -1,0 +1,94 @@
+"""What ran on the GPU, as torch's profiler saw it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+#: In the name of a kernel that no model launches.
+MARKER = "erfinv"
+
+
+def recorded(work: Callable[[], None], device: torch.device, trace: Path | None = None) -> list[Kernel]:
+    """The kernels that some work launches.
+
+    Args:
+        work: ends when the device is done.
+        device: which.
+        trace: file for the Chrome trace.
+    """
+    cuda = device.type == "cuda"
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profile:
+        torch.zeros(1, device=device).erfinv()  # tells which thread is the caller's
+        work()
+    with tempfile.TemporaryDirectory() as directory:
+        path = trace or Path(directory, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return kernels(json.loads(path.read_text())["traceEvents"])
+
+
+class Kernel(NamedTuple):
+    """One that ran on the device; times in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+    stream: int
+    side: str
+
+    @property
+    def kind(self) -> str:
+        """``exchange``: sends, receives and all-to-all; ``other communication``; or ``compute``."""
+        name = self.name.lower()
+        if "sendrecv" in name or "alltoall" in name:
+            return "exchange"
+        return "other communication" if "nccl" in name else "compute"
+
+
+def kernels(events: Sequence[dict[str, Any]]) -> list[Kernel]:
+    """Of a Chrome trace."""
+    launched = {
+        event["args"]["correlation"]: event["tid"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    ran = [event for event in events if event.get("cat") == "kernel"]
+    forward = {launched.get(event["args"].get("correlation")) for event in ran if MARKER in event["name"]} - {None}
+    found = []
+    for event in ran:
+        thread = launched.get(event["args"].get("correlation"))
+        side = "unknown" if thread is None or not forward else "forward" if thread in forward else "backward"
+        begin = event["ts"]
+        found.append(Kernel(event["name"], begin, begin + event["dur"], event["args"].get("stream", -1), side))
+    return [kernel for kernel in found if MARKER not in kernel.name]
+
+
+def merged(some: Iterable[Kernel]) -> list[tuple[float, float]]:
+    """When at least one of them runs: begins and ends, in order, in microseconds."""
+    union: list[tuple[float, float]] = []
+    for begin, end in sorted((kernel.begin, kernel.end) for kernel in some):
+        if union and begin <= union[-1][1]:
+            union[-1] = (union[-1][0], max(end, union[-1][1]))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def covered(spans: Iterable[Kernel], by: Iterable[Kernel]) -> float:
+    """Microseconds of ``spans``, which may overlap and then count twice, during which some of ``by`` runs."""
+    union = merged(by)
+    total, at = 0.0, 0
+    for span in sorted(spans, key=lambda kernel: kernel.begin):
+        while at < len(union) and union[at][1] <= span.begin:
+            at += 1
+        for begin, end in union[at:]:
+            if begin >= span.end:
+                break
+            total += min(end, span.end) - max(begin, span.begin)
+    return total
