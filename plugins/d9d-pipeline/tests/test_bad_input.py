@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {
     "export": False,
 }
 
-#: Models and schedules as third parties might get them wrong.
+#: Models, tasks and schedules as third parties might get them wrong.
 WRONG = '''
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -35,13 +35,14 @@ from typing import Any, Literal
 import torch
 from d9d_core.config.base import ScheduleConfig
 from d9d_core.loop.program import Backward, Forward, Program
-from d9d_core.plugin import ModelSpec, Ref, ScheduleSpec, hookimpl
-from d9d_core.protocols import Stage
+from d9d_core.plugin import ModelSpec, Ref, ScheduleSpec, TaskSpec, hookimpl
+from d9d_core.protocols import Microbatch, Stage, StageInputs
 from d9d_pipeline.communication import connect
 from d9d_pipeline.placement import loop
 from d9d_pipeline.schedule.breadth_first import gpipe
-from d9d_testing.toy.config import ToyModelConfig
+from d9d_testing.toy.config import ToyModelConfig, ToyTaskConfig
 from d9d_testing.toy.model import ToyModel
+from d9d_testing.toy.task import ToyTask
 from torch import Tensor
 
 HANDLERS = Ref("d9d_pipeline.executor:handlers")
@@ -74,6 +75,13 @@ class Mute(ToyModel):
 
 class MuteConfig(ToyModelConfig):
     name: Literal["mute_model"] = "mute_model"
+
+class GenerousConfig(ToyTaskConfig):
+    name: Literal["generous_task"] = "generous_task"
+
+class Generous(ToyTask):
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        return StageInputs(first={}, shared={"x": microbatch["x"]})
 
 class ForgetfulConfig(ScheduleConfig):
     name: Literal["forgetful"] = "forgetful"
@@ -112,6 +120,13 @@ def d9d_models() -> Iterator[ModelSpec]:
             name=name, summary="Wrong.", config=Ref(f"{__name__}:{config}"), build=Ref(f"{__name__}:{build}"),
             tiny=Ref(f"{__name__}:{config}"), hugging_face=Ref("d9d_testing.toy.model:ToyFormat"), provides=provides,
         )
+
+@hookimpl
+def d9d_tasks() -> Iterator[TaskSpec]:
+    yield TaskSpec(
+        name="generous_task", summary="Wrong.", config=Ref(f"{__name__}:GenerousConfig"),
+        build=Ref(f"{__name__}:Generous"),
+    )
 
 @hookimpl
 def d9d_schedules() -> Iterator[ScheduleSpec]:
@@ -249,6 +264,15 @@ def test_a_stage_that_returns_something_else_than_it_announces_is_named(
     with pytest.raises(RankFailedError) as caught:
         world(2, timeout=30.0).run(train, values, [*PLUGINS, wrong])
     assert text in str(caught.value)
+
+
+def test_what_comes_from_the_previous_stage_and_from_the_task_is_named(
+    world: type[World], wrong: str, tmp_path: Path
+) -> None:
+    values = {**JOB, **PP2, "pipeline": "1f1b", "task": "generous_task", "run": {"dir": str(tmp_path)}}
+    with pytest.raises(RankFailedError) as caught:
+        world(2, timeout=30.0).run(train, values, [*PLUGINS, wrong])
+    assert "stage 1 gets x from the previous stage and from the task's shared inputs; rename" in str(caught.value)
 
 
 def test_a_stage_that_fails_ends_all_ranks_with_one_message_that_names_its_rank(wrong: str, tmp_path: Path) -> None:

@@ -286,6 +286,12 @@ class Executor:
     def _call(self, stage: int, microbatch: Microbatch, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         inputs = self._task.inputs(microbatch)
         own = inputs.first if stage == 0 else leaves
+        if both := own.keys() & inputs.shared.keys():
+            source = "its first inputs" if stage == 0 else "the previous stage"
+            raise BuildError(
+                f"stage {stage} gets {', '.join(sorted(both))} from {source} and from the task's shared inputs; "
+                "rename one of them"
+            )
         enabled = self._autocast is not None
         with torch.autocast(self.topology.device.type, self._autocast) if enabled else nullcontext():
             outputs: Mapping[str, Tensor] = self.stages[stage](**own, **inputs.shared)
