@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral
+from d9d_core.deferral import Deferral, DeferredWeights
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -150,7 +151,7 @@ def test_a_repeated_backward_leaves_nothing_twice() -> None:
     assert torch.equal(weight.grad, drawn(4, 3))
 
 
-def test_memory_is_freed_weight_by_weight() -> None:
+def test_the_graph_does_not_wait_for_the_weights() -> None:
     weights, deferral = [nn.Parameter(drawn(4, 3, seed=index)) for index in range(3)], Deferral()
     x = drawn(4, 3).requires_grad_()
     alive: list[Callable[[], Tensor | None]] = []
@@ -165,8 +166,23 @@ def test_memory_is_freed_weight_by_weight() -> None:
     gc.collect()
     # The graph is gone, with the tensors that had one; what waits shares their memory.
     assert [one() is not None for one in alive] == [False] * 3
-    waiting = []
-    weights[1].register_post_accumulate_grad_hook(lambda _weight: waiting.append(weights[0].grad is None))
     left.run()
-    assert waiting == [True]  # the last layer's gradient was complete before the first one's was computed
     assert all(weight.grad is not None for weight in weights)
+
+
+def test_gradients_are_added_before_many_bytes_of_them_exist() -> None:
+    order: list[str] = []
+    left = DeferredWeights()
+    weights = [nn.Parameter(torch.zeros(numel)) for numel in (8, 5 * 2**20, 5 * 2**20, 8)]  # 20 MiB each in the middle
+    for name, weight in zip("abcd", weights, strict=True):
+        weight.register_post_accumulate_grad_hook(lambda _weight, name=name: order.append(f"added {name}"))
+        left.add(get_gradient_edge(weight), partial(computed, weight, name, order))
+    left.run()
+    assert order[:3] == ["computed a", "computed b", "computed c"]
+    assert sorted(order[3:6]) == ["added a", "added b", "added c"]
+    assert order[6:] == ["computed d", "added d"]
+
+
+def computed(weight: Tensor, name: str, order: list[str]) -> Tensor:
+    order.append(f"computed {name}")
+    return torch.ones_like(weight)

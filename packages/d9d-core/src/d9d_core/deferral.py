@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 _Item = tuple[GradientEdge, Callable[[], Tensor]]
+#: Bytes of gradients that may exist at once before they are added to those of the parameters.
+_TOGETHER = 32 * 2**20
 
 
 class DeferredWeights:
@@ -38,12 +40,13 @@ class DeferredWeights:
         """Compute what was left, in the order of the backward, and add it to the parameters' gradients.
 
         Autograd takes it from the op's weight to the parameters, so casts, concatenations and hooks on the way count. A
-        parameter with several contributions gets them as one, as in a whole backward. Memory is freed weight by weight.
+        parameter with several contributions gets them as one, as in a whole backward. Memory is freed weight by weight,
+        small ones together.
         """
         groups = _by_parameter(self._items)
         self._items = []
         while groups:
-            _run(groups.pop(0))
+            _run(groups)
 
 
 class Deferral:
@@ -78,7 +81,7 @@ class Deferral:
         if self._ignoring:
             return
         if self._left is None:
-            _run([(weight, compute)])
+            _run([[(weight, compute)]])
         else:
             self._left.add(weight, compute)
 
@@ -101,13 +104,24 @@ class Deferral:
             self._ignoring = False
 
 
-def _run(items: list[_Item]) -> None:
-    """Compute and add; frees each item as soon as it is computed."""
-    edges = [edge for edge, _ in items]
+def _run(groups: list[list[_Item]]) -> None:
+    """Compute the first groups and add them; frees each item as soon as it is computed.
+
+    A call of autograd costs the host about as much as two products, so gradients wait for each other up to
+    :data:`_TOGETHER`.
+    """
+    edges: list[GradientEdge] = []
     gradients: list[Tensor] = []
+    size = 0
     with torch.no_grad():
-        while items:
-            gradients.append(items.pop(0)[1]())
+        while groups and size < _TOGETHER:
+            group = groups.pop(0)
+            while group:
+                edge, compute = group.pop(0)
+                edges.append(edge)
+                gradients.append(compute())
+                size += gradients[-1].nbytes
+                del compute  # it holds the item's tensors
     # Several may share nodes on the way to parameters; what is retained goes with the edges.
     torch.autograd.backward(edges, gradients, retain_graph=True)
 

@@ -72,7 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | 
         return functional.linear(x, weight, bias)
     assert deferral is not None
     x, weight, bias = _as_autocast(x), _as_autocast(weight), None if bias is None else _as_autocast(bias)
-    return product(x, weight, deferral, _linear_plus(None if bias is None else bias.detach()), bias)
+    return product(x, weight, deferral, _LINEAR if bias is None else _linear_plus(bias.detach()), bias)
 
 
 class _Product(torch.autograd.Function):
@@ -110,6 +110,9 @@ def _linear_plus(bias: Tensor | None) -> Product:
         # As torch has it for x @ weight.T, so that it is the same bit for bit.
         weight_gradient=lambda x, grad: _flat(grad).t().mm(_flat(x)),
     )
+
+
+_LINEAR = _linear_plus(None)
 
 
 def _flat(x: Tensor) -> Tensor:
