@@ -20,8 +20,10 @@ from d9d_testing.world import World
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=SLOW), 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [("float32", 3), *(pytest.param(*rest, marks=SLOW) for rest in (("float32", 1), ("bfloat16", 1), ("bfloat16", 3)))],
+)
 def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path: Path, dtype: str, count: int) -> None:
     rows = table.run(tmp_path / "corpus", dtypes=[dtype], counts=[count])
     assert len(rows) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from d9d_testing.suites.strategy import StrategySuite
 
 PLUGIN = "d9d_parallel.plugin"
@@ -43,6 +44,7 @@ class TestFsdpWithCheckpointing(StrategySuite):
     beside = ({"name": "activation_checkpointing", "save": ["aten.mm"]},)
 
 
+@pytest.mark.slow
 class TestFsdpWithCompile(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"

@@ -171,7 +171,13 @@ def experts(change: str, capacity: float | None) -> dict[str, Any]:
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize(
     ("ranks", "change", "capacity"),
-    [(2, "plain", None), (4, "plain", None), (4, "plain", 1.0), (4, "again", None), (2, "compiled", None)],
+    [
+        (2, "plain", None),
+        (4, "plain", None),
+        (4, "plain", 1.0),
+        (4, "again", None),
+        pytest.param(2, "compiled", None, marks=pytest.mark.slow),
+    ],
 )
 def test_pairs_with_experts_on_several_ranks_compute_the_same_in_one_order(
     world: type[World], ranks: int, change: str, capacity: float | None
