@@ -18,6 +18,7 @@ from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig, ReplicateC
 from d9d_parallel.data_parallel.reducer import FsdpReducer
 from d9d_parallel.data_parallel.strategy import Fsdp, Hsdp, Replicate
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
+from d9d_testing.toy.deferring import Deferring
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -37,50 +38,12 @@ STRATEGIES: dict[str, Any] = {
 WHOLE, SPLIT, MIXED = ("B0 B1 B2", "I0 I1 W0 I2 W1 W2", "B0 I1 B2 W1")
 
 
-class Product(nn.Module):
-    """``x @ weight``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(FEATURES, FEATURES))
-        self.deferral: Deferral | None = None
-
-    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        self.deferral = deferral
-        return ("weight",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.deferral is None:
-            return x @ self.weight
-        return _Product.apply(x, self.weight.detach(), self.deferral, get_gradient_edge(self.weight), alone(x))
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral, edge: GradientEdge, _: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.deferral, ctx.edge = deferral, edge
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        x = x.detach()
-        ctx.deferral.add(ctx.edge, lambda: x.T @ grad)
-        return grad @ weight.T, None, None, None, None
-
-
-def alone(x: Tensor) -> Tensor | None:
-    """What has the backward come here if only the weight needs it."""
-    return None if x.requires_grad else torch.zeros(0, requires_grad=True)
-
-
 class Block(nn.Module):
     """A weight that waits, another one in a unit of its own, a vector that does not wait, and a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.product, self.expert = Product(), Product()
+        self.product, self.expert = Deferring(FEATURES), Deferring(FEATURES)
         self.scale = nn.Parameter(torch.empty(FEATURES))
         self.frozen = nn.Parameter(torch.empty(FEATURES), requires_grad=False)
 
@@ -92,7 +55,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = Product()
+        self.head = Deferring(FEATURES)
         self.never = nn.Parameter(torch.empty(2))
 
     def blocks(self) -> Mapping[str, nn.Module]:
@@ -307,7 +270,8 @@ class Part(nn.Module):
 
     def forward(self, gradient: float) -> Tensor:
         edge = get_gradient_edge(self.weight)
-        return _Times.apply(self.weight.detach(), gradient, self.deferral, edge, alone(self.weight.detach()))
+        alone = torch.zeros(0, requires_grad=True)  # has the backward come here
+        return _Times.apply(self.weight.detach(), gradient, self.deferral, edge, alone)
 
 
 class _Times(torch.autograd.Function):

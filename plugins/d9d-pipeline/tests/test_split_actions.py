@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from d9d_core.deferral import Deferral
 from d9d_core.loop.executor import Executor, StepState, Visit
 from d9d_core.loop.program import Backward, Forward, InputBackward, Program, WeightBackward
 from d9d_pipeline.executor import SplitActions
-from torch import nn
+from d9d_testing.toy.deferring import Deferring
 
 PROGRAM: Program = (Forward(0, 0), Forward(0, 1), Backward(0, 0), InputBackward(0, 1), WeightBackward(0, 1))
-
-
-class Layer(nn.Linear):
-    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        self.deferral = deferral
-        return ["weight"]
 
 
 class Recorder:
     """An executor of one stage that notes what its ops would see."""
 
     def __init__(self) -> None:
-        self.layer = Layer(2, 2)
+        self.layer = Deferring(2)
         self.stages = {0: self.layer}
         self.whole: frozenset[str] = frozenset()
         self.topology = SimpleNamespace(coordinate={"pp": 0})

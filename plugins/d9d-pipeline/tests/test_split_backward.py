@@ -7,56 +7,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral
 from d9d_pipeline.split_backward import SplitBackward
+from d9d_testing.toy.deferring import Deferring
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.smoke
 
 FEATURES, SAMPLES = 4, 3
 DOUBLE = torch.float64
-
-
-class Deferring(nn.Module):
-    """``x @ weight``; leaves the gradient of its weight to a deferral, as layers of d9d-nn do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
-        self.deferral: Deferral | None = None
-
-    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        self.deferral = deferral
-        return ("weight",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.deferral is None or not self.weight.requires_grad:
-            return x @ self.weight
-        return _Product.apply(x, self.weight.detach(), self.deferral, get_gradient_edge(self.weight), alone(x))
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral, edge: GradientEdge, _: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.deferral, ctx.edge = deferral, edge
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, weight = ctx.saved_tensors
-        x = x.detach()
-        ctx.deferral.add(ctx.edge, lambda: x.T @ grad)
-        return grad @ weight.T, None, None, None, None
-
-
-def alone(x: Tensor) -> Tensor | None:
-    """What has the backward come here if only the weight needs it."""
-    return None if x.requires_grad else torch.zeros(0, requires_grad=True)
 
 
 class AtOnce(torch.autograd.Function):
@@ -107,7 +69,7 @@ class Graph(nn.Module):
         torch.manual_seed(0)
         self.steps, self.outputs = steps, outputs
         self.linear = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
-        self.deferring = nn.ModuleList(Deferring() for _ in range(2))
+        self.deferring = nn.ModuleList(Deferring(FEATURES) for _ in range(2))
         self.scales = nn.Parameter(torch.randn(FEATURES))
         self.matrices = nn.ParameterList(torch.randn(FEATURES, FEATURES) for _ in range(2))
         self.unused = nn.Linear(FEATURES, FEATURES)

@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral
 from d9d_pipeline.split_backward import SplitBackward, Weights
+from d9d_testing.toy.deferring import Deferring
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.smoke
 FEATURES, SAMPLES = 4, 3
-
-
-class Deferring(nn.Module):
-    """``x @ weight``; leaves the gradient of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
-        self.deferral: Deferral | None = None
-
-    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        self.deferral = deferral
-        return ("weight",)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.deferral is None:
-            return x @ self.weight
-        return _Product.apply(x, self.weight.detach(), self.deferral, get_gradient_edge(self.weight))
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, deferral: Deferral, edge: GradientEdge) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.deferral, ctx.edge = deferral, edge
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        x, weight = ctx.saved_tensors
-        x = x.detach()
-        ctx.deferral.add(ctx.edge, lambda: x.T @ grad)
-        return grad @ weight.T, None, None, None
 
 
 class Fused(nn.Module):
@@ -129,6 +96,10 @@ def leaf() -> Tensor:
     return torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
+def deferring() -> nn.Module:
+    return Deferring(FEATURES)
+
+
 def linear() -> nn.Module:
     return nn.Linear(FEATURES, FEATURES)
 
@@ -137,7 +108,7 @@ def alive(witnesses: list[Witness]) -> list[bool]:
     return [witness.saved() is not None for witness in witnesses]
 
 
-@pytest.mark.parametrize("kind", [Deferring, linear, Fused])
+@pytest.mark.parametrize("kind", [deferring, linear, Fused])
 def test_nothing_stays_alive_after_the_weight_phase(kind: Callable[[], nn.Module]) -> None:
     stage, witnesses = chain(kind)
     weights, boundary = input_phase(SplitBackward(stage), stage, leaf())
@@ -149,7 +120,7 @@ def test_nothing_stays_alive_after_the_weight_phase(kind: Callable[[], nn.Module
 
 
 def test_modules_that_defer_let_the_graph_go_in_the_input_phase() -> None:
-    stage, witnesses = chain(Deferring)
+    stage, witnesses = chain(deferring)
     weights, _ = input_phase(SplitBackward(stage), stage, leaf())
     assert alive(witnesses) == [False, False, False]
     assert stage[1].weight.grad is None
@@ -180,10 +151,10 @@ def test_what_comes_at_once_is_not_asked_for_again() -> None:
 
 
 def test_a_small_foreign_weight_is_not_worth_a_graph() -> None:
-    stage, witnesses = chain(Deferring)
+    stage, witnesses = chain(deferring)
     stage.append(nn.Linear(FEATURES, 1))
     for _ in range(6):
-        stage.insert(0, Deferring())
+        stage.insert(0, deferring())
     out = stage(x := leaf())
     weights = SplitBackward(stage).inputs([out], [torch.ones_like(out)], [x])
     assert stage[-1].weight.grad is not None
@@ -192,7 +163,7 @@ def test_a_small_foreign_weight_is_not_worth_a_graph() -> None:
     weights.run()
 
 
-@pytest.mark.parametrize("kind", [Deferring, linear])
+@pytest.mark.parametrize("kind", [deferring, linear])
 def test_modules_named_whole_take_their_backward_in_the_input_phase(kind: Callable[[], nn.Module]) -> None:
     stage, _ = chain(kind)
     weights, _ = input_phase(SplitBackward(stage, whole=["1"]), stage, leaf())
@@ -244,7 +215,7 @@ def test_narrow_formats_and_autocast_change_nothing(dtype: torch.dtype, autocast
     found = []
     for halved in (False, True):
         torch.manual_seed(0)
-        middle = linear() if autocast else Deferring()  # the toy's op casts nothing
+        middle = linear() if autocast else deferring()  # the toy's op casts nothing
         stage, x = nn.Sequential(linear(), nn.Tanh(), middle, linear()).to(dtype), leaf()
         split = SplitBackward(stage)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -260,7 +231,7 @@ def test_narrow_formats_and_autocast_change_nothing(dtype: torch.dtype, autocast
 
 
 def test_a_failed_input_phase_leaves_nothing_behind() -> None:
-    stage, _ = chain(Deferring)
+    stage, _ = chain(deferring)
     split, x = SplitBackward(stage), leaf()
     out = stage(x)
     with pytest.raises(RuntimeError, match="shape"):
