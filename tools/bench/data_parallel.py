@@ -24,6 +24,7 @@ from d9d_core.config.document import Document
 from d9d_core.config.load import validate
 from d9d_core.job import Job
 from d9d_core.plugin import Registry
+from here import topology_of
 from plain_fsdp2 import plain_step
 from random_tokens import Synthetic
 from torch import distributed as dist
@@ -121,10 +122,7 @@ def main() -> None:
     # One directory for all ranks; nothing is saved in it.
     directory = Path(tempfile.gettempdir(), f"d9d-bench-{os.environ['MASTER_PORT']}")
     job = job_of(options, str(directory))
-    topology = Topology(
-        sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
-        local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
-    )  # fmt: skip
+    topology = topology_of(job, device)
     trainer = job.build(lambda _: None, topology)
     numbers = iter(range(10_000))
 

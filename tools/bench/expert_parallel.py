@@ -28,10 +28,10 @@ from d9d_core.config.load import validate
 from d9d_core.job import Job
 from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
-from d9d_core.topology.mesh import Topology
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.exchange import Sizes, send_rows
 from d9d_moe.routing import Routing
+from here import topology_of
 from random_tokens import Synthetic
 from torch import Tensor
 from torch import distributed as dist
@@ -71,11 +71,7 @@ def job_of(options: argparse.Namespace, directory: str, ep: int) -> Job:
 
 def trainer_of(job: Job, device: torch.device) -> Trainer:
     """Built on this rank's device."""
-    topology = Topology(
-        sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
-        local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
-    )  # fmt: skip
-    return job.build(lambda _: None, topology)
+    return job.build(lambda _: None, topology_of(job, device))
 
 
 def _synchronise() -> None:

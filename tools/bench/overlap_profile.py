@@ -48,6 +48,7 @@ from d9d_parallel.data_parallel.strategy import Fsdp
 from d9d_pipeline.overlap.duet import Duet
 from d9d_pipeline.overlap.streams import StageStreams
 from d9d_qwen3.model import Qwen3
+from here import topology_of
 from random_tokens import Synthetic
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -300,10 +301,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[dict[str
     # One directory for all ranks; nothing is saved in it.
     directory = str(Path(tempfile.gettempdir(), f"d9d-bench-{os.environ['MASTER_PORT']}"))
     job = job_of(options, directory)
-    topology = Topology(
-        sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
-        local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
-    )  # fmt: skip
+    topology = topology_of(job, device)
     stages = stages_of(options, job, topology)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (options.samples, options.sequence)

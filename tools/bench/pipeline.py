@@ -33,11 +33,11 @@ from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
 from d9d_core.protocols import Pack
 from d9d_core.topology.devices import load_kernels_eagerly
-from d9d_core.topology.mesh import Topology
 from d9d_core.traits import DefersWeights, HasOps, modules_with
 from d9d_pipeline.simulator.costs import Costs
 from d9d_pipeline.simulator.run import simulate
 from d9d_pipeline.split_backward import SplitBackward
+from here import topology_of
 from random_tokens import Synthetic
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -88,11 +88,7 @@ def job_of(options: argparse.Namespace, directory: str, schedule: str) -> Job:
 
 def trainer_of(job: Job, device: torch.device) -> Trainer:
     """Built on this rank's device."""
-    topology = Topology(
-        sizes=job.mesh.sizes(), rank=dist.get_rank(), world_size=dist.get_world_size(),
-        local_rank=int(os.environ["LOCAL_RANK"]), device=device, views=job.views(),
-    )  # fmt: skip
-    return job.build(lambda _: None, topology)
+    return job.build(lambda _: None, topology_of(job, device))
 
 
 class TorchStage(nn.Module):

@@ -1,0 +1,22 @@
+"""Where a process of a benchmark stands."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from d9d_core.job import Job
+from d9d_core.topology.mesh import Topology
+from torch import distributed as dist
+
+
+def topology_of(job: Job, device: torch.device) -> Topology:
+    """This process of the default process group in the mesh of a job."""
+    return Topology(
+        sizes=job.mesh.sizes(),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=int(os.environ["LOCAL_RANK"]),
+        device=device,
+        views=job.views(),
+    )
