@@ -149,7 +149,8 @@ class Statistics:
     def _merged(self, metric: Metric) -> dict[str, Tensor]:
         if self._group is None:
             return metric.state()
-        # A state that was never updated may be in the host's memory still, as on ranks without the last stage.
+        # A state that was never updated may be in the host's memory still, as on ranks without the last stage; the copy
+        # must not wait for the device.
         state = metric.state()
         merged = {key: tensor.clone().to(self._device, non_blocking=True) for key, tensor in state.items()}
         for key, operation in metric.reductions.items():

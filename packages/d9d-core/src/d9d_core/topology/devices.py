@@ -34,8 +34,8 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed what is drawn on the CPU and on this device.
 
-    ``torch.manual_seed`` asks all kinds of devices, and those that have not started write down who asked: on a CPU that
-    takes 0.3 ms, as long as a small layer.
+    ``torch.manual_seed`` asks all kinds of devices, and those that have not started write down the stack of who asked,
+    which takes 0.07 ms or more where this takes 0.001.
     """
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
