@@ -21,8 +21,6 @@ class Recorder:
         self.layer = Deferring(2)
         self.stages = {0: self.layer}
         self.whole: frozenset[str] = frozenset()
-        self.topology = SimpleNamespace(coordinate={"pp": 0})
-        self.pipeline = SimpleNamespace(program=lambda _place, _microbatches: PROGRAM)
         self.gradients = SimpleNamespace(after_weights=self._note)
         self.seen: list[bool] = []
 
@@ -40,7 +38,7 @@ class Recorder:
 def test_ops_defer_only_where_the_backward_comes_in_two_phases() -> None:
     recorder = Recorder()
     handlers = SplitActions(cast("Executor", recorder)).handlers()
-    state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {})
+    state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, split={0: frozenset({1})})
     for action in PROGRAM:
         handlers[type(action)](action, state)
     first, second, whole, *split = recorder.seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.loop.executor import Executor, Handler, StepState
@@ -14,7 +13,6 @@ from d9d_core.loop.program import (
     InputBackward,
     Overlap,
     WeightBackward,
-    compute_parts,
 )
 
 from d9d_pipeline.overlap.handlers import overlapped
@@ -30,7 +28,7 @@ def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], 
         config: of the schedule.
         executor: whose stages run.
     """
-    found: dict[type[Action], Handler] = {}
+    found: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward}
     if executor.pipeline.ranks > 1:
         found |= Transfers(executor).handlers()
     if InputBackward in executor.pipeline.kinds:
@@ -40,20 +38,18 @@ def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], 
         return found
     if has_points(executor.stages.values()):
         return overlapped(executor, found)
-    return found | {Overlap: OneAfterTheOther(executor, found).overlap}
+    return found | {Overlap: OneAfterTheOther(found).overlap}
 
 
 class OneAfterTheOther:
     """The handler of overlapped pairs where nothing inside a stage is worth hiding.
 
     Args:
-        executor: whose stages run.
-        handlers: of the actions that core does not run, or not alone.
+        handlers: of all other actions.
     """
 
-    def __init__(self, executor: Executor, handlers: Mapping[type[Action], Handler]) -> None:
-        plain: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward}
-        self._handlers = plain | dict(handlers)
+    def __init__(self, handlers: Mapping[type[Action], Handler]) -> None:
+        self._handlers = handlers
 
     def overlap(self, action: Action, state: StepState) -> None:
         """Run the forward, then the backward."""
@@ -75,7 +71,6 @@ class SplitActions:
             index: SplitBackward(stage, executor.whole & {name for name, _ in stage.named_modules()})
             for index, stage in executor.stages.items()
         }
-        self._split = cache(self._split_visits)
 
     def handlers(self) -> dict[type[Action], Handler]:
         """Of all that a stage computes. Its ops take part in deferring where the backward comes in two phases."""
@@ -89,9 +84,7 @@ class SplitActions:
     def forward(self, action: Action, state: StepState) -> None:
         """Run a stage on a microbatch."""
         assert isinstance(action, Forward)
-        training = state.evaluated is None
-        split = training and (action.stage, action.microbatch) in self._split(len(state.pack))
-        self._stages[action.stage].expect(split)
+        self._stages[action.stage].expect(action.microbatch in state.split.get(action.stage, ()))
         self._executor.forward(action, state)
 
     def backward(self, action: Action, state: StepState) -> None:
@@ -118,8 +111,3 @@ class SplitActions:
         self._stages[action.stage].expect(True)
         state.weights.pop((action.stage, action.microbatch))()
         self._executor.gradients.after_weights(action.stage)
-
-    def _split_visits(self, microbatches: int) -> set[tuple[int, int]]:
-        program = self._executor.pipeline.program(self._executor.topology.coordinate["pp"], microbatches)
-        parts = (part for action in program for part in compute_parts(action))
-        return {(part.stage, part.microbatch) for part in parts if isinstance(part, InputBackward)}

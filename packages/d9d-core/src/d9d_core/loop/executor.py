@@ -77,7 +77,7 @@ class StepState:
         terms: stage -> term -> its share of the mean so far.
         counted: what modules tallied, not yet seen by metrics.
         backwards: how many backwards each stage still has to run.
-        split: the stages whose gradients of weights come apart from those of inputs.
+        split: stage -> the microbatches whose gradients of weights come apart from those of inputs, if it has any.
         weights: what split backwards have left to do.
         ends: called at the end of the step, such as to await what was sent.
         evaluated: takes the outputs of the last stage in an evaluation.
@@ -94,7 +94,7 @@ class StepState:
     terms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     counted: list[Mapping[str, Tensor]] = field(default_factory=list)
     backwards: Counter[int] = field(default_factory=Counter)
-    split: frozenset[int] = frozenset()
+    split: Mapping[int, frozenset[int]] = field(default_factory=dict)
     weights: dict[Key, Callable[[], None]] = field(default_factory=dict)
     ends: list[Callable[[], None]] = field(default_factory=list)
     evaluated: Outputs | None = None
@@ -196,12 +196,16 @@ class Executor:
         with torch.no_grad():
             self._interpret(self.pipeline.forward_program(self._place, len(pack)), state)
 
-    def _overview(self, microbatches: int) -> tuple[Program, Counter[int], frozenset[int]]:
-        """This rank's program, how many backwards each stage runs, and which stages split them."""
+    def _overview(self, microbatches: int) -> tuple[Program, Counter[int], Mapping[int, frozenset[int]]]:
+        """This rank's program, how many backwards each stage runs, and which of them are split."""
         program = self.pipeline.program(self._place, microbatches)
         parts = [part for action in program for part in compute_parts(action)]
         backwards = Counter(part.stage for part in parts if isinstance(part, Backward | InputBackward))
-        return program, backwards, frozenset(part.stage for part in parts if isinstance(part, InputBackward))
+        split: dict[int, frozenset[int]] = {}
+        for part in parts:
+            if isinstance(part, InputBackward):
+                split[part.stage] = split.get(part.stage, frozenset()) | {part.microbatch}
+        return program, backwards, split
 
     def _interpret(self, program: Program, state: StepState) -> None:
         for action in program:

@@ -26,11 +26,10 @@ def overlapped(executor: Executor, handlers: Mapping[type[Action], Handler]) -> 
 
     Args:
         executor: whose stages run; changed in place, see :class:`Duet`.
-        handlers: of all other actions that core does not run.
+        handlers: of all other actions.
     """
-    plain: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward, **handlers}
-    pairs = Pairs(executor, plain)
-    found: dict[type[Action], Handler] = dict.fromkeys(plain, pairs.on_stream)
+    pairs = Pairs(executor, handlers)
+    found: dict[type[Action], Handler] = dict.fromkeys(handlers, pairs.on_stream)
     return found | {Overlap: pairs.overlap}
 
 
