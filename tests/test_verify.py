@@ -51,16 +51,17 @@ def d9d_strategies():
 '''
 
 
-def test_a_sound_layout_passes_and_a_wrong_strategy_fails(small_job: Write, tmp_path: Path, d9d: Command) -> None:
+def test_sound_layouts_pass_and_a_wrong_strategy_fails(small_job: Write, tmp_path: Path, d9d: Command) -> None:
     plugin = tmp_path / "twice.py"
     plugin.write_text(TWICE)
     job = small_job(
         mesh={"dp_shard": 16}, parallel=["fsdp", "twice"], batch={"size": 64}, model=LARGE, pipeline="dual_pipe_v"
     )
-    layouts = ("--layout", "dp_shard=2:fsdp,twice", "--layout", "pp=2")
+    layouts = ("--layout", "dp_shard=2:fsdp", "--layout", "dp_shard=2:fsdp,twice", "--layout", "pp=2")
     status, out, err = d9d("verify", str(job), "--plugin", str(plugin), "--steps", "2", "--json", *layouts)
     assert status == 1, err
-    bad, staged = json.loads(out)
+    good, bad, staged = json.loads(out)
+    assert good["passed"], good
     assert staged["passed"], staged
     assert not bad["passed"]
     assert bad["diverged"][0] == 0

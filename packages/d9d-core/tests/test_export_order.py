@@ -75,7 +75,7 @@ def compare(tmp_path: Path, launches: int) -> None:
 
 
 def test_hash_seeds_do_not_change_an_export(tmp_path: Path) -> None:
-    compare(tmp_path, 2)
+    compare(tmp_path, 3)
 
 
 @pytest.mark.slow

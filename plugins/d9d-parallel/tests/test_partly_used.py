@@ -194,10 +194,10 @@ def case_of(layout: tuple[str, dict[str, int]], defer: str, form: Mapping[str, A
 def test_what_takes_no_part_counts_as_zeros(defer: str) -> None:
     check(
         [
-            # A unit may run in the first step, or long after it.
-            case_of(layout, defer, form, STEPS if (place + number) % 2 else STEPS[::-1])
-            for place, layout in enumerate(LAYOUTS)
-            for number, form in enumerate(FORMATS)
+            case_of(layout, defer, form, usage)
+            for layout in LAYOUTS
+            for form in FORMATS
+            for usage in (STEPS, STEPS[::-1])  # a unit may run in the first step, or long after it
         ]
     )
 
