@@ -31,7 +31,7 @@ from d9d_core.plugin import Registry
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.exchange import Sizes, send_rows
 from d9d_moe.routing import Routing
-from here import topology_of
+from here import synchronise, topology_of
 from random_tokens import Synthetic
 from torch import Tensor
 from torch import distributed as dist
@@ -74,15 +74,9 @@ def trainer_of(job: Job, device: torch.device) -> Trainer:
     return job.build(lambda _: None, topology_of(job, device))
 
 
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
-
-
 def timed(run: Callable[[], Any], times: int) -> float:
     """Seconds of one of several runs; the longest over ranks."""
-    _synchronise()
+    synchronise()
     start = time.perf_counter()
     for _ in range(times):
         run()

@@ -20,3 +20,10 @@ def topology_of(job: Job, device: torch.device) -> Topology:
         device=device,
         views=job.views(),
     )
+
+
+def synchronise() -> None:
+    """Wait for the device and for all ranks."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()

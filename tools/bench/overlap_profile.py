@@ -48,7 +48,7 @@ from d9d_parallel.data_parallel.strategy import Fsdp
 from d9d_pipeline.overlap.duet import Duet
 from d9d_pipeline.overlap.streams import StageStreams
 from d9d_qwen3.model import Qwen3
-from here import topology_of
+from here import synchronise, topology_of
 from random_tokens import Synthetic
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -197,13 +197,6 @@ def one_after_the_other(forward: Part, backward: Part) -> None:
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
-
-
-def synchronise() -> None:
-    """Wait for the device and for all ranks."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def block(run: Run, times: int) -> float:
