@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.job import Job
-from d9d_core.loop import build, gradients, loss
-from d9d_core.loop.clipper import Clipper
-from d9d_core.loop.gradients import Gradients
-from d9d_core.loop.ownership import Ownership
-from d9d_core.loop.ties import Ties
-from d9d_core.topology.local import local
+from d9d_core.tensors import local
+from d9d_engine.build import compose as build
+from d9d_engine.job import Job
+from d9d_engine.step import gradients, loss
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.ownership import Ownership
+from d9d_engine.step.tied import Ties
+from d9d_engine.step.totals import Clipper
 from d9d_pipeline.executor import SplitActions
 from d9d_pipeline.transfers import Transfers
 from torch import distributed as dist

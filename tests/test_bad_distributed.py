@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.state.checkpoint import CheckpointStore
-from d9d_core.topology.failure import Failure, Teller
-from d9d_core.topology.mesh import describe_rank
-from d9d_core.topology.place import Place
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.distributed.mesh import describe_rank
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision.failure import Failure, FailureReporter
 from d9d_testing.layouts import job_of
 from d9d_testing.world import RankFailedError, World
 from safetensors.torch import load_file
@@ -44,7 +44,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
-from d9d_core.protocols import DataContext, Pack
+from d9d_core.protocols.data import DataContext
+from d9d_core.types import Pack
 from d9d_data.config import TextConfig
 from d9d_data.stream import build_text
 
@@ -166,7 +167,7 @@ def test_ranks_with_different_jobs_all_end_and_one_says_why(small_job: Write, st
         for rank, lr in enumerate((0.01, 0.02))
     ]
     texts = [end(process, 2)[1] for process in ranks]
-    node = Place.from_environment({}).node
+    node = ProcessEnv.from_environment({}).node
     expected = f"error: the job differs across ranks: optimizer.lr: rank 0 ({node}) 0.01, rank 1 ({node}) 0.02"
     told = [line for text in texts for line in text.splitlines() if not line.startswith("[")]
     assert told == [expected]  # by one of them, whichever came first
@@ -178,8 +179,8 @@ def test_ranks_with_different_jobs_all_end_and_one_says_why(small_job: Write, st
 def run_and_tell(values: dict[str, Any], plugins: list[str], directory: Path) -> None:
     """A whole run as the command line makes it; how it failed is told to a file."""
     job, rank, size = job_of(values, plugins), dist.get_rank(), dist.get_world_size()
-    place = Place(rank, size, rank, size, "node-a", "torchrun")
-    teller = Teller(f"{describe_rank(job.mesh.sizes(), rank)} on node-a", directory / f"told-{rank}")
+    place = ProcessEnv(rank, size, rank, size, "node-a", "torchrun")
+    teller = FailureReporter(f"{describe_rank(job.mesh.sizes(), rank)} on node-a", directory / f"told-{rank}")
     with job.joined(place, teller) as topology:
         job.build(topology=topology).train()
 
@@ -244,7 +245,7 @@ def test_a_rank_that_hangs_in_its_data_is_named_with_the_place_and_what_the_othe
 ) -> None:
     job = troubled("sleeps", timeouts={"step": 10}, steps=12)
     _, err = end(start("train", job, "--nproc", "2"), 1)
-    node = Place.from_environment({}).node
+    node = ProcessEnv.from_environment({}).node
     report = err[err.index("error: no progress for ") :].splitlines()
     assert report[0].endswith(" s in phase 'step' (timeouts.step); the odd one out first")
     assert report[1].startswith(f"  rank 1 (dp_shard=1) on {node}: step 5: not in a collective, but at ")

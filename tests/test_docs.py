@@ -21,9 +21,9 @@ import yaml
 from d9d_core.config.base import PluginConfig, Section
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
-from d9d_core.job import Job
 from d9d_core.plugin import ANCHORS, KINDS, ConfiguredSpec, PluginPolicy, Registry, discover
 from d9d_core.traits import TRAITS
+from d9d_engine.job import Job
 from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).parents[1]
@@ -159,9 +159,9 @@ def test_python_examples_compile_and_import_what_exists(block: Block) -> None:
 @pytest.mark.parametrize(
     ("source", "missing"),
     [
-        ("from d9d_core.api import Jobb", ["d9d_core.api:Jobb"]),
+        ("from d9d_engine.api import Jobb", ["d9d_engine.api:Jobb"]),
         ("def f():\n    import d9d_core.apis", ["d9d_core.apis"]),
-        ("import d9d_core.api, d9d_core.plugin\nfrom d9d_core import api\nfrom torch import nothing", []),
+        ("import d9d_engine.api, d9d_core.plugin\nfrom d9d_core import api\nfrom torch import nothing", []),
     ],
 )
 def test_missing_imports_are_recognised(source: str, missing: list[str]) -> None:
@@ -279,7 +279,7 @@ def test_the_reference_names_every_choice() -> None:
 
 
 def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
-    from d9d_core.loop.events import CATALOGUE
+    from d9d_core.events import CATALOGUE
 
     rows = [(quoted(event)[0], quoted(fields)) for event, _, fields in tables(CORE, "event", "when", "fields")]
     assert rows == [(event.__name__, [field.name for field in dataclasses.fields(event)]) for event in CATALOGUE]
@@ -425,9 +425,9 @@ def anchors_of(page: Path) -> set[str]:
 def test_broken_links_and_names_are_recognised() -> None:
     text = "[a](nowhere.md) [b](README.md#start-here) [c](README.md) [d](https://example.org/x) [e](#no)"
     assert broken_links(ROOT / "README.md", text) == ["nowhere.md", "README.md#start-here", "#no"]
-    assert not exists("d9d_core.loop.step:TrainStep.walk")
-    assert not exists("d9d_core.loop.steps")
-    assert exists("d9d_core.loop.step:TrainStep.__call__")
+    assert not exists("d9d_engine.step.step:TrainStep.walk")
+    assert not exists("d9d_engine.run.steps")
+    assert exists("d9d_engine.step.step:TrainStep.__call__")
     assert exists("d9d_core.errors.D9dError")
 
 

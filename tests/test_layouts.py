@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.config.document import Document
-from d9d_core.verify.compare import Verdict, compare
-from d9d_core.verify.layouts import Layout
-from d9d_core.verify.measure import Measurement, measure
+from d9d_engine.verify.compare import Verdict, compare
+from d9d_engine.verify.layouts import Layout
+from d9d_engine.verify.measure import Measurement, measure
 from d9d_testing.layouts import assert_passed, job_of, topology_here
 from d9d_testing.world import World
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
 from d9d_core.plugin import Registry
-from d9d_core.verify.layouts import Layout
+from d9d_engine.job import Job
+from d9d_engine.verify.layouts import Layout
 from d9d_nn import plugin as nn_plugin
 from d9d_qwen3 import plugin as qwen3_plugin
 from d9d_testing.layouts import Harness, assert_passed

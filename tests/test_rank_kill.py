@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.state import dcp_load, dcp_save
-from d9d_core.state.checkpoint import CheckpointStore
-from d9d_core.topology.failure import Failure
-from d9d_core.topology.mesh import Topology
+from d9d_engine.checkpoint import load as dcp_load
+from d9d_engine.checkpoint import save as dcp_save
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.supervision.failure import Failure
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import RankFailedError, World
 from safetensors.torch import load_file

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from d9d_core.job import Job
-from d9d_core.verify.compare import compare
-from d9d_core.verify.layouts import layout_values, own_layout, parse_layout, scaled_values
-from d9d_core.verify.measure import Measurement
-from d9d_core.verify.run import verify
+from d9d_engine.job import Job
+from d9d_engine.verify.compare import compare
+from d9d_engine.verify.layouts import layout_values, own_layout, parse_layout, scaled_values
+from d9d_engine.verify.measure import Measurement
+from d9d_engine.verify.run import verify
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ Command = Callable[..., tuple[int, str, str]]
 TWICE = '''
 from d9d_core.config.base import PluginConfig
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
-from d9d_core.protocols import Applied
+from d9d_core.protocols.strategy import Applied
 from typing import Literal
 
 D9D_API = 1
@@ -74,7 +74,7 @@ def test_a_model_that_differs_between_layouts_by_its_nature_says_so(
 ) -> None:
     job = Job.load(small_job(model={**EXPERTS, "capacity": 1.5, "balancing": [{"name": "bias_update"}]}))
     nothing = Measurement([1.0], [1.0], {}, [{}])
-    monkeypatch.setattr("d9d_core.verify.run._run", lambda *_: nothing)
+    monkeypatch.setattr("d9d_engine.verify.run._run", lambda *_: nothing)
     notes: list[str] = []
     verify(job, [parse_layout("dp_shard=2:fsdp", job)], 1, notes.append)
     assert [note for note in notes if "by its nature" in note] == [

@@ -3,7 +3,7 @@
     uv run python tools/public_surface.py           write tests/public_surface.json
     uv run python tools/public_surface.py --check   exit with 1 if it is out of date
 
-It covers the names of ``d9d_core.api`` and ``d9d_core.plugin``, hooks and record fields, protocols, traits, events, the
+It covers the names of ``d9d_engine.api`` and ``d9d_core.plugin``, hooks and record fields, protocols, traits, events, the
 job file's fields, and the command line.
 """
 
@@ -22,13 +22,13 @@ FILE = Path(__file__).resolve().parents[1] / "tests" / "public_surface.json"
 def surface() -> dict[str, Any]:
     """Everything that users and plugin authors may rely on."""
     import d9d_core.plugin
-    from d9d_core import api, protocols, traits
-    from d9d_core.loop import events
+    from d9d_core import events, protocols, traits
     from d9d_core.plugin.hooks import API_VERSION, KINDS
+    from d9d_engine import api
 
     return {
         "plugin_api": API_VERSION,
-        "d9d_core.api": sorted(api.__all__),
+        "d9d_engine.api": sorted(api.__all__),
         "d9d_core.plugin": sorted(d9d_core.plugin.__all__),
         "hooks": {kind.hook: _fields(kind.record) for kind in KINDS},
         "protocols": _protocols(protocols),

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
 from d9d_core.plugin import Registry
+from d9d_engine.job import Job
 from here import topology_of
 from plain_fsdp2 import plain_step
 from random_tokens import Synthetic
@@ -111,8 +111,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--reduce", default="float32", help="number format in which both sum gradients over ranks")
     options = parser.parse_args()
-    from d9d_core.loop.build import circumstances
-    from d9d_core.topology.mesh import Topology
+    from d9d_engine.build.plan import circumstances
+    from d9d_engine.distributed.mesh import Topology
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -130,9 +130,9 @@ def main() -> None:
         return trainer.step(next(numbers), trainer.feed.next()).loss
 
     plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
-    from d9d_core.loop.assemble import assemble
-    from d9d_core.loop.selection import select
-    from d9d_core.state.random import initialise
+    from d9d_core.config.resolve import select
+    from d9d_engine.build.assemble import assemble
+    from d9d_engine.build.initialise import initialise
 
     alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
     # Kernels are chosen for bfloat16, in which both compute.

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
-from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.exchange import Sizes, send_rows
 from d9d_moe.routing import Routing

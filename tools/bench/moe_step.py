@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
-from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
-from d9d_core.state.mapper.graph import map_tensors
-from d9d_core.state.model import model_tensors
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
+from d9d_weights.graph.graph import map_tensors
+from d9d_weights.sharding.model_tensors import model_tensors
 from random_tokens import Synthetic
 from torch import nn
 

@@ -31,12 +31,12 @@ from typing import Any
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
-from d9d_core.loop.kernels import bind_kernels
 from d9d_core.plugin import Registry
-from d9d_core.protocols import Stage
-from d9d_core.state.random import initialise
-from d9d_core.topology.mesh import Topology
+from d9d_core.protocols.model import Stage
+from d9d_engine.build.initialise import initialise
+from d9d_engine.build.kernels import bind_kernels
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig

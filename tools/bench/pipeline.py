@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
-from d9d_core.loop.executor import Executor
-from d9d_core.loop.trainer import Trainer
 from d9d_core.plugin import Registry
-from d9d_core.protocols import Pack
-from d9d_core.topology.devices import load_kernels_eagerly
 from d9d_core.traits import DefersWeights, HasOps, modules_with
+from d9d_core.types import Pack
+from d9d_engine.distributed.devices import load_kernels_eagerly
+from d9d_engine.job import Job
+from d9d_engine.run.trainer import Trainer
+from d9d_engine.step.executor import Executor
 from here import synchronise, topology_of
 from random_tokens import Synthetic
 from stage_costs import Run, predicted, stage_costs, timed, transfer_ms

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
-from d9d_core.protocols import DataContext, Pack
+from d9d_core.protocols.data import DataContext
+from d9d_core.types import Pack
 
 
 class Synthetic:

@@ -3,9 +3,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -46,11 +44,3 @@ def strategy(name, **kw):
     return StrategySpec(name=name, summary="for a test", config=Ref("nowhere:Config"), build=Ref("nowhere:Build"),
                         anchor="data", **kw)
 """
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Callable[..., Any]:
-    """Make a job over the toy plugin: overrides as arguments, whole sections as keyword arguments."""
-    from d9d_testing.toy.runs import toy_job
-
-    return partial(toy_job, tmp_path)

@@ -11,7 +11,7 @@ import yaml
 from d9d_core.config.base import PluginConfig, Section
 from d9d_core.config.schema import job_schema
 from d9d_core.errors import JobError, PluginError
-from d9d_core.job import Job
+from d9d_core.job import JobFile as Job
 from d9d_core.plugin import ModelSpec, PluginPolicy, Ref, Registry, TaskSpec, hookimpl
 from d9d_core.plugin.known import KnownPlugins
 from d9d_testing.toy.config import ToyDataConfig, ToyModelConfig, ToyOptimizerConfig, ToyTaskConfig
@@ -52,7 +52,7 @@ def test_python_takes_config_objects_and_no_names() -> None:
     job = Job(
         steps=3, model=ToyModelConfig(), data=ToyDataConfig(), task=ToyTaskConfig(), optimizer=ToyOptimizerConfig()
     )
-    assert job.use(REGISTRY).plan().parameters == (33, 33)
+    assert job.use(REGISTRY).check().selection.model.spec.name == "toy_model"
     with pytest.raises(ValueError, match=r"names are resolved by Job.load; in Python, give the model's config object"):
         Job(steps=3, model="toy_model", data=ToyDataConfig(), task=ToyTaskConfig(), optimizer=ToyOptimizerConfig())  # type: ignore[arg-type]
 
@@ -256,7 +256,7 @@ def test_true_is_no_number_in_lists_and_plugins_either(tmp_path: Path) -> None:
 def test_an_unknown_kernel_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     job = load(tmp_path, MINIMAL + "kernels: {attention: spda}\n")
     with pytest.raises(PluginError, match=r"^kernels.attention: unknown kernel 'attention.spda'"):
-        job.use(Registry.of(toy)).build()
+        job.use(Registry.of(toy)).check()
 
 
 def test_scientific_notation_is_a_number(tmp_path: Path) -> None:

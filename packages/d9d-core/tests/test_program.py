@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from d9d_core.loop.program import Action, Backward, Forward, Reduce, single_stage
-from d9d_core.loop.program_check import validate
+from d9d_core.program.actions import Action, Backward, Forward, Reduce, single_stage
+from d9d_core.program.validation import validate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +56,6 @@ def test_forward_and_backward_of_a_stage_belong_to_one_rank() -> None:
 
 
 def test_programs_need_no_torch() -> None:
-    code = "import sys, d9d_core.loop.program_check, d9d_core.loop.program_text; print('torch' in sys.modules)"
+    code = "import sys, d9d_core.program.validation, d9d_core.program.text; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from d9d_core.loop.program import (
+from d9d_core.program.actions import (
     Action,
     Backward,
     Forward,
@@ -17,7 +17,7 @@ from d9d_core.loop.program import (
     WeightBackward,
     count_stages,
 )
-from d9d_core.loop.program_text import diff_programs, format_programs, parse_action, parse_programs
+from d9d_core.program.text import diff_programs, format_programs, parse_action, parse_programs
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 from d9d_core.errors import BuildError
-from d9d_core.protocols import Stage
+from d9d_core.protocols.model import Stage
 from d9d_nn.stages import stage_layers
 from hypothesis import given
 from hypothesis import strategies as st

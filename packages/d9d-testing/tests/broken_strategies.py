@@ -9,8 +9,8 @@ import torch
 from d9d_core.config.base import PluginConfig
 from d9d_core.errors import BuildError
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
-from d9d_core.protocols import Applied, GradientOwner
-from d9d_core.topology.mesh import Topology
+from d9d_core.protocols.strategy import Applied, GradientOwner
+from d9d_engine.distributed.mesh import Topology
 from torch import nn
 
 Fault = Literal[

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import DataError
-from d9d_core.loop.feed import Feed
-from d9d_core.protocols import DataContext
+from d9d_core.protocols.data import DataContext
 from d9d_data.config import DocumentsConfig, TextConfig
 from d9d_data.documents import build_documents
 from d9d_data.stream import CorpusStream, build_text
+from d9d_engine.run.prefetch import DevicePrefetcher
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def test_packs_and_states_do_not_depend_on_workers(open_any: Any, dataset: str, 
             assert plain(there.next()) == plain(here.next_pack())
             assert there.state() == here.state()
 
-    with closing(stream), Feed(stream, torch.device("cpu"), prefetch) as there:
+    with closing(stream), DevicePrefetcher(stream, torch.device("cpu"), prefetch) as there:
         compare(7)
         processes = set(multiprocessing.active_children())
         assert len(processes) == workers

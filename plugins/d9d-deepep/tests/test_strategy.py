@@ -9,14 +9,14 @@ import d9d_deepep.plugin
 import d9d_moe.plugin
 import pytest
 import torch
-from d9d_core.builtins import d9d_views
 from d9d_core.plugin import Registry
 from d9d_core.plugin.capabilities import Chosen, Circumstances, judge
-from d9d_core.topology.mesh import Topology
-from d9d_core.topology.simulate import simulated_world
 from d9d_deepep.config import DeepEPConfig
 from d9d_deepep.dispatcher import DeepEPDispatcher
 from d9d_deepep.strategy import DeepEP
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.simulate import simulated_world
+from d9d_engine.plugin import d9d_views
 from d9d_moe.dispatch import LocalDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel

@@ -12,9 +12,9 @@ import pytest
 import torch
 from d9d_core.deferral import Deferral
 from d9d_core.errors import BuildError
-from d9d_core.loop.kernels import bind_kernels
 from d9d_core.ops import OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_engine.build.kernels import bind_kernels
 from d9d_grouped_gemm.linear import build, supports
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values

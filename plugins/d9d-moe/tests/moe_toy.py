@@ -7,7 +7,7 @@ from typing import Literal
 
 from d9d_core.config.base import ModelConfig
 from d9d_core.plugin import ModelSpec, Ref, hookimpl
-from d9d_core.protocols import Stage
+from d9d_core.protocols.model import Stage
 from d9d_moe.dispatch import LocalDispatcher
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.layer import MoELayer

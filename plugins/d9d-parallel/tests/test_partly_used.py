@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.config.job import Mesh
-from d9d_core.loop.gradients import Gradients
-from d9d_core.loop.ownership import settle
 from d9d_core.plugin import Registry, ViewSpec
-from d9d_core.topology.local import full
-from d9d_core.topology.mesh import Topology
+from d9d_core.tensors import full
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.ownership import settle
 from d9d_parallel.data_parallel.config import FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.strategy import Fsdp, Hsdp, Replicate
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients

@@ -34,9 +34,11 @@ from typing import Any, Literal
 
 import torch
 from d9d_core.config.base import ScheduleConfig
-from d9d_core.loop.program import Backward, Forward, Program
+from d9d_core.program.actions import Backward, Forward, Program
 from d9d_core.plugin import ModelSpec, Ref, ScheduleSpec, TaskSpec, hookimpl
-from d9d_core.protocols import Microbatch, Stage, StageInputs
+from d9d_core.types import Microbatch
+from d9d_core.protocols.model import Stage
+from d9d_core.protocols.task import StageInputs
 from d9d_pipeline.communication import connect
 from d9d_pipeline.placement import loop
 from d9d_pipeline.schedule.breadth_first import gpipe

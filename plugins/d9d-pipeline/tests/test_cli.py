@@ -17,7 +17,7 @@ PLUGIN = '''
 from collections.abc import Iterator
 from typing import Literal
 from d9d_core.config.base import PluginConfig
-from d9d_core.loop.program_text import parse_programs
+from d9d_core.program.text import parse_programs
 from d9d_core.plugin import Ref, ScheduleSpec, hookimpl
 
 class Config(PluginConfig):

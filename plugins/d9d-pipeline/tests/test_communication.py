@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 import pytest
-from d9d_core.loop.program import (
+from d9d_core.program.actions import (
     Action,
     Backward,
     Forward,
@@ -15,8 +15,8 @@ from d9d_core.loop.program import (
     ReceiveActivation,
     ReceiveGradient,
 )
-from d9d_core.loop.program_check import validate
-from d9d_core.loop.program_text import format_programs, parse_programs
+from d9d_core.program.text import format_programs, parse_programs
+from d9d_core.program.validation import validate
 from d9d_pipeline.communication import connect, just_in_time
 from d9d_pipeline.pace import starts
 from d9d_pipeline.placement import loop, vee

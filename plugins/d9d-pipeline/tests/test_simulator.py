@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from d9d_core.errors import BuildError
-from d9d_core.loop.program import (
+from d9d_core.program.actions import (
     Action,
     Backward,
     Forward,
@@ -21,7 +21,7 @@ from d9d_core.loop.program import (
     WeightBackward,
     compute_parts,
 )
-from d9d_core.loop.program_text import parse_programs
+from d9d_core.program.text import parse_programs
 from d9d_pipeline.schedule.breadth_first import looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.inference import inference

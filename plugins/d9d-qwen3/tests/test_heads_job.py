@@ -14,9 +14,10 @@ from d9d_core.config.base import PluginConfig
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
 from d9d_core.errors import JobError
-from d9d_core.job import Job
 from d9d_core.plugin import DatasetSpec, Ref, Registry, hookimpl
-from d9d_core.protocols import DataContext, Pack, State
+from d9d_core.protocols.data import DataContext
+from d9d_core.types import Pack, State
+from d9d_engine.job import Job
 from d9d_qwen3.config import tiny
 
 

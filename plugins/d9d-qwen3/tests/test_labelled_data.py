@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from d9d_core.config.document import Document
-from d9d_core.verify.layouts import Layout
+from d9d_engine.verify.layouts import Layout
 from d9d_testing.layouts import Harness, assert_passed
 
 README = Path(__file__).parents[1] / "README.md"

@@ -16,14 +16,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.config.load import validate
 from d9d_core.errors import CheckpointError
 from d9d_core.plugin import Registry
-from d9d_core.state.export import ModelFiles, export_model
-from d9d_core.state.hub.directory import ModelDirectory
-from d9d_core.state.hub.writer import ModelWriter
-from d9d_core.state.loading import load_tensors
-from d9d_core.state.mapper import StateGraph
-from d9d_core.state.mapper.graph import map_tensors, specs_of
-from d9d_core.state.model import model_tensors
-from d9d_core.traits import TensorSpec
+from d9d_core.types import TensorSpec
 from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
 from d9d_nn.rope_scaling import YarnScaling
@@ -37,6 +30,13 @@ from d9d_testing.tolerances import (
     assert_close_values,
     compare_directions,
 )
+from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import map_tensors, specs_of
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor, nn
 
 FORMAT = Qwen3MoeHuggingFace()

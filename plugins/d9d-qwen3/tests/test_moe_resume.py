@@ -10,8 +10,8 @@ import pytest
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
 from d9d_core.errors import CheckpointError
-from d9d_core.job import Job
 from d9d_core.plugin import Registry
+from d9d_engine.job import Job
 from d9d_qwen3.moe_config import tiny
 
 BIAS = {"name": "bias_update", "rate": 0.01}

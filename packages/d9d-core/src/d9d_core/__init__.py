@@ -1,5 +1,5 @@
 """d9d-core: plugin layer, job file, topology, state, training loop and command line.
 
 This file imports nothing, so that ``d9d_core.plugin`` loads without torch. The public names are in
-:mod:`d9d_core.api` (for users) and :mod:`d9d_core.plugin` (for plugin authors).
+:mod:`d9d_engine.api` (for users) and :mod:`d9d_core.plugin` (for plugin authors).
 """

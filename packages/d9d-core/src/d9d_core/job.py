@@ -1,55 +1,31 @@
-"""A job: what the command line does, in Python.
-
-from d9d_core.api import Job
-
-Job.load("job.yaml").build().train()
-"""
+"""Job files that were read and validated, together with the registry that their names refer to. Imports no torch."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 from pydantic import PrivateAttr
 
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import registry_for, validate
-from d9d_core.loop.selection import check_capabilities, check_parts, check_world, select
+from d9d_core.config.resolve import Resolution, resolve
+from d9d_core.grid import Grid
 from d9d_core.plugin.capabilities import Circumstances
-from d9d_core.plugin.kernels import find_kernel
 from d9d_core.plugin.loader import discover
-from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.topology.failure import Teller
-from d9d_core.topology.place import Place
-
-if TYPE_CHECKING:
-    from d9d_core.loop.plan import Plan
-    from d9d_core.loop.trainer import Trainer
-    from d9d_core.protocols import Subscriber
-    from d9d_core.topology.mesh import Topology
+from d9d_core.program.placement import plan_pipeline
 
 
-def print_note(text: str) -> None:
-    """The default for notes about long work: one line on standard error."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+class JobFile(JobConfig):
+    """A validated job file. Made by :meth:`load`, or directly from config objects.
 
-
-def _silent(_text: str) -> None:
-    """All ranks do the same work; one of them says so."""
-
-
-class Job(JobConfig):
-    """A validated job. Made by :meth:`load` from a file, or directly from config objects.
-
-    This module imports no torch: a wrong job file is reported at once.
+    It can be checked here, as far as names, values, capabilities, the mesh and the pipeline schedule go; d9d-engine's
+    ``Job`` runs it.
     """
 
     _registry: Registry | None = PrivateAttr(default=None)
@@ -62,12 +38,12 @@ class Job(JobConfig):
         registry: Registry | None = None,
         overrides: Sequence[str] = (),
         policy: PluginPolicy | None = None,
-    ) -> Job:
+    ) -> Self:
         """Read and validate a job file.
 
         Args:
             path: YAML, TOML or JSON.
-            registry: what names mean; by default, what is installed and the file's ``plugins`` section admits.
+            registry: meaning of names; by default, what is installed and the file's ``plugins`` section admits.
             overrides: ``section.field=value``.
             policy: further restrictions on plugins.
 
@@ -77,108 +53,22 @@ class Job(JobConfig):
         """
         document = Document.read(Path(path)).override(overrides)
         registry = registry or registry_for(document, policy)
-        job = validate(cls, document, registry)
-        return job.use(registry)
+        return validate(cls, document, registry).use(registry)
 
     @property
     def registry(self) -> Registry:
-        """What the job's names mean; discovered on first use if the job was made from config objects."""
+        """Records that the job's names refer to; discovered on first use if the job was made from config objects."""
         if self._registry is None:
             self._registry = discover(self.plugins.policy())
         return self._registry
 
-    def use(self, registry: Registry) -> Job:
+    def use(self, registry: Registry) -> Self:
         """Take names from this registry instead of what is installed."""
         self._registry = registry
         return self
 
-    def plan(self, world_size: int | None = None) -> Plan:
-        """Check the whole job without a GPU, a process group or memory for the model.
-
-        Args:
-            world_size: number of processes; by default, what the mesh needs.
-
-        Raises:
-            D9dError: the job cannot run.
-        """
-        size = self.mesh.world_size if world_size is None else world_size
-        self.check_names(size)
-        from d9d_core.loop.build import circumstances
-        from d9d_core.loop.plan import plan
-        from d9d_core.topology.devices import intended_device, is_available
-        from d9d_core.topology.mesh import Topology
-        from d9d_core.topology.simulate import simulated_world
-
-        device = intended_device(self.device)
-        here = circumstances(self, device if world_size is None and is_available(self.device) else None)
-        sizes, views = self.mesh.sizes(), self.views()
-        topology = Topology(sizes=sizes, world_size=size, device=device, views=views, simulated=True)
-        with simulated_world(size):
-            for view in views:
-                topology.grid(view)
-            return plan(self, self.registry, topology, here, size)
-
-    def build(
-        self,
-        note: Callable[[str], None] = print_note,
-        topology: Topology | None = None,
-        observers: Sequence[Subscriber] = (),
-    ) -> Trainer:
-        """Build the trainer for this process. Collective over all ranks.
-
-        Args:
-            note: gets one line about each piece of long work, and warnings.
-            topology: this process's place among others, from :meth:`joined`; by default it is alone.
-            observers: subscribers besides those of the job file.
-
-        Raises:
-            D9dError: the job cannot run.
-        """
-        self.check_names(1 if topology is None else topology.world_size)
-        from d9d_core.loop.build import build
-        from d9d_core.topology.devices import choose_device
-        from d9d_core.topology.mesh import Topology
-
-        if topology is None:
-            topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        return build(self, self.registry, topology, note if topology.is_main else _silent, observers)
-
-    @contextmanager
-    def joined(self, place: Place | None = None, teller: Teller | None = None) -> Iterator[Topology]:
-        """Be one of the job's processes inside the block. Collective over all ranks.
-
-        Args:
-            place: which process this is; by default, what the environment says.
-            teller: tells the user why this rank failed; by default an exception just leaves the block.
-
-        Raises:
-            D9dError: this rank has no device, ranks run different things, or some did not arrive.
-        """
-        place = place or Place.from_environment(os.environ)
-        check_world(self, place.world_size)
-        from d9d_core.topology.agreement import Identity
-        from d9d_core.topology.devices import device_of, load_kernels_eagerly
-        from d9d_core.topology.mesh import Topology
-        from d9d_core.topology.world import joined
-
-        if self.mesh.pp > 1:
-            load_kernels_eagerly(self.device)
-        device = device_of(self.device, place.local_rank, place.local_world_size)
-        identity = Identity.of(Manifest.of(self.registry), self.resolved())
-        sizes, views = self.mesh.sizes(), self.views()
-        with joined(place, device, identity, sizes, self.timeouts.model_dump(), teller) as world:
-            yield Topology(
-                sizes=sizes,
-                rank=place.rank,
-                world_size=place.world_size,
-                local_rank=place.local_rank,
-                device=device,
-                views=views,
-                watchdog=world.watchdog,
-            )
-
     def views(self) -> dict[str, ViewSpec]:
-        """The views of the mesh that the loaded plugins declare, by name.
+        """Views of the mesh that the loaded plugins declare, by name.
 
         Raises:
             PluginError: several plugins declare one name.
@@ -191,15 +81,29 @@ class Job(JobConfig):
             views[name] = spec
         return views
 
-    def check_names(self, world_size: int) -> None:
-        """Everything that can be refused before torch is imported.
+    def resolve(self, world_size: int, circumstances: Circumstances | None = None) -> Resolution:
+        """Records behind the job's names, checked against each other and against the number of processes.
+
+        Args:
+            world_size: number of processes.
+            circumstances: what capabilities are judged against; by default the mesh alone.
 
         Raises:
             D9dError: the job cannot run on this many processes.
         """
-        check_world(self, world_size)
-        selection = select(self, self.registry)
-        check_parts(self, selection)
-        check_capabilities(selection, self.registry, Circumstances(self.mesh.sizes()))
-        for op, selector in self.kernels.items():
-            find_kernel(self.registry, op, selector)
+        return resolve(self, self.registry, world_size, circumstances or Circumstances(self.mesh.sizes()))
+
+    def check(self, world_size: int | None = None) -> Resolution:
+        """Everything that can be refused without tensors: names, values, capabilities, views, the schedule's programs.
+
+        Args:
+            world_size: number of processes; by default, what the mesh needs.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        resolution = self.resolve(self.mesh.world_size if world_size is None else world_size)
+        for view in self.views().values():
+            Grid.of_view(view, self.mesh.sizes())
+        plan_pipeline(self, resolution.selection)
+        return resolution

@@ -10,21 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
-
-from d9d_core.deferral import Deferral
 from d9d_core.ops import OpSlot
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Shape and dtype of a tensor that does not exist yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    from d9d_core.deferral import Deferral
+    from d9d_core.types import TensorSpec
 
 
 class TensorStyle(StrEnum):

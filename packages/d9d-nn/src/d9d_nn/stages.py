@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from d9d_core.errors import BuildError
-from d9d_core.protocols import Stage
+from d9d_core.protocols.model import Stage
 
 
 def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float = 0.0) -> range:

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from d9d_core.config.document import Document
 from d9d_core.config.load import validate
-from d9d_core.job import Job
 from d9d_core.plugin import Registry
 from d9d_core.plugin.single_file import file_plugin
-from d9d_core.topology.devices import load_kernels_eagerly
-from d9d_core.topology.mesh import Topology
-from d9d_core.verify.compare import Verdict, compare
-from d9d_core.verify.layouts import Layout
-from d9d_core.verify.measure import Measurement, Witness, measure
-from d9d_core.verify.run import narrowest_dtype
+from d9d_engine.distributed.devices import load_kernels_eagerly
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.job import Job
+from d9d_engine.verify.compare import Verdict, compare
+from d9d_engine.verify.layouts import Layout
+from d9d_engine.verify.measure import Measurement, Witness, measure
+from d9d_engine.verify.run import narrowest_dtype
 from torch import distributed as dist
 
 from d9d_testing.world import World

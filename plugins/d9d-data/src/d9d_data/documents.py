@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from d9d_core.errors import DataError
-from d9d_core.protocols import DataContext, State
+from d9d_core.protocols.data import DataContext
+from d9d_core.types import State
 
 from d9d_data.config import DocumentsConfig
 from d9d_data.corpus import Corpus, prepare

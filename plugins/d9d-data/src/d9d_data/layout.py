@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from d9d_core.errors import DataError
-from d9d_core.protocols import DataContext
+from d9d_core.protocols.data import DataContext
 
 
 @dataclass(frozen=True, slots=True)

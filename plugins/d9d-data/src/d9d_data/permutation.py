@@ -60,7 +60,7 @@ class Permutation:
 
 
 def _mix(words: Words) -> Words:
-    """Spread every bit over the word; multiplication wraps around."""
+    """StageHolders every bit over the word; multiplication wraps around."""
     words = (words ^ (words >> np.uint64(30))) * _MIX_1
     words = (words ^ (words >> np.uint64(27))) * _MIX_2
     return words ^ (words >> np.uint64(31))

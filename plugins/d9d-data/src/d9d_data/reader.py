@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from d9d_core.errors import DataError
-from d9d_core.protocols import Pack
+from d9d_core.types import Pack
 from torch.utils.data import DataLoader, Dataset
 
 # Packs that a worker holds ready.

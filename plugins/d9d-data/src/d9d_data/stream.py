@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d9d_core.errors import DataError
-from d9d_core.protocols import DataContext, Pack, State
+from d9d_core.protocols.data import DataContext
+from d9d_core.types import Pack, State
 
 from d9d_data.config import TextConfig
 from d9d_data.corpus import Corpus, prepare
@@ -28,7 +29,7 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream:
 
 
 class CorpusStream:
-    """An endless stream of packs; see :class:`d9d_core.protocols.DataStream`.
+    """An endless stream of packs; see :class:`d9d_core.protocols.data.DataStream`.
 
     Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
     any pack from that number alone.

@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 from d9d_core.errors import BuildError, JobError
-from d9d_core.protocols import Table
-from d9d_core.topology.devices import wide_dtype
+from d9d_core.protocols.metric import Table
+from d9d_core.tensors import wide_dtype
 from d9d_core.traits import HasTallies, modules_with
 from torch import Tensor, nn
 from torch.nn import functional

@@ -9,12 +9,12 @@ from pathlib import Path
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import JobError, PluginError
-from d9d_core.job import Job
-from d9d_core.loop.program import Program, Schedule
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import ScheduleSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Entry, Registry, plugin_error
+from d9d_core.program.actions import Program, Schedule
+from d9d_engine.job import Job
 from pydantic import ValidationError
 
 _JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")

@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from d9d_core.config.base import PluginConfig
-from d9d_core.loop.executor import Executor, Handler, StepState
-from d9d_core.loop.program import (
-    Action,
-    Backward,
-    Forward,
-    InputBackward,
-    Overlap,
-    WeightBackward,
-)
+from d9d_core.program.actions import Action, Backward, Forward, InputBackward, Overlap, WeightBackward
+from d9d_engine.step.executor import Executor, Handler, StepState
 
 from d9d_pipeline.overlap.handlers import overlapped
 from d9d_pipeline.overlap.sending import has_points

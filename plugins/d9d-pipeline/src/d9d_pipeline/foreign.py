@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from d9d_core.loop.program import (
+from d9d_core.program.actions import (
     Action,
     Backward,
     Forward,

@@ -8,8 +8,7 @@ from functools import cache, partial
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.loop.executor import Arrival, Executor, Handler, StepState
-from d9d_core.loop.program import (
+from d9d_core.program.actions import (
     Action,
     MicrobatchAction,
     ReceiveActivation,
@@ -17,7 +16,8 @@ from d9d_core.loop.program import (
     SendActivation,
     SendGradient,
 )
-from d9d_core.traits import TensorSpec
+from d9d_core.types import TensorSpec
+from d9d_engine.step.executor import Arrival, Executor, Handler, StepState
 from torch import Tensor
 from torch import distributed as dist
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 from d9d_core.errors import CheckpointError
-from d9d_core.state.mapper import Mapper
+from d9d_weights.graph import Mapper
 from pydantic import ValidationError
 
 from d9d_qwen3.config import Qwen3Config
@@ -19,7 +19,7 @@ C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
 
 
 class Qwen3Format(ABC, Generic[C]):
-    """Implements :class:`d9d_core.protocols.HuggingFaceFormat` for the classes of one family of transformers.
+    """Implements :class:`d9d_weights.hugging_face.format.HuggingFaceFormat` for the classes of one family of transformers.
 
     One head is theirs: a language model (``...ForCausalLM``) or a classifier over last tokens
     (``...ForSequenceClassification``). Others are kept under names of our own, which transformers leaves out.

@@ -19,7 +19,7 @@ class Qwen3HuggingFace(Qwen3Format[Qwen3Config]):
     config = Qwen3Config
 
     def special_json(self, config: Qwen3Config) -> dict[str, Any]:
-        """Feed-forward layers of one size, and which layers slide."""
+        """DevicePrefetcher-forward layers of one size, and which layers slide."""
         first = config.num_layers if config.sliding_window is None else config.sliding_from_layer
         return {
             "intermediate_size": config.intermediate_size,

@@ -9,31 +9,34 @@ from typing import Any
 
 import typer.core
 
+from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.loader import discover
-from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
 from d9d_core.plugin.records import CommandSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Entry, Registry, plugin_error
 
 
 class PluginGroup(typer.core.TyperGroup):
-    """Core's commands, and those that plugins declare. Core's always win."""
+    """Commands of core, of the rest of the foundation, and of plugins. Those of the foundation always win."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order in which help shows them; a name of several plugins with its distributions."""
-        return [*super().list_commands(ctx), *self._selectors]
+        return [*self._foundation, *super().list_commands(ctx), *self._selectors]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command, from core or from a plugin.
 
         Raises:
-            PluginError: several plugins declare it.
+            PluginError: several plugins declare it, or the package that offers it is not installed.
         """
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
+        if cmd_name in self._foundation:
+            return _Lazy(cmd_name, self._foundation[cmd_name])
         names = {entry.spec.key for entry in self._registry.entries("command")}
-        if cmd_name.rpartition("/")[2] not in names:
+        if cmd_name.rpartition("/")[2] not in names and KnownPlugins.shipped().home("command", cmd_name) is None:
             return None  # the usual message, which suggests near names
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
@@ -42,8 +45,14 @@ class PluginGroup(typer.core.TyperGroup):
         return discover(PluginPolicy.from_environment(os.environ))
 
     @cached_property
+    def _foundation(self) -> dict[str, Entry]:
+        """Commands of the packages that are always loaded."""
+        return {entry.spec.key: entry for entry in foundation_commands(self._registry)}
+
+    @cached_property
     def _selectors(self) -> list[str]:
-        entries = [entry for entry in self._registry.entries("command") if entry.spec.key not in self.commands]
+        own = self.commands.keys() | self._foundation.keys()
+        entries = [entry for entry in self._registry.entries("command") if entry.spec.key not in own]
         names = [entry.spec.key for entry in entries]
         return sorted(
             entry.spec.key if names.count(entry.spec.key) == 1 else f"{entry.origin.distribution}/{entry.spec.key}"
@@ -51,12 +60,18 @@ class PluginGroup(typer.core.TyperGroup):
         )
 
 
+def foundation_commands(registry: Registry) -> list[Entry]:
+    """Commands of the packages that are always loaded; no plugin can take their place."""
+    return [entry for entry in registry.entries("command") if entry.origin.distribution in FOUNDATION]
+
+
 def shadowed_commands(registry: Registry, own: Collection[str]) -> list[str]:
-    """One message per plugin's command that cannot run because core has one of that name."""
+    """One message per plugin's command that cannot run because d9d itself has one of that name."""
+    taken = {*own, *(entry.spec.key for entry in foundation_commands(registry))}
     return [
         f"command {entry} is hidden by d9d's own; only a new release of the plugin can rename it"
         for entry in registry.entries("command")
-        if entry.spec.key in own
+        if entry.spec.key in taken and entry.origin.distribution not in FOUNDATION
     ]
 
 

@@ -11,28 +11,7 @@ from d9d_core.cli.output import console_for
 from d9d_core.plugin.records import HealthCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import Health
-
-
-def check_torch() -> Health:
-    """Does torch import, and is it new enough?"""
-    import torch
-    from packaging.version import Version
-
-    enough = Version(torch.__version__) >= Version("2.11")
-    return Health(enough, f"torch {torch.__version__}" + ("" if enough else "; d9d needs 2.11 or newer"))
-
-
-def check_device() -> Health:
-    """Which device would train?"""
-    import torch
-
-    from d9d_core.topology.devices import choose_device
-
-    device = choose_device("auto")
-    if device.type == "cpu":
-        return Health(True, f"no accelerator; training runs on the CPU with {torch.get_num_threads()} threads")
-    return Health(True, f"{torch.accelerator.device_count()} x {device.type}")
+from d9d_core.protocols.health import Health
 
 
 def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:

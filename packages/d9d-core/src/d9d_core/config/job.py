@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 
 from d9d_core.config.base import PluginConfig, Section
 from d9d_core.config.open_union import Named
-from d9d_core.config.trackers import ConsoleConfig, JsonlConfig
 from d9d_core.plugin.policy import PluginPolicy, normalise
 
 # float16 would need a loss scaler, which the loop does not have.
@@ -256,7 +255,7 @@ class Plugins(Section):
 
 
 class JobConfig(Section):
-    """A job file. See :class:`d9d_core.job.Job` for what can be done with it."""
+    """A job file. See :class:`d9d_engine.job.Job` for what can be done with it."""
 
     run: Run = Run()
     """Name and place of the run."""
@@ -298,7 +297,9 @@ class JobConfig(Section):
     """Op -> backend by name; the others are chosen automatically."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Statistics over each logging period."""
-    trackers: list[Annotated[PluginConfig, Named("tracker")]] = [ConsoleConfig(), JsonlConfig()]
+    trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
+        default=[], json_schema_extra={"default": ["console", "jsonl"]}
+    )
     """Where logged values go."""
     subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
     """Observers of the loop."""

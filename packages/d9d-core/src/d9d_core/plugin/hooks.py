@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         CommandSpec,
         DatasetSpec,
         HealthCheckSpec,
+        JobCheckSpec,
         KernelSpec,
         LrScheduleSpec,
         MetricSpec,
@@ -74,6 +75,7 @@ KINDS = (
     Kind("subscriber", "d9d_subscribers", records.SubscriberSpec, "subscribers"),
     Kind("view", "d9d_views", records.ViewSpec, None),
     Kind("health check", "d9d_health_checks", records.HealthCheckSpec, None),
+    Kind("job check", "d9d_job_checks", records.JobCheckSpec, None),
     Kind("command", "d9d_commands", records.CommandSpec, None),
     Kind("capability", "d9d_capabilities", records.CapabilitySpec, None),
 )
@@ -147,6 +149,11 @@ def d9d_views() -> Iterable[ViewSpec]:  # type: ignore[empty-body]
 @hookspec
 def d9d_health_checks() -> Iterable[HealthCheckSpec]:  # type: ignore[empty-body]
     """Lines of ``d9d doctor``."""
+
+
+@hookspec
+def d9d_job_checks() -> Iterable[JobCheckSpec]:  # type: ignore[empty-body]
+    """Checks of a job that ``d9d check`` makes besides its own."""
 
 
 @hookspec

@@ -12,24 +12,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib.metadata import version
 
 import pluggy
 
 from d9d_core.errors import PluginError
 from d9d_core.plugin import hooks, installed
 from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.policy import CORE, PluginPolicy
+from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Entry, Origin, Problem, Record, Registry, plugin_error
 from d9d_core.plugin.single_file import file_plugin
 
-BUILTINS = "d9d_core.builtins"
 _HEAVY = ("torch", "pydantic")
 
 
 def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None = None) -> Registry:
-    """Load core's own records, the installed plugins that ``policy`` admits, and its single-file plugins.
+    """Load the records of the foundation, the installed plugins that ``policy`` admits, and its single-file plugins.
 
     Raises:
         PluginError: the policy names a plugin that is not installed; a required plugin is missing or broken; a
@@ -37,7 +35,6 @@ def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None =
     """
     policy = policy or PluginPolicy()
     collector = _Collector(known or KnownPlugins.shipped())
-    collector.add(_core_origin(), lambda: importlib.import_module(BUILTINS))
     candidates = installed.scan()
     policy.check(candidate.origin.distribution for candidate in candidates)
     for candidate in candidates:
@@ -56,26 +53,23 @@ def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None =
 
 
 def load_explicit(plugins: Iterable[object], *, known: KnownPlugins | None = None) -> Registry:
-    """A registry of exactly these modules or objects, and core's own records.
+    """A registry of exactly these modules or objects, and the foundation's records.
 
     Raises:
         PluginError: one of them cannot be loaded.
     """
     collector = _Collector(known or KnownPlugins.shipped())
-    collector.add(_core_origin(), lambda: importlib.import_module(BUILTINS))
+    installed_ones = installed.scan()
+    for candidate in installed_ones:
+        if candidate.origin.distribution in FOUNDATION:
+            module = candidate.origin.module
+            collector.add(candidate.origin, lambda module=module: importlib.import_module(module), light=True)  # type: ignore[misc]
     for plugin in plugins:
         name = str(getattr(plugin, "__name__", type(plugin).__name__))
-        collector.add(_origin_of_module(name), lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
+        origins = (candidate.origin for candidate in installed_ones)
+        origin = next((origin for origin in origins if origin.module == name), Origin(name, "", name))
+        collector.add(origin, lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
     return collector.registry()
-
-
-def _core_origin() -> Origin:
-    return Origin(CORE, version(CORE), BUILTINS)
-
-
-def _origin_of_module(module: str) -> Origin:
-    origins = (candidate.origin for candidate in installed.scan())
-    return next((origin for origin in origins if origin.module == module), Origin(module, "", module))
 
 
 def _enforce(policy: PluginPolicy, registry: Registry) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from d9d_core.errors import PluginError
 
-#: Its records are always loaded.
-CORE = "d9d-core"
+#: Their records are always loaded: without them no job means anything.
+FOUNDATION = frozenset({"d9d-core", "d9d-engine"})
 
 
 def normalise(distribution: str) -> str:
@@ -79,12 +79,12 @@ class PluginPolicy:
         """Refuse names without effect.
 
         Raises:
-            PluginError: a distribution that is allowed or blocked is not installed, or core is blocked.
+            PluginError: a distribution that is allowed or blocked is not installed, or one of the foundation is blocked.
         """
-        if CORE in self.block:
-            where = next(where for where, name in sorted(self.named) if name == CORE)
-            raise PluginError(f"{where}: {CORE} cannot be blocked; what it declares is always loaded")
-        present = sorted({*installed, CORE})
+        for where, name in sorted(self.named):
+            if name in FOUNDATION & self.block:
+                raise PluginError(f"{where}: {name} cannot be blocked; what it declares is always loaded")
+        present = sorted({*installed, *FOUNDATION})
         for where, name in sorted(self.named):
             if name not in present:
                 near = difflib.get_close_matches(name, present, n=1)
@@ -93,6 +93,8 @@ class PluginPolicy:
 
     def refusal(self, distribution: str) -> str | None:
         """Why a distribution is not loaded, or ``None`` if it is."""
+        if distribution in FOUNDATION:
+            return None
         if not self.autoload:
             return "installed plugins are switched off (plugins.autoload, --no-plugins or D9D_PLUGINS=none)"
         if distribution in self.block:

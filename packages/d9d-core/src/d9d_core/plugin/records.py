@@ -87,7 +87,7 @@ class ModelSpec(ConfiguredSpec):
     """A model family. ``build(config, stage: Stage) -> nn.Module``, called under the meta device.
 
     Attributes:
-        hugging_face: a :class:`d9d_core.protocols.HuggingFaceFormat`, for export and import.
+        hugging_face: a :class:`d9d_weights.hugging_face.format.HuggingFaceFormat`, for export and import.
         flops: ``(config, sequence_length) -> float``, training FLOPs per token (forward and backward).
         tiny: ``() -> config``, a configuration that runs in milliseconds on a CPU, for tests and ``d9d verify``.
     """
@@ -195,6 +195,18 @@ class KernelSpec(Spec):
 @dataclass(frozen=True, kw_only=True)
 class HealthCheckSpec(Spec):
     """One line of ``d9d doctor``. ``run() -> Health``."""
+
+    run: Ref
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCheckSpec(Spec):
+    """A further check of a job, made by ``d9d check`` after names, values and capabilities.
+
+    Attributes:
+        run: function of the :class:`~d9d_core.job.JobFile` and the number of processes (``None``: what the mesh needs).
+            It prints what it found and raises :class:`~d9d_core.errors.D9dError` if the job cannot run.
+    """
 
     run: Ref
 

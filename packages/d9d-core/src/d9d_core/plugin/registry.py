@@ -11,7 +11,7 @@ from types import MappingProxyType
 from d9d_core.errors import PluginError
 from d9d_core.plugin.hooks import KINDS, Kind
 from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.policy import normalise
+from d9d_core.plugin.policy import FOUNDATION, normalise
 from d9d_core.plugin.records import CapabilitySpec, Spec
 
 Record = Spec | CapabilitySpec
@@ -125,12 +125,15 @@ class Registry:
         return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
 
     def conflicts(self) -> list[str]:
-        """One message per name that several plugins declare. Only using such a name is an error."""
+        """One message per name that several plugins declare. Only using such a name is an error.
+
+        Commands of the foundation are no such names: they always win.
+        """
         return [
             _ambiguous(kind, name, same)
             for kind, names in self._table.items()
             for name, same in sorted(names.items())
-            if len(same) > 1
+            if len(same) > 1 and not (kind == "command" and any(e.origin.distribution in FOUNDATION for e in same))
         ]
 
     def find(self, kind: str, selector: str) -> Entry:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from d9d_core.errors import JobError
-from d9d_core.protocols import Microbatch, StageInputs, State
+from d9d_core.protocols.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 from torch.nn import functional
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from d9d_core.config.base import closest
 from d9d_core.errors import JobError
-from d9d_core.protocols import State
+from d9d_core.types import State
 
 T = TypeVar("T")
 

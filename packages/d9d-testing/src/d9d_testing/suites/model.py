@@ -14,11 +14,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.plugin import ModelSpec, Ref
-from d9d_core.protocols import HuggingFaceFormat, Stage
-from d9d_core.state.export import ModelFiles, export_model
-from d9d_core.state.hub.writer import ModelWriter
-from d9d_core.state.mapper import StateGraph
-from d9d_core.state.mapper.graph import map_tensors, specs_of
+from d9d_core.protocols.model import Stage
 from d9d_core.traits import (
     TRAITS,
     ContextParallelizable,
@@ -27,11 +23,16 @@ from d9d_core.traits import (
     LateInit,
     PipelineStage,
     TensorParallelizable,
-    TensorSpec,
     TensorStyle,
     modules_with,
 )
-from d9d_core.verify.layouts import Layout
+from d9d_core.types import TensorSpec
+from d9d_engine.verify.layouts import Layout
+from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import map_tensors, specs_of
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.format import HuggingFaceFormat
+from d9d_weights.hugging_face.writer import ModelWriter
 from torch import Tensor, nn
 
 from d9d_testing.layouts import Harness, assert_passed

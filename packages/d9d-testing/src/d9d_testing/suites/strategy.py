@@ -10,10 +10,11 @@ import pytest
 import torch
 from d9d_core.config.job import Mesh
 from d9d_core.plugin.records import ModelSpec, StrategySpec
-from d9d_core.protocols import Applied, Stage
-from d9d_core.topology.mesh import Topology
-from d9d_core.topology.simulate import simulated_world
-from d9d_core.verify.layouts import Layout
+from d9d_core.protocols.model import Stage
+from d9d_core.protocols.strategy import Applied
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.simulate import simulated_world
+from d9d_engine.verify.layouts import Layout
 
 from d9d_testing.layouts import Harness, assert_passed, job_of
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 from d9d_core.errors import DataError
-from d9d_core.protocols import DataContext, Pack, State
+from d9d_core.protocols.data import DataContext
+from d9d_core.types import Pack, State
 
 from d9d_testing.toy.config import ToyDataConfig, ToyTokensConfig
 

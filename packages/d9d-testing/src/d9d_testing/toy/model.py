@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.protocols import Stage
-from d9d_core.state.mapper import Mapper, Select
-from d9d_core.traits import TensorSpec
+from d9d_core.protocols.model import Stage
+from d9d_core.types import TensorSpec
+from d9d_weights.graph import Mapper, Select
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyModelConfig

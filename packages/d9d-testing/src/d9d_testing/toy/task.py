@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import torch
 from d9d_core.errors import DataError
-from d9d_core.protocols import Microbatch, StageInputs, State
+from d9d_core.protocols.task import StageInputs
+from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 from d9d_testing.toy.config import ToyMetricConfig, ToyTaskConfig

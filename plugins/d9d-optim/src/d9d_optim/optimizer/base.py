@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.topology.local import local
+from d9d_core.tensors import local
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.config import OptimizerConfig
@@ -34,7 +34,7 @@ class Batch:
 
 
 class NamedOptimizer(ABC):
-    """Base of optimizers that follow :class:`d9d_core.protocols.Optimizer`.
+    """Base of optimizers that follow :class:`d9d_core.protocols.optimizer.Optimizer`.
 
     State is kept by parameter name rather than by position in a list, so it means the same in every layout.
 

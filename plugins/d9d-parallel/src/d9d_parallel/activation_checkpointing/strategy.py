@@ -6,8 +6,8 @@ import fnmatch
 from collections.abc import Sequence
 
 from d9d_core.errors import BuildError
-from d9d_core.protocols import Applied
-from d9d_core.topology.mesh import Topology
+from d9d_core.protocols.strategy import Applied
+from d9d_engine.distributed.mesh import Topology
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig

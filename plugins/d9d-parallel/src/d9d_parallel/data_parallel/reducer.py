@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.compat import keep_fsdp_gradients, reduce_fsdp_gradients
+from d9d_engine.compat import keep_fsdp_gradients, reduce_fsdp_gradients
 from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpReducer:
-    """Switches the reductions of a stage on and off between microbatches; see :class:`d9d_core.protocols.Reducer`.
+    """Switches the reductions of a stage on and off between microbatches; see :class:`d9d_core.protocols.strategy.Reducer`.
 
     From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` says:
     a unit's gradients travel together, and some of them are still to come.

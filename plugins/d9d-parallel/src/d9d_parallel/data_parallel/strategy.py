@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from d9d_core.compat import prepare_fsdp_gradients
 from d9d_core.errors import BuildError
-from d9d_core.protocols import Applied, GradientOwner
-from d9d_core.topology.mesh import Topology
+from d9d_core.protocols.strategy import Applied, GradientOwner
+from d9d_engine.compat import prepare_fsdp_gradients
+from d9d_engine.distributed.mesh import Topology
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -6,15 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from d9d_core.loop.executor import Arrival, Executor, Handler, StepState
-from d9d_core.loop.program import (
-    Action,
-    Backward,
-    Forward,
-    InputBackward,
-    MicrobatchAction,
-    Overlap,
-)
+from d9d_core.program.actions import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap
+from d9d_engine.step.executor import Arrival, Executor, Handler, StepState
 from torch import Tensor
 
 from d9d_pipeline.overlap.duet import Duet

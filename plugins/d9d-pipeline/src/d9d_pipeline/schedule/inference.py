@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.loop.program import Forward, Program
+from d9d_core.program.actions import Forward, Program
 
 from d9d_pipeline.communication import connect
 from d9d_pipeline.placement import Placement
@@ -17,7 +17,7 @@ def inference(placement: Placement, microbatches: int) -> Sequence[Program]:
     A round of as many microbatches as there are ranks passes through one stage of a rank after the other.
 
     Args:
-        placement: which rank has which stages, as ``d9d_core.loop.program_check.placement`` reads it off programs.
+        placement: which rank has which stages, as ``d9d_core.program.validation.placement`` reads it off programs.
         microbatches: how many.
     """
     check("inference", len(placement), microbatches)

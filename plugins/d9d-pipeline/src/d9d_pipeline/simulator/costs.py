@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from d9d_core.loop.program import Action, Backward, Forward, InputBackward, WeightBackward
-from d9d_core.loop.program_index import ProgramIndex
+from d9d_core.program.actions import Action, Backward, Forward, InputBackward, WeightBackward
+from d9d_core.program.index import ProgramIndex
 
 #: One number for what a rank has in all, shared evenly by its stages; or one number for each stage.
 PerStage = float | Sequence[float]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.loop.program import (
+from d9d_core.program.actions import (
     Backward,
     Forward,
     InputBackward,

@@ -1,0 +1,48 @@
+"""``d9d check``: names, values, capabilities, mesh and schedule here; what needs tensors by checks of other packages."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from d9d_core.cli.output import console_for
+from d9d_core.job import JobFile
+from d9d_core.plugin.records import JobCheckSpec
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import plugin_error
+
+
+def check_job(job: JobFile, world_size: int | None) -> None:
+    """Check a job as far as the installed packages can, and say what was not checked.
+
+    Raises:
+        D9dError: the job cannot run.
+    """
+    console = console_for()
+    resolution = job.check(world_size)
+    checks = job.registry.entries("job check")
+    for entry in checks:
+        assert isinstance(entry.spec, JobCheckSpec)
+        try:
+            run = entry.spec.run.load()
+        except FOREIGN_FAILURES as error:
+            raise plugin_error(f"job check {entry}: {entry.spec.run} failed to load: {error!r}", error) from error
+        run(job, world_size)
+    if any(entry.spec.key == "plan" for entry in checks):
+        return
+    table = Table(box=None, show_header=False)
+    table.add_row("mesh", str(job.mesh))
+    for chosen in resolution.selection.all():
+        table.add_row(chosen.where, chosen.spec.name, str(chosen.entry.origin))
+    table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
+    for verdict in resolution.verdicts:
+        if verdict.satisfied is None:
+            table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
+    console.print(table)
+    console.print(
+        Text.assemble(
+            ("ok", "green"),
+            ": names, values, capabilities, mesh and schedule; not checked: model, strategies, kernels, memory "
+            "(pip install d9d-engine)",
+        )
+    )

@@ -1,0 +1,76 @@
+"""Options and helpers that the commands of core and of other packages share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from d9d_core.plugin.policy import PluginPolicy
+
+if TYPE_CHECKING:
+    from d9d_core.job import JobFile
+    from d9d_core.plugin.registry import Registry
+
+    Loaded = TypeVar("Loaded", bound=JobFile)
+
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")]
+Overrides = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")]
+Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
+NoPlugins = Annotated[bool, typer.Option("--no-plugins", help="Load no installed plugin.")]
+Strict = Annotated[bool, typer.Option("--strict-plugins", help="Any problem with any plugin is an error.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def command_app(name: str, help_text: str) -> typer.Typer:
+    """An application for a :class:`~d9d_core.plugin.CommandSpec`; its errors are left to ``d9d``."""
+    return typer.Typer(
+        name=name, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
+    )
+
+
+def policy_of(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:
+    """Plugin policy of the command line's options."""
+    return PluginPolicy(files=tuple(files), autoload=not no_plugins, strict=strict)
+
+
+def load_job(
+    kind: type[Loaded],
+    job: Path,
+    overrides: list[str],
+    files: list[Path],
+    no_plugins: bool,
+    strict: bool,
+    quiet: bool = False,
+) -> Loaded:
+    """Load a job file with the options of the command line, and warn about plugins that could not be loaded.
+
+    Raises:
+        JobError: the file is wrong.
+        PluginError: a required or single-file plugin cannot be loaded.
+    """
+    loaded = kind.load(job, overrides=overrides, policy=policy_of(files, no_plugins, strict))
+    if not quiet:
+        warn_of_problems(loaded.registry)
+    return loaded
+
+
+def discover_plugins(files: list[Path], no_plugins: bool, strict: bool = False) -> Registry:
+    """Registry of what is installed, with the options of the command line."""
+    from d9d_core.plugin.loader import discover
+
+    return discover(PluginPolicy.from_environment(os.environ) | policy_of(files, no_plugins, strict))
+
+
+def warn_of_problems(registry: Registry) -> None:
+    """One warning line for each plugin that could not be loaded."""
+    for problem in registry.problems:
+        say(f"warning: {problem} (see d9d doctor)")
+
+
+def say(text: str) -> None:
+    """Print a line on standard error."""
+    print(text, file=sys.stderr)  # noqa: T201

@@ -1,0 +1,172 @@
+"""Resolution of a job: the records that its names select, and whether they go together. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from d9d_core.config.base import PluginConfig
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import JobError
+from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
+from d9d_core.plugin.kernels import find_kernel
+from d9d_core.plugin.records import ModelSpec, StrategySpec
+from d9d_core.plugin.registry import Registry
+
+Part = tuple[Chosen, PluginConfig]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The records behind a job's names.
+
+    Attributes:
+        model, task, dataset, optimizer, lr_schedule, schedule, peft: one record each, where the job has one.
+        strategies: in order of application.
+        metrics, trackers, subscribers: as listed.
+        evaluation: the evaluation's dataset.
+    """
+
+    model: Chosen
+    task: Chosen
+    dataset: Chosen
+    optimizer: Chosen
+    lr_schedule: Chosen | None
+    schedule: Chosen | None
+    peft: Chosen | None
+    evaluation: Chosen | None
+    strategies: Sequence[Part]
+    metrics: Sequence[Part]
+    trackers: Sequence[Part]
+    subscribers: Sequence[Part]
+
+    def all(self) -> list[Chosen]:
+        """Every chosen record."""
+        single = (
+            self.model,
+            self.task,
+            self.dataset,
+            self.optimizer,
+            self.lr_schedule,
+            self.schedule,
+            self.peft,
+            self.evaluation,
+        )
+        several = (self.strategies, self.metrics, self.trackers, self.subscribers)
+        return [c for c in single if c is not None] + [chosen for parts in several for chosen, _ in parts]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A job whose names were looked up and whose parts go together.
+
+    Attributes:
+        selection: records behind the job's names.
+        verdicts: capabilities, satisfied or undecided.
+    """
+
+    selection: Selection
+    verdicts: Sequence[Verdict]
+
+
+def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: Circumstances) -> Resolution:
+    """Look up the names of a job and make every check that needs no tensors; the one sequence of these checks.
+
+    Args:
+        job: validated.
+        registry: meaning of its names.
+        world_size: number of processes.
+        circumstances: what capabilities are judged against.
+
+    Raises:
+        D9dError: the job cannot run on this many processes.
+    """
+    check_world(job, world_size)
+    selection = select(job, registry)
+    check_parts(job, selection)
+    verdicts = check_capabilities(selection, registry, circumstances)
+    for op, selector in job.kernels.items():
+        find_kernel(registry, op, selector)
+    return Resolution(selection, verdicts)
+
+
+def select(job: JobConfig, registry: Registry) -> Selection:
+    """Look up every name of the job.
+
+    Raises:
+        PluginError: a config object names a plugin that the registry does not have.
+    """
+
+    def one(kind: str, where: str, config: PluginConfig) -> Chosen:
+        return Chosen(where, registry.find(kind, config.selector))
+
+    def maybe(kind: str, where: str, config: PluginConfig | None) -> Chosen | None:
+        return None if config is None else one(kind, where, config)
+
+    def several(kind: str, where: str, configs: Iterable[PluginConfig]) -> list[Part]:
+        return [(one(kind, f"{where}[{index}]", config), config) for index, config in enumerate(configs)]
+
+    strategies = several("strategy", "parallel", job.parallel)
+    configs = {chosen.where: config for chosen, config in strategies}
+    return Selection(
+        model=one("model", "model", job.model),
+        task=one("task", "task", job.task),
+        dataset=one("dataset", "data", job.data),
+        optimizer=one("optimizer", "optimizer", job.optimizer),
+        lr_schedule=maybe("lr schedule", "lr_schedule", job.lr_schedule),
+        schedule=maybe("schedule", "pipeline", job.pipeline),
+        peft=maybe("peft method", "peft", job.peft),
+        evaluation=maybe("dataset", "evaluation.data", job.evaluation.data if job.evaluation else None),
+        strategies=[(chosen, configs[chosen.where]) for chosen in order(chosen for chosen, _ in strategies)],
+        metrics=several("metric", "metrics", job.metrics),
+        trackers=several("tracker", "trackers", job.trackers),
+        subscribers=several("subscriber", "subscribers", job.subscribers),
+    )
+
+
+def check_capabilities(selection: Selection, registry: Registry, circumstances: Circumstances) -> list[Verdict]:
+    """Every requirement of every chosen record.
+
+    Raises:
+        JobError: one line per requirement that does not hold.
+    """
+    verdicts = judge(selection.all(), registry, circumstances)
+    failed = [f"{v.chosen.where}: {v.reason}" for v in verdicts if v.satisfied is False]
+    if failed:
+        raise JobError("\n".join(failed))
+    return verdicts
+
+
+def check_parts(job: JobConfig, selection: Selection) -> None:
+    """What the job asks for must be possible with the parts it names.
+
+    Raises:
+        JobError: a mesh axis has several ranks that would all do the same, or the model cannot be exported.
+    """
+    if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
+        raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
+    used = {
+        axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
+    }
+    used |= {token.removeprefix("mesh:") for chosen in selection.all() for token in chosen.spec.requires}
+    used |= {"pp"} if selection.schedule else set()
+    for axis, size in job.mesh.sizes().items():
+        if size > 1 and axis not in used:
+            what = "a schedule to 'pipeline'" if axis == "pp" else "a strategy for it to 'parallel'"
+            raise JobError(f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1")
+
+
+def check_world(job: JobConfig, world_size: int) -> None:
+    """Compare the mesh with the number of processes.
+
+    Raises:
+        JobError: they differ.
+    """
+    needed = job.mesh.world_size
+    if needed != world_size:
+        ranks = f"{needed} rank{'s' if needed != 1 else ''}"
+        start = f"{needed} process{'es' if needed != 1 else ''}"
+        how = f" (d9d train --nproc {needed}, torchrun, or srun)" if needed > 1 else ""
+        raise JobError(
+            f"mesh: {job.mesh} = {ranks}, but the job was started with {world_size}; change mesh or start {start}{how}"
+        )

@@ -1,0 +1,270 @@
+"""What a subscriber can observe: a catalogue of frozen events, delivered in the order in which they happen.
+
+    JobConfigured       the job is validated; nothing is built
+    DataReady           the data stream is open
+    ModelReady          the model is built and initialised; a checkpoint is not loaded yet
+    OptimizerReady      the optimizer and its state exist
+    TrainingStarts      weights, data position and counters are final; the first step follows
+    StepStarts          a pack is on the device
+      ForwardBackwardStarts, ForwardBackwardEnds
+      OptimizerStepStarts, OptimizerStepEnds
+    StepEnds            with the step's device tensors; reading them waits for the GPU
+    ValuesLogged        host values of an earlier step, when they have arrived
+    EvaluationStarts, EvaluationEnds
+    CheckpointStarts, CheckpointSaved
+    TrainingFinished    all steps are done
+    TrainingStopped     interrupted; the state is saved
+    TrainingFailed      an exception ends the run; it is raised again afterwards
+
+A subscriber that raises ends the run: observers are part of the job. Handlers are frozen into tuples before step 0.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from d9d_core.config.job import JobConfig
+from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.optimizer import Optimizer
+from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.types import Pack
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A save that came to its end.
+
+    Attributes:
+        step: optimizer steps done when it was taken.
+        location: where it is.
+        stall_seconds: how long it kept training from going on, on this rank.
+        write_seconds: how long it took to write.
+        bytes: its size, over all ranks.
+        warning: an older checkpoint could not be removed, and why.
+    """
+
+    step: int
+    location: str
+    stall_seconds: float
+    write_seconds: float
+    bytes: int
+    warning: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step leaves behind, as device tensors, equal on all ranks: nothing here waits for the GPU.
+
+    Attributes:
+        loss: float32 0-d, the weighted loss over the whole batch.
+        terms: the unscaled mean of each loss term, by name.
+        grad_norm: float32 0-d, before clipping.
+        finite: bool 0-d; where false, the step changed nothing.
+        tokens: 0-d, tokens (or samples) of the step over all ranks.
+        stop: bool 0-d, whether any rank was asked to stop.
+    """
+
+    loss: Tensor
+    terms: Mapping[str, Tensor]
+    grad_norm: Tensor
+    finite: Tensor
+    tokens: Tensor
+    stop: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class JobConfigured:
+    """The job is validated; nothing is built."""
+
+    job: JobConfig
+
+
+@dataclass(frozen=True, slots=True)
+class DataReady:
+    """The data stream is open."""
+
+    stream: DataStream
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReady:
+    """The model is built and initialised.
+
+    Attributes:
+        stage: this rank's part of it: all of it, or its pipeline stages as one module.
+        stage_holders: which pipeline rank holds which tensor, as :class:`d9d_weights.StageHolders`; ``None`` if each
+            holds all.
+    """
+
+    stage: nn.Module
+    stage_holders: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerReady:
+    """The optimizer and its state exist."""
+
+    optimizer: Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStarts:
+    """``step`` steps are done already."""
+
+    step: int
+    total_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStarts:
+    """Step ``step`` (0-based) begins."""
+
+    step: int
+    pack: Pack
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardStarts:
+    """The program of the step begins."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackwardEnds:
+    """Every backward was issued; gradients are not reduced or clipped yet."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStepStarts:
+    """Gradients are final."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStepEnds:
+    """Parameters are updated; gradients still exist."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnds:
+    """Step ``step`` (0-based) is done."""
+
+    step: int
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ValuesLogged:
+    """Host values after ``step`` steps (1-based), as the trackers get them."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationStarts:
+    """After ``step`` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationEnds:
+    """With the measured values."""
+
+    step: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointStarts:
+    """After ``step`` steps."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSaved:
+    """The checkpoint exists; if it was written beside the training, some steps later.
+
+    Attributes:
+        report: which step, where, how large, how long training waited and how long writing took.
+    """
+
+    report: SaveReport
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFinished:
+    """All steps are done, saved and exported."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingStopped:
+    """Interrupted after ``step`` steps; the state is saved."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingFailed:
+    """The run ends with ``error``."""
+
+    step: int
+    error: BaseException
+
+
+CATALOGUE: tuple[type[Any], ...] = (
+    JobConfigured,
+    DataReady,
+    ModelReady,
+    OptimizerReady,
+    TrainingStarts,
+    StepStarts,
+    ForwardBackwardStarts,
+    ForwardBackwardEnds,
+    OptimizerStepStarts,
+    OptimizerStepEnds,
+    StepEnds,
+    ValuesLogged,
+    EvaluationStarts,
+    EvaluationEnds,
+    CheckpointStarts,
+    CheckpointSaved,
+    TrainingFinished,
+    TrainingStopped,
+    TrainingFailed,
+)
+
+
+class Events:
+    """Delivers events to the handlers it was built with, in the order of the job file."""
+
+    def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
+        handlers: dict[type[Any], list[Callable[[Any], None]]] = defaultdict(list)
+        for subscriber in subscribers:
+            for event, handler in subscriber.subscriptions():
+                if event not in CATALOGUE:
+                    known = ", ".join(kind.__name__ for kind in CATALOGUE)
+                    raise TypeError(f"{type(subscriber).__name__} subscribes to {event!r}; events are: {known}")
+                handlers[event].append(handler)
+        self._handlers = {event: tuple(found) for event, found in handlers.items()}
+
+    def emit(self, event: object) -> None:
+        """Call the event's handlers."""
+        for handler in self._handlers.get(type(event), ()):
+            handler(event)

@@ -1,1 +1,0 @@
-"""The training loop: how a step runs, how a job is built, what is logged and saved."""

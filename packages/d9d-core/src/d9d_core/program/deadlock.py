@@ -1,0 +1,67 @@
+"""Whether programs come to an end when one rank may send another only so much in advance. Imports no torch."""
+
+from __future__ import annotations
+
+from d9d_core.program.actions import Backward, Forward, InputBackward, ReceiveActivation, ReceiveGradient
+from d9d_core.program.index import ProgramIndex
+
+
+def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:
+    """Number of an action -> actions of other ranks without which it cannot run.
+
+    A computation needs its tensors sent; a send needs the receive that makes room for it.
+    """
+    forward, backward, inputs = (index.table(kind) for kind in (Forward, Backward, InputBackward))
+    users = dict(zip(index.table(ReceiveActivation), forward, strict=True))
+    users |= dict(zip(index.table(ReceiveGradient), map(max, backward, inputs), strict=True))
+    found: dict[int, tuple[int, ...]] = {}
+    for pairs in index.channels().values():
+        for place, (send, receive) in enumerate(pairs):
+            user = users[receive]
+            found[user] = (*found.get(user, ()), send)
+            if buffers is not None and place >= buffers:
+                found[send] = (pairs[place - buffers][1],)
+    return found
+
+
+def find_deadlock(index: ProgramIndex, buffers: int | None = 1) -> str | None:
+    """Which ranks wait for one another forever, and at which actions; ``None`` if all programs come to an end.
+
+    Args:
+        index: of programs whose sends and receives match.
+        buffers: how many tensors one rank may have sent to another that has not offered memory for them.
+    """
+    needs = awaited(index, buffers)
+    ranks = len(index.programs)
+    place = index.first[:ranks]
+    waiting: dict[int, int] = {}  # an action that has not run -> the rank that needs it
+    ready = list(range(ranks))
+    while ready:
+        rank = ready.pop()
+        number, end = place[rank], index.first[rank + 1]
+        while number < end:
+            missing = next((other for other in needs.get(number, ()) if other >= place[index.rank(other)]), None)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            number += 1
+            place[rank] = number
+            if number - 1 in waiting:
+                ready.append(waiting.pop(number - 1))
+        place[rank] = number
+    stuck = {rank: missing for missing, rank in waiting.items()}
+    return _name_cycle(index, place, stuck, buffers) if stuck else None
+
+
+def _name_cycle(index: ProgramIndex, place: list[int], stuck: dict[int, int], buffers: int | None) -> str:
+    path = [min(stuck)]
+    while (following := index.rank(stuck[path[-1]])) not in path:
+        path.append(following)
+    cycle = path[path.index(following) :]
+    first = cycle.index(min(cycle))
+    parts = []
+    for rank in cycle[first:] + cycle[:first]:
+        there, missing = index.rank(stuck[rank]), index.action(stuck[rank])
+        parts.append(f"rank {rank} at {index.action(place[rank])} waits for {missing} on rank {there}")
+    room = "" if buffers is None else f" with room for {buffers} tensor(s) from one rank to another"
+    return f"deadlock{room}: {'; '.join(parts)}: move one of these actions before what its rank waits at"

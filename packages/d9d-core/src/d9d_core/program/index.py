@@ -1,0 +1,160 @@
+"""Where in the programs of all ranks each action stands, and which send belongs to which receive. Imports no torch.
+
+Actions are numbered through all programs, rank after rank, so that a program of a million actions is a few lists of
+integers: comparing two numbers of one rank compares places in its program.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from d9d_core.program.actions import (
+    Action,
+    MicrobatchAction,
+    Overlap,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    Reduce,
+    SendActivation,
+    SendGradient,
+    count_stages,
+)
+
+#: Ranks a channel leads from and to.
+Channel = tuple[int, int]
+
+
+@dataclass
+class ProgramIndex:
+    """The places of all actions.
+
+    Attributes:
+        programs: of all ranks.
+        stages: how many there are.
+        microbatches: how many there are.
+        first: the number of each rank's first action, and at the end the number of all.
+        nodes: type -> number of the action, or -1, at ``stage * microbatches + microbatch``.
+        reduces: stage -> number of its reduction, or -1.
+        hosts: stage -> the rank that computes it, or -1.
+        problems: actions that appear twice, that are about nothing, stages on several ranks.
+    """
+
+    programs: Sequence[Program]
+    stages: int
+    microbatches: int
+    first: list[int] = field(default_factory=lambda: [0])
+    nodes: dict[type[Action], list[int]] = field(default_factory=dict)
+    reduces: list[int] = field(default_factory=list)
+    hosts: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, programs: Sequence[Program], stages: int | None = None, microbatches: int | None = None
+    ) -> ProgramIndex:
+        """Number all actions; stages and microbatches are counted where they are not given."""
+        if microbatches is None:
+            of_one = (a for program in programs for a in program if isinstance(a, MicrobatchAction | Overlap))
+            microbatches = 1 + max((_microbatch(action) for action in of_one), default=-1)
+        index = cls(programs, count_stages(programs) if stages is None else stages, microbatches)
+        index.reduces = [-1] * index.stages
+        index.hosts = [-1] * index.stages
+        for rank, program in enumerate(programs):
+            index._add(rank, program)
+        return index
+
+    def _add(self, rank: int, program: Program) -> None:
+        number = self.first[-1]
+        for action in program:
+            kind: type[Action] = type(action)
+            if kind is Overlap:
+                assert isinstance(action, Overlap)
+                self._place(type(action.forward), action.forward, number, rank)
+                self._place(type(action.backward), action.backward, number, rank)
+            elif isinstance(action, MicrobatchAction):
+                self._place(kind, action, number, rank)
+            elif kind is Reduce:
+                self._place_reduce(action, number, rank)
+            number += 1
+        self.first.append(number)
+
+    def _place(self, kind: type[Action], action: MicrobatchAction, number: int, rank: int) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        if not 0 <= microbatch < self.microbatches:
+            self.problems.append(f"{action} on rank {rank}: there are only {self.microbatches} microbatches")
+            return
+        if not 0 <= stage < self.stages:
+            self.problems.append(f"{action} on rank {rank}: there are only {self.stages} stages")
+            return
+        places = self.nodes.get(kind)
+        if places is None:
+            places = self.nodes[kind] = [-1] * (self.stages * self.microbatches)
+        at = stage * self.microbatches + microbatch
+        if places[at] >= 0:
+            self._twice(action, places[at], rank)
+        else:
+            places[at] = number
+        self._check_host(action, rank)
+
+    def _place_reduce(self, action: Action, number: int, rank: int) -> None:
+        if not 0 <= action.stage < self.stages:
+            self.problems.append(f"{action} on rank {rank}: there are only {self.stages} stages")
+        elif self.reduces[action.stage] >= 0:
+            self._twice(action, self.reduces[action.stage], rank)
+        else:
+            self.reduces[action.stage] = number
+            self._check_host(action, rank)
+
+    def _twice(self, action: Action, number: int, rank: int) -> None:
+        self.problems.append(f"{action} appears twice, on rank {self.rank(number)} and rank {rank}; remove one")
+
+    def _check_host(self, action: Action, rank: int) -> None:
+        host = self.hosts[action.stage]
+        if host < 0:
+            self.hosts[action.stage] = rank
+        elif host != rank:
+            found = next(str(a) for a in self.programs[host] if a.stage == action.stage)
+            text = f"{found} is on rank {host} but {action} on rank {rank}: keep all actions of a stage on one rank"
+            self.problems.append(text)
+
+    def rank(self, number: int) -> int:
+        """Whose action that is."""
+        if number >= self.first[-1]:
+            return len(self.first) - 1
+        return bisect_right(self.first, number) - 1
+
+    def action(self, number: int) -> Action:
+        """The action of that number."""
+        rank = self.rank(number)
+        return self.programs[rank][number - self.first[rank]]
+
+    def table(self, kind: type[Action]) -> list[int]:
+        """``stage * microbatches + microbatch`` -> number of the action of that type, or -1."""
+        return self.nodes.get(kind) or [-1] * (self.stages * self.microbatches)
+
+    def channels(self) -> dict[Channel, list[tuple[int, int]]]:
+        """Numbers of each send and its receive, in order of sending."""
+        found: dict[Channel, list[tuple[int, int]]] = {}
+        size = self.microbatches
+        for send, receive, step in (
+            (SendActivation, ReceiveActivation, 1),
+            (SendGradient, ReceiveGradient, -1),
+        ):
+            sends, receives = self.table(send), self.table(receive)
+            for stage in range(self.stages):
+                peer = stage + step
+                if 0 <= peer < self.stages and self.hosts[stage] != self.hosts[peer]:
+                    pairs = zip(
+                        sends[stage * size : (stage + 1) * size], receives[peer * size : (peer + 1) * size], strict=True
+                    )
+                    found.setdefault((self.hosts[stage], self.hosts[peer]), []).extend(pairs)
+        return {channel: sorted(found[channel]) for channel in sorted(found)}
+
+
+def _microbatch(action: MicrobatchAction | Overlap) -> int:
+    if isinstance(action, Overlap):
+        return max(action.forward.microbatch, action.backward.microbatch)
+    return action.microbatch

@@ -1,0 +1,138 @@
+"""Which rank runs which stages, and what it does in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from d9d_core.config.base import ScheduleConfig
+from d9d_core.config.instantiate import instantiate
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from d9d_core.errors import BuildError, JobError
+from d9d_core.plugin.records import ScheduleSpec
+from d9d_core.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    Program,
+    Reduce,
+    Schedule,
+    compute_parts,
+    count_stages,
+    forward_only,
+    single_stage,
+)
+from d9d_core.program.validation import placement, validate
+from d9d_core.protocols.model import Stage
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a model, where they are, and the programs that run them.
+
+    Attributes:
+        schedule: generates the programs.
+        hosts: stage -> place along ``pp`` of the rank that has it.
+        ranks: size of ``pp``.
+        layers: how many layers each stage has, if the job says so.
+        kinds: the types of actions in a step of the job.
+    """
+
+    schedule: Schedule = single_stage
+    hosts: tuple[int, ...] = (0,)
+    ranks: int = 1
+    layers: tuple[int, ...] | None = None
+    kinds: frozenset[type[Action]] = frozenset({Forward, Backward, Reduce})
+    _programs: dict[int, Sequence[Program]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """All stages, in the order in which a microbatch meets them."""
+        return tuple(Stage(index, len(self.hosts), self.layers) for index in range(len(self.hosts)))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of one place along ``pp``, ascending."""
+        return tuple(stage for stage, host in enumerate(self.hosts) if host == rank)
+
+    def program(self, rank: int, microbatches: int) -> Program:
+        """What one place along ``pp`` does to train on that many microbatches.
+
+        Raises:
+            BuildError: the schedule cannot do that, or puts stages elsewhere for that number.
+        """
+        if microbatches not in self._programs:
+            programs = checked_programs(self.schedule, self.ranks, microbatches)
+            if _hosts(programs) != self.hosts:
+                raise BuildError(f"pipeline: the schedule puts stages elsewhere for {microbatches} microbatch(es)")
+            self._programs[microbatches] = programs
+        return self._programs[microbatches][rank]
+
+    def forward_program(self, rank: int, microbatches: int) -> Program:
+        """The same without backwards, for evaluation."""
+        return forward_only(self.program(rank, microbatches))
+
+
+def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
+    """The stages of a job's model; one by default.
+
+    Raises:
+        BuildError: the mesh has pipeline ranks, but the job names no schedule; the schedule is wrong; or it asks for
+            something that nothing runs.
+    """
+    if selection.schedule is None or job.pipeline is None:
+        if job.mesh.pp > 1:
+            raise BuildError(f"mesh.pp is {job.mesh.pp}, but the job names no schedule; add 'pipeline: <name>'")
+        return Pipeline()
+    schedule: Schedule = instantiate(selection.schedule, job.pipeline)
+    programs = checked_programs(schedule, job.mesh.pp, job.microbatches)
+    spec = selection.schedule.spec
+    assert isinstance(spec, ScheduleSpec)
+    kinds = frozenset(
+        type(part) for program in programs for action in program for part in (action, *compute_parts(action))
+    )
+    if spec.handlers is None:
+        _check_handled(job.pipeline.name, kinds)
+    layers = job.pipeline.layers if isinstance(job.pipeline, ScheduleConfig) else None
+    pipeline = Pipeline(schedule, _hosts(programs), job.mesh.pp, layers, kinds, {job.microbatches: programs})
+    model = selection.model
+    if len(pipeline.hosts) > 1 and "model:pipeline" not in model.spec.provides:
+        raise JobError(
+            f"pipeline: '{job.pipeline.name}' cuts the model into {len(pipeline.hosts)} stages, which model "
+            f"{model.entry} cannot be: it lacks the trait 'model:pipeline'; remove 'pipeline' and set mesh.pp to 1, "
+            "or choose another model"
+        )
+    return pipeline
+
+
+def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Sequence[Program]:
+    """The programs of all pipeline ranks, validated.
+
+    Raises:
+        BuildError: the schedule cannot do that, or generates an invalid program.
+    """
+    try:
+        programs = schedule(ranks, microbatches)
+    except ValueError as error:
+        raise BuildError(f"pipeline: {error}") from error
+    problems = validate(programs, count_stages(programs), microbatches)
+    if len(programs) != ranks:
+        problems = [f"{len(programs)} programs for {ranks} rank(s); a schedule makes one for each"]
+    if problems:
+        more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+        text = f"pipeline: invalid program for {microbatches} microbatch(es): {'; '.join(problems[:5])}{more}"
+        raise BuildError(f"{text}. The schedule is wrong, not the job: choose another, or repair its plugin")
+    return programs
+
+
+def _hosts(programs: Sequence[Program]) -> tuple[int, ...]:
+    hosts = {stage: rank for rank, stages in enumerate(placement(programs)) for stage in stages}
+    return tuple(hosts[stage] for stage in range(len(hosts)))
+
+
+def _check_handled(name: str, kinds: frozenset[type[Action]]) -> None:
+    if unknown := [kind.__name__ for kind in kinds - Pipeline().kinds]:
+        raise BuildError(
+            f"pipeline: '{name}' asks for {', '.join(sorted(unknown))}, which nothing can run: its plugin declares no "
+            "'handlers'; d9d-pipeline's are Ref('d9d_pipeline.executor:handlers')"
+        )

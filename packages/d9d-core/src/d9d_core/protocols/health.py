@@ -1,0 +1,13 @@
+"""Outcome of a health check of ``d9d doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The outcome of one health check."""
+
+    ok: bool
+    message: str

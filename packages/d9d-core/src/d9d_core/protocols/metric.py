@@ -1,0 +1,88 @@
+"""Metrics: distributed statistics whose state can be merged over ranks and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A logged value with two dimensions, such as the load of each expert of each layer.
+
+    Attributes:
+        values: [rows, columns]; NaN where there is nothing.
+        row: what a row is, for example ``layer``.
+        column: what a column is.
+        unit: what a value is.
+        neutral: the value in the middle of a picture's colours; ``None`` if there is no such value.
+        rows: what each row is called, for example the number of its layer; empty if they are counted from 0.
+
+    Raises:
+        ValueError: there are names, but not one for each row.
+    """
+
+    values: Tensor
+    row: str = "row"
+    column: str = "column"
+    unit: str = "value"
+    neutral: float | None = None
+    rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rows and len(self.rows) != len(self.values):
+            raise ValueError(
+                f"a table of {len(self.values)} rows has {len(self.rows)} names for them; name each or none"
+            )
+
+
+class Metric(Protocol):
+    """A statistic whose state can be merged over ranks and saved."""
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """State name -> how the states of two shards are merged."""
+        ...
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Take in one microbatch, on the device, without waiting for it."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """The accumulated state. Names, shapes and dtypes are the same from construction on: it is loaded into."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a (merged or saved) state."""
+        ...
+
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        """Series name -> 0-d value or table, from the present state; device tensors."""
+        ...
+
+    def reset(self) -> None:
+        """Forget everything."""
+        ...
+
+
+@runtime_checkable
+class StageMetric(Protocol):
+    """A metric over what a model's modules tally (:class:`d9d_core.traits.HasTallies`).
+
+    In place of what the task observes, it takes in each tally of a microbatch as ``"<module name>/<tally>"``: those of
+    one pipeline stage at a time.
+    """
+
+    def attach(self, stage: nn.Module) -> None:
+        """Look at the whole model, once and before anything else, so that the state has its final shapes.
+
+        Stages of other pipeline ranks are on the meta device.
+
+        Raises:
+            BuildError: the model has nothing to observe.
+        """
+        ...

@@ -1,0 +1,57 @@
+"""Optimizers and learning-rate schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Optimizer(Protocol):
+    """Updates parameters in place. State is keyed by parameter name, so any layout can resume from any other.
+
+    It is given the trained parameters of the whole model, so that its rules mean the same on every rank. Those of other
+    pipeline ranks are on the meta device and never have a gradient; the state made for them is there too.
+
+    Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` then is sharded like them. An update
+    that is elementwise works on :func:`d9d_core.tensors.local` of each.
+    """
+
+    def init_state(self) -> None:
+        """Materialise all state, so that it can be loaded into."""
+        ...
+
+    def step(self, gate: Tensor) -> None:
+        """Update from ``parameter.grad``. A parameter without a gradient is left alone.
+
+        Args:
+            gate: 0-d bool tensor on the parameters' device; where it is false, neither parameters nor state change.
+        """
+        ...
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Multiply the base learning rate of every group for the coming steps."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group now."""
+        ...
+
+    def describe(self) -> Mapping[str, Any]:
+        """The parameter groups in words, for ``d9d explain``: group -> settings and parameter names."""
+        ...
+
+    def state(self) -> Mapping[str, Tensor]:
+        """``"<parameter name>/<slot>"`` -> tensor. The tensors are the optimizer's own: loading copies into them."""
+        ...
+
+
+class LrSchedule(Protocol):
+    """The factor on the base learning rate, a pure function of the step."""
+
+    def __call__(self, step: int) -> float:
+        """The factor used in step ``step`` (0-based)."""
+        ...

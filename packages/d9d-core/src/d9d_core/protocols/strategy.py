@@ -1,0 +1,84 @@
+"""Parallel strategies: changes to a stage in place, and who reduces which gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from d9d_core.protocols.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class GradientOwner:
+    """Who reduces the gradient of one parameter over one mesh axis, and how.
+
+    A parameter that belongs to a view (:attr:`Applied.views`) has that view's dimensions in place of the axes.
+    """
+
+    parameter: str
+    axis: str
+    owner: Literal["fsdp", "sync", "none"]
+    operation: Literal["sum", "max"] = "sum"
+
+
+class Reducer(Protocol):
+    """Reduces gradients over ranks while a backward runs, and is told which one is coming."""
+
+    def before_backward(self, last: bool, complete: bool = True) -> None:
+        """A backward of the stage is about to start.
+
+        Args:
+            last: it is the last of the step; when it has ended, all gradients are reduced or being reduced.
+            complete: it computes all gradients of its microbatch. If not, those of weights follow some time later, so
+                nothing may be reduced before :meth:`reduce`, and ``last`` is false.
+        """
+        ...
+
+    def after_weights(self) -> None:
+        """Gradients of weights that a backward had left for later were added to those of earlier microbatches."""
+        ...
+
+    def reduce(self) -> None:
+        """All gradients are there: reduce what waits. Only called if some backward of the step was not complete."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a strategy did. One that changed no module is an error: nothing in a job file does nothing.
+
+    Attributes:
+        modules: qualified names of the modules it changed; the stage itself is ``""``.
+        gradients: the reductions it takes responsibility for.
+        views: parameter -> the view of the mesh that it is spread over, if that is none of the base axes.
+        reducers: what must know when a backward starts.
+        compute_dtype: what it converts parameters and inputs to for the forward, if it does.
+        on_host: names of the parameters that live in the host's memory, whatever the device.
+        unmatched: what the config asks for and this stage lacks, such as a pattern that no parameter has, and the text
+            of the error if no other stage has it either.
+    """
+
+    modules: tuple[str, ...]
+    gradients: tuple[GradientOwner, ...] = ()
+    views: Mapping[str, str] = field(default_factory=dict)
+    reducers: tuple[Reducer, ...] = ()
+    compute_dtype: torch.dtype | None = None
+    on_host: frozenset[str] = frozenset()
+    unmatched: Mapping[str, str] = field(default_factory=dict)
+
+
+class Strategy(Protocol):
+    """Changes a built stage in place; parameter names stay what they were."""
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Apply to the stage, on the meta device. Collective over all ranks if it takes a mesh from the topology.
+
+        Raises:
+            BuildError: the stage lacks what the strategy needs.
+        """
+        ...

@@ -1,0 +1,71 @@
+"""Tasks: model inputs from a microbatch, loss sums from the model's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from d9d_core.types import Microbatch, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """Keyword arguments of a stage's forward.
+
+    Attributes:
+        first: for the first stage only; later stages get the previous stage's outputs instead.
+        shared: for every stage.
+    """
+
+    first: Mapping[str, Tensor]
+    shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """What is learned: from a microbatch to model inputs, and from outputs to loss sums.
+
+    The loss of a step is the sum over its terms of ``coefficient * (sum of the term) / (global weight of the term)``.
+    Weights depend on the microbatch alone, so they are known before the first backward and no pass over gradients is
+    needed. A term of zero weight contributes zero.
+    """
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The loss terms and their coefficients."""
+        ...
+
+    def check(self, model: Any, facts: State) -> None:
+        """Compare the model's config with the facts of the data, before anything is built.
+
+        Args:
+            model: its config.
+            facts: what the data stream knows of itself, which may be little; nothing while a job is planned.
+
+        Raises:
+            D9dError: they do not go together, for example a vocabulary larger than the model's.
+        """
+        ...
+
+    def count(self, microbatch: Microbatch) -> int:
+        """Tokens (or samples) of this microbatch, from shapes alone; for throughput."""
+        ...
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Term -> its weight in this microbatch, a 0-d tensor on the microbatch's device."""
+        ...
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """The keyword arguments of the model."""
+        ...
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Term -> its sum over this microbatch, a 0-d float32 tensor with a graph; finite also where nothing counts."""
+        ...
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """What metrics may look at, detached."""
+        ...

@@ -1,0 +1,69 @@
+"""Trackers: destinations of logged values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+from d9d_core.protocols.metric import Table
+from d9d_core.types import State
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What a tracker may know about the run.
+
+    Attributes:
+        name: the run's name.
+        directory: the run's directory.
+        description: free text from the job file.
+        config: the resolved job.
+        total_steps: optimizer steps of the whole run.
+        resumed_step: steps already done and saved, 0 for a new run. Entries of later steps must disappear.
+    """
+
+    name: str
+    directory: Path
+    description: str
+    config: State
+    total_steps: int
+    resumed_step: int
+
+
+class TrackerRun(Protocol):
+    """An open run of a tracker. A failing tracker is reported once and never ends the training."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Series name -> value after ``step`` steps (1-based)."""
+        ...
+
+    def flush(self) -> None:
+        """Make everything written so far survive a crash; called before each checkpoint."""
+        ...
+
+    def state(self) -> State:
+        """What :meth:`Tracker.open` needs to continue this run, such as a run id."""
+        ...
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """End the run."""
+        ...
+
+
+@runtime_checkable
+class TakesTables(Protocol):
+    """A tracker's run that takes tables too. Those that do not never see any."""
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Name -> table, in the host's memory, after ``step`` steps (1-based)."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where logged values go."""
+
+    def open(self, run: RunInfo, state: State | None) -> TrackerRun:
+        """Start a run, or continue the one whose ``state`` a checkpoint kept."""
+        ...

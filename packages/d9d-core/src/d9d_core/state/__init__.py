@@ -1,1 +1,0 @@
-"""Weights, checkpoints and randomness: everything that outlives a step."""

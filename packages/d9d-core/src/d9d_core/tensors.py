@@ -1,0 +1,46 @@
+"""The part of a tensor that this rank holds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rank's own shard of a DTensor, sharing its memory; any other tensor itself."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if not torch.is_grad_enabled():  # the way of each step; entering no_grad costs more than all the rest
+        return tensor.to_local()
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor on every rank. Collective over the ranks of a DTensor's mesh."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad(), _several_gathers_are_meant():
+        return tensor.full_tensor()
+
+
+@contextmanager
+def _several_gathers_are_meant() -> Iterator[None]:
+    """Keeps torch from warning, on every rank, that what is split over two dimensions is gathered in two steps."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The format for sums over very many values: float64, where the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,1 +1,0 @@
-"""The processes of a job and how they are arranged."""

@@ -1,0 +1,286 @@
+"""Putting the stages of a rank together on the meta device: nothing is allocated, everything is decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import BuildError, JobError
+from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.build.joined_stages import JoinedStages, joined_stages
+from d9d_engine.step.ownership import Ownership, settle
+from d9d_core.config.instantiate import instantiate
+from d9d_core.program.placement import Pipeline, plan_pipeline
+from d9d_core.config.resolve import Selection
+from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
+from d9d_core.plugin.records import StrategySpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.strategy import Applied, Reducer, Strategy
+from d9d_core.protocols.peft import PeftMethod
+from d9d_weights.graph.graph import specs_of
+from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_weights.sharding.stage_holders import StageHolders
+from d9d_weights.sharding.collectives import all_gather_objects
+from d9d_engine.distributed.mesh import Topology
+from d9d_core.traits import Divisible, PipelineStage
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The stages of this rank on the meta device and how they came about.
+
+    Attributes:
+        pipeline: all stages, and who runs them.
+        stages: those of this rank by index, with all strategies applied.
+        whole: all stages of the model as one module; those of other ranks stay on the meta device.
+        outlines: all stages but the last, without strategies and on the meta device, to be asked what they hand on.
+        kernels: what the ops run with.
+        applied: each strategy and what it changed, in order of application.
+        reducers: stage -> what must know when a backward starts.
+        peft: the fine-tuning method, to be merged before export.
+        trainable: names of the parameters that train.
+        ownership: who reduces which of their gradients.
+        shared: parameter -> the stages that have it, if there are several.
+        injected: names of the tensors that the fine-tuning method added.
+    """
+
+    pipeline: Pipeline
+    stages: Mapping[int, nn.Module]
+    whole: nn.Module
+    outlines: Sequence[nn.Module]
+    kernels: Sequence[KernelChoice]
+    applied: Sequence[tuple[Chosen, Applied]]
+    reducers: Mapping[int, Sequence[Reducer]]
+    peft: PeftMethod | None
+    trainable: frozenset[str]
+    ownership: Ownership
+    shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    injected: frozenset[str] = frozenset()
+
+    @property
+    def model(self) -> nn.Module:
+        """The stages of this rank as one module."""
+        return joined_stages(list(self.stages.values()))
+
+    @property
+    def all_stages(self) -> list[nn.Module]:
+        """All stages of the model, in order."""
+        return list(self.whole.stages) if isinstance(self.whole, JoinedStages) else [self.whole]
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that train, of the whole model; those of other ranks stay on the meta device.
+
+        So the rules of an optimizer mean the same on every rank.
+        """
+        here = dict(self.model.named_parameters())
+        everything = {name: here.get(name, parameter) for name, parameter in self.whole.named_parameters()}
+        return {name: parameter for name, parameter in everything.items() if name in self.trainable}
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Names of the parameters that live in the host's memory."""
+        return frozenset(name for _, applied in self.applied for name in applied.on_host)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """What strategies convert parameters and inputs to, if they do."""
+        converted = [applied.compute_dtype for _, applied in self.applied if applied.compute_dtype is not None]
+        return converted[-1] if converted else None
+
+    def stage_holders(self, topology: Topology) -> StageHolders | None:
+        """Which rank along ``pp`` holds which tensor; ``None`` if each holds all. Collective over those ranks."""
+        if self.pipeline.ranks == 1:
+            return None
+        group = topology.axes_group("pp")
+        assert group is not None
+        holders: dict[str, int] = {}
+        for host, stage in zip(self.pipeline.hosts, self.all_stages, strict=True):
+            holders = dict.fromkeys(model_tensors(stage), host) | holders
+        return StageHolders(specs_of(model_tensors(self.whole)), holders, group, topology.device)
+
+    def computed_whole(self) -> frozenset[str]:
+        """Names of the modules whose backward cannot be split, because it recomputes or was compiled."""
+        return frozenset(
+            name
+            for chosen, applied in self.applied
+            if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor in _WHOLE
+            for name in applied.modules
+        )
+
+
+#: Anchors of strategies after which the backward of a module is one piece.
+_WHOLE = ("checkpointing", "compile")
+
+
+def assemble(
+    job: JobConfig, selection: Selection, registry: Registry, topology: Topology, circumstances: Circumstances
+) -> Assembly:
+    """Build the stages, inject the fine-tuning method, apply strategies in the order of their anchors, bind kernels.
+
+    Stages of other ranks are built on the meta device too: their names and shapes are what all ranks must agree about.
+
+    Collective over all ranks, if a strategy communicates.
+
+    Raises:
+        BuildError: a part asked for has no effect or cannot run.
+    """
+    pipeline = plan_pipeline(job, selection)
+    everything = build_stages(job, selection, pipeline)
+    whole = joined_stages(everything)
+    check_divisibility(whole, job.mesh.sizes())
+    peft: PeftMethod | None = None
+    trainable = frozenset(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
+    before = model_tensors(whole).keys()
+    if selection.peft and job.peft:
+        peft = instantiate(selection.peft, job.peft)
+        assert peft is not None
+        with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
+            trainable = _inject(peft, selection.peft, whole)
+        for stage in everything:  # each has its own copy of what several share
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(name in trainable)
+    injected = frozenset(model_tensors(whole).keys() - before)
+    shared = shared_names(everything)
+    stages = {index: everything[index] for index in pipeline.stages_of(topology.coordinate["pp"])}
+    # What stages hand on must not depend on which rank asks, so strategies get no hold of these.
+    outlines = [deepcopy(stage) if index in stages else stage for index, stage in enumerate(everything[:-1])]
+    applied = []
+    reducers: dict[int, list[Reducer]] = {index: [] for index in stages}
+    for chosen, config in selection.strategies:
+        outcomes = _apply(chosen, config, stages, topology, several=len(everything) > 1)
+        for index, outcome in outcomes.items():
+            reducers[index] += outcome.reducers
+        applied.append((chosen, _merged(list(outcomes.values()))))
+    converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
+    compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
+    judge = Judge(selection.all(), registry, circumstances)
+    model = joined_stages(list(stages.values()))
+    kernels = bind_kernels(whole, registry, job.kernels, topology.device.type, compute, judge.verdicts)
+    outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
+    trained = [name for name, _ in model.named_parameters() if name in trainable]
+    ownership = settle(trained, topology, outcomes_by_name)
+    return Assembly(
+        pipeline, stages, whole, outlines, kernels, applied, reducers, peft, trainable, ownership, shared, injected
+    )
+
+
+def build_stages(job: JobConfig, selection: Selection, pipeline: Pipeline) -> list[nn.Module]:
+    """All stages of the model on the meta device, without strategies.
+
+    Raises:
+        BuildError: the model cannot be cut like that, or two stages have a tensor in common that is no parameter.
+    """
+    with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
+        stages: list[nn.Module] = [instantiate(selection.model, job.model, stage) for stage in pipeline.stages]
+    if len(stages) == 1:
+        return stages
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, PipelineStage):
+            kind = type(stage).__name__
+            raise BuildError(f"model {selection.model.entry}: {kind} does not say what it hands on; add boundary()")
+        parameters = dict(stage.named_parameters())
+        for name in model_tensors(stage).keys() - parameters.keys():
+            if name in seen:
+                raise BuildError(
+                    f"model {selection.model.entry}: stages {seen[name]} and {index} both have the buffer '{name}', "
+                    "so a checkpoint could keep only one; give it to one stage, or make it non-persistent"
+                )
+            seen[name] = index
+    return stages
+
+
+def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Parameter -> the stages that have it, for those that several have, such as a tied embedding."""
+    found: dict[str, list[int]] = {}
+    for index, stage in enumerate(stages):
+        for name, _ in stage.named_parameters():
+            found.setdefault(name, []).append(index)
+    return {name: tuple(holders) for name, holders in found.items() if len(holders) > 1}
+
+
+def _apply(
+    chosen: Chosen, config: Any, stages: Mapping[int, nn.Module], topology: Topology, several: bool
+) -> dict[int, Applied]:
+    """What a strategy did to each stage. Of several stages, one may lack what another has."""
+    strategy: Strategy = instantiate(chosen, config)
+    outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
+    changed = any(outcome.modules for outcome in outcomes.values())
+    first, *others = (outcome.unmatched for outcome in outcomes.values())
+    unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
+    if several and topology.simulated:
+        return outcomes  # the stages of other ranks are unknown; they are asked when the job starts
+    if several and topology.is_distributed:
+        everywhere = all_gather_objects([changed, list(unmatched)], topology.axes_group("pp"))
+        changed = any(there for there, _ in everywhere)
+        unmatched = {what: why for what, why in unmatched.items() if all(what in names for _, names in everywhere)}
+    for why in unmatched.values():
+        raise BuildError(why)
+    if not changed:
+        raise BuildError(
+            f"{chosen.where}: strategy {chosen.entry} matched no module of the model; remove it or change it"
+        )
+    return outcomes
+
+
+def _merged(outcomes: Sequence[Applied]) -> Applied:
+    """What a strategy did to all stages of this rank."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    return Applied(
+        modules=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.modules)),
+        gradients=tuple(dict.fromkeys(owner for outcome in outcomes for owner in outcome.gradients)),
+        views={name: view for outcome in outcomes for name, view in outcome.views.items()},
+        reducers=tuple(reducer for outcome in outcomes for reducer in outcome.reducers),
+        compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
+        on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
+    )
+
+
+def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Compare what the model says about its sizes with the mesh.
+
+    Raises:
+        JobError: an axis does not divide a size; one line for each such size.
+    """
+    problems: dict[str, None] = {}
+    for module in (module for module in stage.modules() if isinstance(module, Divisible)):
+        for axis, things in module.divisibility().items():
+            for what, count in things.items():
+                if count % sizes[axis]:
+                    kind = type(module).__name__
+                    problems[f"mesh.{axis} is {sizes[axis]}, which does not divide the {count} {what} of {kind}"] = None
+    if problems:
+        raise JobError("\n".join(problems))
+
+
+def dtype_name(dtype: torch.dtype | None) -> str | None:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str]:
+    trainable = peft.inject(stage)
+    names = {name for name, _ in stage.named_parameters()}
+    if not trainable or not trainable <= names:
+        unknown = sorted(trainable - names)[:3]
+        what = f"names parameters that do not exist: {unknown}" if unknown else "trains no parameter"
+        raise BuildError(f"{chosen.where}: peft method {chosen.entry} {what}")
+    return trainable
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(previous)

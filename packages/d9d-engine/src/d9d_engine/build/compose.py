@@ -1,0 +1,339 @@
+"""The composition root: from a job to a trainer, each component with its collaborators."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from d9d_core.config.job import JobConfig
+from d9d_core import events as ev
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.totals import Clipper
+from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.step.executor import Executor, Handler
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.checkpointer import Checkpointer, open_store
+from d9d_engine.step.loss import LossScale
+from d9d_engine.step.ownership import DATA_AXES
+from d9d_core.config.instantiate import instantiate
+from d9d_engine.build.plan import build_lr_schedule, circumstances
+from d9d_engine.build.pretrained import pretrained_weights
+from d9d_core.program.actions import Action
+from d9d_core.config.resolve import Selection, resolve
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.step import TrainStep
+from d9d_engine.step.tied import find_ties
+from d9d_engine.run.trainer import Trainer
+from d9d_core.plugin.capabilities import Chosen, Circumstances
+from d9d_core.plugin.manifest import Manifest
+from d9d_core.plugin.records import ModelSpec, ScheduleSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.metric import Metric
+from d9d_core.protocols.optimizer import Optimizer
+from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.protocols.task import Task
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import specs_of
+from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_engine.step.randomness import derive_seed
+from d9d_engine.build.initialise import initialise
+from d9d_core.tensors import local
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.trackers.hub import TrackerHub
+
+
+def build(
+    job: JobConfig,
+    registry: Registry,
+    topology: Topology,
+    note: Callable[[str], None],
+    observers: Sequence[Subscriber] = (),
+) -> Trainer:
+    """Build everything a run needs. Nothing is looked up by name afterwards. Collective over all ranks.
+
+    Args:
+        job: validated.
+        registry: what the job's names mean.
+        topology: this process among others, and its device.
+        note: prints a line about long work or a warning.
+        observers: subscribers besides those of the job.
+
+    Raises:
+        D9dError: the job cannot run; the text says why.
+    """
+    topology.watchdog.phase("startup")
+    selection = resolve(job, registry, topology.world_size, circumstances(job, topology.device)).selection
+    subscribers = [instantiate(chosen, config) for chosen, config in selection.subscribers]
+    events = ev.Events([*subscribers, *observers])
+    events.emit(ev.JobConfigured(job))
+    # What needs no memory comes first, so that a mistake is reported before data is prepared.
+    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
+    lr_schedule = build_lr_schedule(job, selection)
+    task: Task = instantiate(selection.task, job.task)
+    store = open_store(job, topology)
+
+    data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
+    all_parts = topology.axes_group("pp", *DATA_AXES) if topology.world_size > 1 else None
+    started = time.perf_counter()
+    with topology.main_first(per_machine=True):  # one process prepares what the others find
+        stream = _open_data(job, topology, selection.dataset, job.data, note)
+    task.check(job.model, stream.facts)
+    events.emit(ev.DataReady(stream))
+    note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
+
+    beside_weights: Mapping[str, bytes] = {}
+    with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as pretrained:
+        for stage in assembly.stages.values():
+            materialise(stage, assembly.on_host, job.seed, topology.device)
+        model = assembly.model
+        if pretrained is not None:
+            pretrained.load(model, job, topology, note)
+            beside_weights = pretrained.others
+    accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
+    ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
+    ties.spread()
+    events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
+    here = dict(model.named_parameters())
+    trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
+    share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
+    note(f"model: {sum(p.numel() for p in assembly.whole.parameters()):,} parameters on {topology.device}{share}")
+
+    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, assembly.trained())
+    optimizer.init_state()
+    events.emit(ev.OptimizerReady(optimizer))
+
+    statistics = _statistics(job, selection, assembly, topology, all_parts)
+    gradients = Gradients(
+        trained,
+        assembly.ownership,
+        topology,
+        reducers=assembly.reducers,
+        bucket_mib=job.gradients.bucket_mib,
+        accumulate=accumulate,
+        ties=ties,
+    )
+    added = AuxiliaryLosses(assembly.stages, assembly.whole, task)
+    tallies = Tallies(assembly.stages, data_ranks)
+    interrupts = Interrupts()
+    executor = Executor(
+        stages=assembly.stages,
+        pipeline=assembly.pipeline,
+        boundaries=Boundaries(assembly.outlines, assembly.compute_dtype),
+        topology=topology,
+        task=task,
+        added=added,
+        tallies=tallies,
+        gradients=gradients,
+        statistics=statistics,
+        draws=_draws(job, topology),
+        autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
+        whole=assembly.computed_whole(),
+        handlers=_schedule_handlers(job, selection),
+    )
+    step = TrainStep(
+        task=task,
+        loss_scale=LossScale(task, added, data_ranks),
+        executor=executor,
+        gradients=gradients,
+        clipper=Clipper(
+            trained,
+            {**task.coefficients, **added.coefficients},
+            topology,
+            job.gradient_clipping.max_norm,
+            job.gradient_clipping.p,
+            # Ranks learn at different moments that a save in the background failed; they stop after the same step.
+            stop=lambda: interrupts.requested is not None or store.failed,
+            views=assembly.ownership.views,
+            elsewhere=ties.elsewhere,
+        ),
+        statistics=statistics,
+        before_update=store.before_mutation,
+        optimizer=optimizer,
+        ties=ties,
+        lr_schedule=lr_schedule,
+        tallies=tallies,
+        events=events,
+    )
+    tracked = selection.trackers if topology.is_main else ()
+    trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
+    feed = DevicePrefetcher(stream, topology.device)
+    keeper = Checkpointer(
+        store=store,
+        stage=model,
+        ties=ties,
+        optimizer=optimizer,
+        statistics=statistics,
+        stream=feed,
+        trackers=trackers,
+        job=job,
+        manifest=Manifest.of(registry),
+        note=note,
+    )
+    return Trainer(
+        job=job,
+        topology=topology,
+        model=model,
+        step=step,
+        task=task,
+        feed=feed,
+        trackers=trackers,
+        evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
+        keeper=keeper,
+        export=_exporter(job, selection, assembly, topology, stream, beside_weights),
+        interrupts=interrupts,
+        events=events,
+        note=note,
+    )
+
+
+
+
+def _open_data(
+    job: JobConfig, topology: Topology, chosen: Chosen, config: Any, note: Callable[[str], None]
+) -> DataStream:
+    context = DataContext(
+        seed=job.seed,
+        batch_size=job.batch.size,
+        microbatch_size=job.microbatch_size,
+        cache_dir=job.run.cache,
+        rank=topology.data_parallel_rank,
+        ranks=topology.data_parallel_size,
+        note=note,
+    )
+    stream: DataStream = instantiate(chosen, config, context)
+    return stream
+
+
+def _statistics(
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None
+) -> Statistics:
+    metrics: dict[str, Metric] = {
+        _unique(c, selection.metrics): instantiate(c, config) for c, config in selection.metrics
+    }
+    statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=group, device=topology.device)
+    statistics.attach(assembly.whole)
+    return statistics
+
+
+def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: torch.device) -> None:
+    """Give an assembled stage its memory and its initial values, the same in every layout.
+
+    Args:
+        stage: on the meta device.
+        on_host: names of the parameters that live in the host's memory.
+        seed: of the job.
+        device: where everything else lives.
+    """
+    kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu" if id(tensor) in kept else device)
+
+    tied = _tied(stage)
+    stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
+    for name, first in tied.items():
+        owner, _, leaf = name.rpartition(".")
+        if stage.get_parameter(name) is not stage.get_parameter(first):  # each got memory of its own
+            setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
+    initialise(stage, seed, device)
+    stage.train()
+
+
+def _tied(stage: nn.Module) -> dict[str, str]:
+    """Name of a parameter that has several -> the first of them."""
+    first: dict[int, str] = {}
+    names = stage.named_parameters(remove_duplicate=False)
+    found = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+    return {name: original for name, original in found.items() if name != original}
+
+
+def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]:
+    """What a microbatch draws depends on the step, its first sample's place in the batch and the stage, on no rank."""
+    first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
+
+    def seed(step: int, index: int, stage: int) -> int:
+        keys = ("step", step, "sample", first + index * job.microbatch_size)
+        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()))
+
+    return seed
+
+
+def _schedule_handlers(
+    job: JobConfig, selection: Selection
+) -> Callable[[Executor], Mapping[type[Action], Handler]] | None:
+    spec = selection.schedule.spec if selection.schedule else None
+    if not isinstance(spec, ScheduleSpec) or spec.handlers is None:
+        return None
+    return partial(spec.handlers.load(), job.pipeline)
+
+
+def _evaluator(
+    job: JobConfig,
+    selection: Selection,
+    topology: Topology,
+    task: Task,
+    executor: Executor,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    note: Callable[[str], None],
+) -> Evaluator | None:
+    if job.evaluation is None or selection.evaluation is None:
+        return None
+    with topology.main_first(per_machine=True):
+        stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
+    task.check(job.model, stream.facts)
+    return Evaluator(
+        task, executor, model, DevicePrefetcher(stream, topology.device), job.evaluation.packs, group, topology.watchdog.beat
+    )
+
+
+def _exporter(
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    stream: DataStream,
+    beside_weights: Mapping[str, bytes],
+) -> Callable[[], None] | None:
+    spec = selection.model.spec
+    if not job.export or not isinstance(spec, ModelSpec):
+        return None
+    assert spec.hugging_face is not None  # check_parts made sure
+    layout = spec.hugging_face.load()()
+
+    def export() -> None:
+        if assembly.peft is not None:
+            assembly.peft.merge(assembly.whole)
+        tensors = model_tensors(assembly.model)
+        graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
+        config = layout.config_json(job.model, job.precision.parameters)
+        files = ModelFiles(config, beside_weights, stream.save_assets)
+        writer = ModelWriter(job.run.directory / "model", graph.specs)
+        export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
+
+    return export
+
+
+def _unique(chosen: Chosen, parts: Any) -> str:
+    names = [other.spec.name for other, _ in parts]
+    return chosen.spec.name if names.count(chosen.spec.name) == 1 else f"{chosen.spec.name}[{chosen.where}]"
+
+
+def _facts(stream: DataStream) -> str:
+    def say(value: Any) -> str:
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    return ", ".join(f"{name.replace('_', ' ')} {say(value)}" for name, value in stream.facts.items())

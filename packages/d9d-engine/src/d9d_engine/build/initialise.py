@@ -1,0 +1,79 @@
+"""Randomness keyed by seed and purpose, so that there is no generator state to save.
+
+Every use derives its own seed: parameter initialisation from the module's name, a training step from its number. A
+resumed run, or one with another layout, draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from d9d_engine.step.randomness import derive_seed
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from d9d_core.errors import BuildError
+from d9d_core.tensors import local
+from d9d_core.traits import LateInit
+
+
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put torch's default generators, the CPU's and the device's, back after the block."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield
+
+
+def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
+    """Fill all parameters and buffers of a stage on ``device``, each module from a seed of its own name.
+
+    A sharded parameter is drawn whole and cut, so every layout starts from the same values; no more than one module's
+    parameters are whole at a time.
+
+    Raises:
+        BuildError: a module owns parameters but does not say how to fill them.
+    """
+    with generators_kept(device), torch.no_grad():
+        for name, module in stage.named_modules():
+            _initialise_module(name, module, derive_seed(seed, "init", name), device)
+
+
+def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.device) -> None:
+    owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - there is no public "own tensors only, None included"
+    if isinstance(module, LateInit):
+        torch.manual_seed(seed)
+        with _whole_parameters(module, device):
+            module.reset_parameters()
+    elif any(getattr(module, tensor) is not None for tensor in owns):
+        kind = type(module).__name__
+        raise BuildError(
+            f"module '{name}' ({kind}) owns {', '.join(owns)} but has no reset_parameters(); "
+            "its memory would stay uninitialised: implement the trait LateInit"
+        )
+
+
+@contextmanager
+def _whole_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put whole tensors in the place of the module's own DTensors, and keep this rank's part of them afterwards."""
+    own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
+    sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
+    for name, parameter in sharded.items():
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        own[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    try:
+        yield
+        for name, parameter in sharded.items():
+            drawn = own[name]
+            assert drawn is not None
+            # Without a source rank, nothing is communicated: all ranks drew the same values.
+            part = distribute_tensor(drawn.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            local(parameter).copy_(local(part))
+    finally:
+        own.update(sharded)

@@ -1,0 +1,126 @@
+"""What a job would do, found out without a GPU, a process group or any memory for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from d9d_core.config.job import JobConfig
+from d9d_engine.build.assemble import Assembly, assemble
+from d9d_core.config.instantiate import instantiate
+from d9d_engine.build.pretrained import pretrained_weights
+from d9d_core.program.actions import Program
+from d9d_core.config.resolve import Selection, resolve
+from d9d_core.plugin.capabilities import Circumstances, Verdict
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.task import Task
+from d9d_core.tensors import local
+from d9d_engine.distributed.mesh import Topology
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on the first rank, without activations."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The outcome of planning.
+
+    Attributes:
+        selection: records behind the job's names.
+        verdicts: capabilities, satisfied or undecided.
+        assembly: the model on the meta device.
+        parameters: number of parameters, and of those that train.
+        memory: per device.
+        flops_per_token: of forward and backward, if the model and data tell.
+        program: what the first pipeline rank does in one step.
+        groups: the optimizer's parameter groups in words.
+        pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
+    """
+
+    selection: Selection
+    verdicts: Sequence[Verdict]
+    assembly: Assembly
+    parameters: tuple[int, int]
+    memory: MemoryEstimate
+    flops_per_token: float | None
+    program: Program
+    groups: dict[str, Any]
+    pretrained: str | None = None
+
+
+def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances) -> Plan:
+    """Check everything that can be checked before anything is allocated.
+
+    Raises:
+        D9dError: the job cannot run; the text says why.
+    """
+    resolution = resolve(job, registry, topology.world_size, circumstances)
+    selection = resolution.selection
+    build_lr_schedule(job, selection)
+    task: Task = instantiate(selection.task, job.task)
+    task.check(job.model, {})  # what can be said without data
+    assembly = assemble(job, selection, registry, topology, circumstances)
+    with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as weights:
+        pretrained = None if weights is None else weights.summary()
+    here = dict(assembly.model.named_parameters())
+    trained = assembly.trained()
+    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, trained)
+    optimizer.init_state()
+    memory = MemoryEstimate(
+        parameters=sum(local(parameter).nbytes for parameter in here.values()),
+        gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
+        optimizer=sum(
+            local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
+        ),
+    )
+    return Plan(
+        selection=selection,
+        verdicts=resolution.verdicts,
+        assembly=assembly,
+        parameters=(sum(p.numel() for p in assembly.whole.parameters()), sum(p.numel() for p in trained.values())),
+        memory=memory,
+        flops_per_token=_flops(job, selection),
+        program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),
+        groups=dict(optimizer.describe()),
+        pretrained=pretrained,
+    )
+
+
+def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
+    """The learning-rate schedule of the job; a constant one by default."""
+    if selection.lr_schedule is None or job.lr_schedule is None:
+        return lambda _step: 1.0
+    schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, job.steps)
+    return schedule
+
+
+def _flops(job: JobConfig, selection: Selection) -> float | None:
+    spec = selection.model.spec
+    length = getattr(job.data, "sequence_length", None)
+    if not isinstance(spec, ModelSpec) or spec.flops is None or length is None:
+        return None
+    return float(spec.flops.load()(job.model, length))
+
+
+def circumstances(job: JobConfig, device: torch.device | None) -> Circumstances:
+    """What capabilities are judged against; ``device`` is ``None`` where the job will run elsewhere."""
+    capability = None
+    if device is not None and device.type == "cuda" and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability(device)
+    return Circumstances(job.mesh.sizes(), device.type if device else None, capability)

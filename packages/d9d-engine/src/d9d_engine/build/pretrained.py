@@ -1,0 +1,137 @@
+"""Starting from published weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import CheckpointError
+from d9d_core.config.instantiate import instantiate
+from d9d_engine.run.progress import ByteBar
+from d9d_core.config.resolve import Selection, select
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.model import Stage
+from d9d_weights.sharding.agreement import on_all
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import specs_of
+from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_core.tensors import local
+from d9d_engine.distributed.mesh import Topology
+from d9d_core.types import TensorSpec
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Weights to start from, checked against the model.
+
+    Attributes:
+        directory: where they lie, opened.
+        graph: from their names and layouts to the model's.
+        others: files beside the weights that an export keeps, such as ``generation_config.json``; on the main rank.
+    """
+
+    directory: ModelDirectory
+    graph: StateGraph
+    others: Mapping[str, bytes]
+
+    def summary(self) -> str:
+        """What would be read, and what would be drawn anew."""
+        anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
+        return f"{len(self.graph.outputs)} tensors from {self.directory.location} fit{anew}"
+
+    def load(self, stage: nn.Module, job: JobConfig, topology: Topology, note: Callable[[str], None]) -> None:
+        """Fill the model's tensors. Collective over all ranks.
+
+        Raises:
+            CheckpointError: something cannot be read, on any rank.
+        """
+        targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
+        started = time.perf_counter()
+        once = job.loading.read == "once" and topology.world_size > 1
+        size = sum(local(tensor).numel() * self.graph.outputs[n].spec.dtype.itemsize for n, tensor in targets.items())
+        with ByteBar("loading", size, shown=topology.is_main) as bar:
+            copies = topology.axes_group("dp_replicate", "dp_shard", "cp", "tp") if once else None
+            load_tensors(
+                self.graph,
+                self.directory,
+                targets,
+                threads=job.loading.threads,
+                once=once,
+                copies=copies,
+                group=topology.world,
+                on_bytes=bar.add,
+            )
+        seconds = time.perf_counter() - started
+        read = f"{bar.done / 2**30:,.2f} GiB in {seconds:.1f} s, {bar.done / 2**30 / max(seconds, 1e-9):.2f} GiB/s"
+        note(f"pretrained: {len(targets)} tensors from {self.directory.location} ({read}{' here' if copies else ''})")
+        if self.graph.fresh:
+            note(f"pretrained: not in it, drawn anew: {', '.join(sorted(self.graph.fresh))}")
+
+
+@contextmanager
+def pretrained_weights(
+    job: JobConfig, selection: Selection, stage: nn.Module, injected: frozenset[str], topology: Topology
+) -> Iterator[Pretrained | None]:
+    """Open what ``model.pretrained`` names, and compare it with the model before anything is read or allocated.
+
+    Collective over all ranks.
+
+    Args:
+        job: validated.
+        selection: the job's records.
+        stage: the model, on any device.
+        injected: names of the tensors that the fine-tuning method added; they are in no checkpoint.
+        topology: the ranks.
+
+    Raises:
+        CheckpointError: it is damaged or absent, or does not fit the model, on any rank.
+    """
+    spec = selection.model.spec
+    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None or not isinstance(spec, ModelSpec):
+        yield None
+        return
+    assert spec.hugging_face is not None  # the config was resolved with it
+    layout = spec.hugging_face.load()()
+    location = job.model.pretrained
+
+    def open_and_compare() -> Pretrained:
+        directory = opened.enter_context(ModelDirectory.open(location))
+        graph = StateGraph(layout.importer(job.model, layout.config_from_json(directory.config())), directory.specs)
+        graph.check(_expected(stage, injected))
+        others = directory.other_files() if topology.is_main else ()
+        return Pretrained(directory, graph, {name: directory.read_file(name) for name in others})
+
+    with ExitStack() as opened:
+        yield on_all(open_and_compare, None if topology.simulated else topology.world)
+
+
+def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpec]:
+    return {name: spec for name, spec in specs_of(model_tensors(stage)).items() if name not in injected}
+
+
+def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
+    """From the weights that a job starts from to its model; without any, from its model to what it exports.
+
+    Raises:
+        CheckpointError: the weights do not fit, or the model has no published form.
+    """
+    selection = select(job, registry)
+    spec = selection.model.spec
+    with torch.device("meta"):
+        stage = instantiate(selection.model, job.model, Stage())
+    with pretrained_weights(job, selection, stage, frozenset(), Topology()) as pretrained:
+        if pretrained is not None:
+            return pretrained.graph
+    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout")
+    return StateGraph(spec.hugging_face.load()().exporter(job.model), specs_of(model_tensors(stage)))

@@ -1,0 +1,1 @@
+"""Training checkpoints: written by all ranks, loaded into any layout."""

@@ -1,0 +1,199 @@
+"""Loading through torch.distributed.checkpoint, from any layout into any other: each rank reads the bytes it needs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence, Set
+from os import PathLike
+from typing import Any
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_weights.files.safetensors import TensorFile
+from d9d_weights.files.storage import Storage
+from d9d_weights.sharding.shards import Part, dtype_name
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint import state_dict_loader as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+#: Problems that are spelled out; the rest is counted.
+_SHOWN = 3
+
+
+class WindowPlanner(LoadPlanner):
+    """Plans to fill the pieces that this rank holds.
+
+    Args:
+        parts: what to fill.
+        optional: names that the checkpoint may lack; such tensors stay as they are.
+        known: the entries of the checkpoint, name -> ``dtype`` and ``shape``, that must all be wanted by some rank.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], optional: Set[str], known: Mapping[str, Mapping[str, Any]]) -> None:
+        self._parts = parts
+        self._optional = optional
+        self._known = known
+        self._metadata = Metadata({})
+
+    def set_up_planner(
+        self,
+        state_dict: Any,  # noqa: ARG002 - the parts are known from the constructor
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,  # noqa: ARG002
+    ) -> None:
+        """Take in what the checkpoint holds."""
+        assert metadata is not None
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """The windows of this rank, and all its names, for the comparison."""
+        items: list[ReadItem] = []
+        for name, part in self._parts.items():
+            entry = self._metadata.state_dict_metadata.get(name)
+            if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == part.shape:
+                chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in part.pieces]
+                items += create_read_items_for_chunk_list(name, entry, chunks)
+        wanted = {name: (dtype_name(part.dtype), list(part.shape)) for name, part in self._parts.items()}
+        return LoadPlan(items, planner_data=wanted)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare everything that any rank wants with everything there is, before anything is copied.
+
+        Raises:
+            CheckpointError: names, shapes or dtypes differ.
+        """
+        problems: dict[str, None] = {}  # an ordered set
+        wanted: set[str] = set()
+        for plan in global_plan:
+            wanted |= plan.planner_data.keys()
+            for name, here in plan.planner_data.items():
+                if name in self._known:
+                    there = (self._known[name]["dtype"], self._known[name]["shape"])
+                    if there != here:
+                        problems[f"'{name}' is {there[0]} {there[1]} there and {here[0]} {here[1]} here"] = None
+                elif name not in self._optional:
+                    problems[f"'{name}' is not in the checkpoint"] = None
+        problems |= {f"'{name}' is in the checkpoint only": None for name in self._known if name not in wanted}
+        if problems:
+            raise CheckpointError(
+                f"it was taken from something else: {_summary(list(problems))}; "
+                "restore that part of the job, or use another run.name"
+            )
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Never called: everything that is no tensor is JSON, and read elsewhere."""
+        raise NotImplementedError("a checkpoint holds tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """The part of this rank's memory that a window fills."""
+        offset = tuple(read_item.dest_index.offset or ())
+        piece = next(piece for piece in self._parts[read_item.dest_index.fqn].pieces if piece.offset == offset)
+        tensor = piece.tensor
+        for dim, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, first, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing to do: the memory is the tensor's own."""
+
+
+class WindowReader(StorageReader):
+    """Reads windows of the files of a checkpoint.
+
+    Args:
+        storage: where it lies.
+        name: which one.
+        table: the entries to know of, from the manifest.
+    """
+
+    def __init__(self, storage: Storage, name: str, table: Mapping[str, Any]) -> None:
+        self._storage = storage
+        self._name = name
+        self._table = table
+        self._pieces = {
+            MetadataIndex(tensor, torch.Size(piece["offset"])): piece
+            for tensor, entry in table.items()
+            for piece in entry["pieces"]
+        }
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """A reader is used once."""
+
+    def read_metadata(self) -> Metadata:
+        """The manifest's table, as torch has it."""
+        return Metadata({name: _metadata(entry) for name, entry in self._table.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Everything is known from the constructor."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill the windows of a plan, file by file."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self._pieces[item.storage_index]["file"], []).append(item)
+        for file, items in by_file.items():
+            with self._storage.open(self._name, file) as source:
+                tensors = TensorFile(source, file)
+                for item in items:
+                    target = planner.resolve_tensor(item)
+                    tensors.read(self._pieces[item.storage_index]["key"], item.storage_offsets, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
+        """Places are chosen by the storage, not by an id."""
+        return False
+
+
+def load(planner: WindowPlanner, reader: WindowReader, group: dist.ProcessGroup | None) -> None:
+    """Fill the planner's parts. Collective over ``group``; ``None`` stands for one process.
+
+    Raises:
+        BaseException: what went wrong; with a group, a ``CheckpointException`` that lists it by rank.
+    """
+    if group is not None:
+        dcp.load({}, storage_reader=reader, planner=planner, process_group=group)
+        return
+    # What dcp.load does, but without its warning that there are no ranks.
+    planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(reader.prepare_global_plan(plans)[0]), planner).wait()
+
+
+def _metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(p["offset"]), torch.Size(p["shape"])) for p in entry["pieces"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, entry["dtype"])), torch.Size(entry["shape"]), chunks
+    )
+
+
+def _summary(problems: Sequence[str]) -> str:
+    more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more

@@ -1,0 +1,220 @@
+"""Saving through torch.distributed.checkpoint, with a planner and a writer that pickle nothing into any file.
+
+The planner is given, for each rank, the pieces that this rank writes (``state.pieces``); the first rank makes one table
+of them and sees to it that nothing is missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_weights.files.safetensors import Written, write_tensors
+from d9d_weights.files.storage import Draft
+from d9d_weights.sharding.shards import Part, dtype_name
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from d9d_engine.checkpoint.manifest import VALUES, manifest_bytes, tensors_file
+
+#: Where a piece is: file, key in it, bytes of the file, checksum of the file.
+_Place = tuple[str, str, int, str]
+
+
+class PiecePlanner(SavePlanner):
+    """Plans to write exactly the pieces it is given.
+
+    Args:
+        ready: called once, in the thread that writes: the parts, with tensors in their final state.
+    """
+
+    def __init__(self, ready: Callable[[], Mapping[str, Part]]) -> None:
+        self._ready = ready
+        self._tensors: dict[MetadataIndex, Tensor] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """The tensors come from ``ready`` instead: a failure there is one of this rank, which all ranks learn of."""
+
+    def create_local_plan(self) -> SavePlan:
+        """The pieces of this rank."""
+        items = []
+        for name, part in self._ready().items():
+            for piece in part.pieces:
+                index = MetadataIndex(name, torch.Size(piece.offset))
+                chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
+                data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self._tensors[index] = piece.tensor
+        return SavePlan(items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """One table of all pieces.
+
+        Raises:
+            CheckpointError: the pieces of a tensor do not make it whole.
+        """
+        table: dict[str, TensorStorageMetadata] = {}
+        for plan in all_plans:
+            for item in plan.items:
+                data, name = item.tensor_data, item.index.fqn
+                assert data is not None
+                entry = table.setdefault(name, TensorStorageMetadata(data.properties, data.size, []))
+                entry.chunks.append(data.chunk)
+        for name, entry in table.items():
+            found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+            if found != math.prod(entry.size):
+                raise CheckpointError(
+                    f"the pieces of '{name}' have {found} numbers, the tensor {math.prod(entry.size)}; "
+                    "ranks hold different meshes"
+                )
+        return all_plans, Metadata(dict(table))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The values of a piece."""
+        return self._tensors[write_item.index]
+
+
+class PieceWriter(StorageWriter):
+    """Writes one file per rank, then, on the first rank, the values and the manifest.
+
+    Args:
+        draft: the folder to fill.
+        rank: of this process.
+        step: optimizer steps done.
+        values: contents of ``state.json``; the first rank's count.
+        facts: JSON values for the manifest; the first rank's count.
+    """
+
+    def __init__(self, draft: Draft, rank: int, step: int, values: bytes, facts: Mapping[str, Any]) -> None:
+        self._draft = draft
+        self._rank = rank
+        self._step = step
+        self._values = values
+        self._facts = facts
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        """A writer is used once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Everything is known from the constructor."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder: this runs on the first rank, before any rank writes."""
+        self._draft.start()
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, unless it has nothing to write."""
+        results: Future[list[WriteResult]] = Future()
+        results.set_result(self._write(plan, planner) if plan.items else [])
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what is no tensor, and publish.
+
+        Raises:
+            CheckpointError: a rank's file is not where this one looks for it.
+        """
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        places: list[_Place] = list(metadata.storage_data.values())
+        files = {file: Written(size, digest) for file, _, size, digest in places}
+        for file, written in files.items():
+            if self._draft.size(file) != written.bytes:
+                raise CheckpointError(
+                    f"{file} was written, but the first rank does not see it; "
+                    "checkpoints need a directory that all machines share"
+                )
+        with self._draft.create(VALUES) as out:
+            out.write(self._values)
+        files[VALUES] = Written(len(self._values), hashlib.sha256(self._values).hexdigest())
+        self._draft.publish(manifest_bytes(self._step, _table(metadata), files, self._facts))
+        metadata.planner_data = sum(written.bytes for written in files.values())  # travels to all ranks
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
+        """Places are chosen by the draft, not by an id."""
+        return False
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        keys = {item.index: _key(item) for item in plan.items}
+        file = tensors_file(self._rank)
+        tensors: dict[str, Tensor] = {}
+        for item in plan.items:
+            tensor = planner.resolve_data(item)
+            assert isinstance(tensor, Tensor)
+            tensors[keys[item.index]] = tensor
+        with self._draft.create(file) as out:
+            written = write_tensors(out, tensors)
+        return [
+            WriteResult(index, tensors[key].nbytes, (file, key, written.bytes, written.sha256))
+            for index, key in keys.items()
+        ]
+
+
+def save(planner: PiecePlanner, writer: PieceWriter, group: dist.ProcessGroup | None) -> int:
+    """Write a checkpoint and return its size in bytes. Collective over ``group``; ``None`` stands for one process.
+
+    Raises:
+        BaseException: what went wrong; with a group, a ``CheckpointException`` that lists it by rank.
+    """
+    if group is not None:
+        metadata = dcp.save({}, storage_writer=writer, planner=planner, process_group=group)
+    else:
+        # What dcp.save does, but without its warning that there are no ranks.
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+    return int(metadata.planner_data)
+
+
+def _key(item: WriteItem) -> str:
+    """The tensor's name if the piece is all of it, else with its offset."""
+    data = item.tensor_data
+    assert data is not None
+    if data.chunk.sizes == data.size:
+        return item.index.fqn
+    return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+
+
+def _table(metadata: Metadata) -> dict[str, Any]:
+    table = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        pieces = []
+        for chunk in entry.chunks:
+            file, key, *_ = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+            pieces.append({"file": file, "key": key, "offset": list(chunk.offsets), "shape": list(chunk.sizes)})
+        dtype = dtype_name(entry.properties.dtype)
+        table[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
+    return table

@@ -1,0 +1,73 @@
+"""One save: from the pieces of all ranks to a checkpoint that exists."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.errors import CheckpointError
+from d9d_core.events import SaveReport
+from d9d_weights.files.storage import Storage
+from d9d_weights.sharding.agreement import is_known_to_all, reason
+from d9d_weights.sharding.shards import Part
+from torch import distributed as dist
+
+from d9d_engine.checkpoint import save as dcp_save
+from d9d_engine.checkpoint.prune import Pruner
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """Everything that a save needs, so that it can run in any thread.
+
+    Attributes:
+        storage: where checkpoints lie.
+        name: of the new one.
+        step: optimizer steps done.
+        values: contents of ``state.json``; the first rank's count.
+        facts: for the manifest; the first rank's count.
+        rank: of this process.
+        group: all ranks; used by nobody else meanwhile.
+        pruner: removes old checkpoints.
+    """
+
+    storage: Storage
+    name: str
+    step: int
+    values: bytes
+    facts: Mapping[str, Any]
+    rank: int
+    group: dist.ProcessGroup | None
+    pruner: Pruner
+
+    def run(self, ready: Callable[[], Mapping[str, Part]], stall: float | None) -> SaveReport:
+        """Write and publish. Collective over ``group``.
+
+        Args:
+            ready: the pieces that this rank writes, in their final state.
+            stall: how long training waited; ``None`` if it waits all the time.
+
+        Raises:
+            CheckpointError: it failed on some rank; the same error on all, and no trace is left.
+        """
+        began = time.perf_counter()
+        draft, location = self.storage.draft(self.name), self.storage.location(self.name)
+        writer = dcp_save.PieceWriter(draft, self.rank, self.step, self.values, self.facts)
+        try:
+            size = dcp_save.save(dcp_save.PiecePlanner(ready), writer, self.group)
+        except BaseException as error:
+            if self.rank == 0:
+                draft.discard()  # every rank has stopped writing, or will be stopped
+            if is_known_to_all(error, self.group):
+                raise CheckpointError(unwritten(location, reason(error))) from error
+            raise
+        took = time.perf_counter() - began
+        warning = self.pruner.prune(self.step) if self.rank == 0 else None
+        return SaveReport(self.step, location, took if stall is None else stall, took, size, warning)
+
+
+def unwritten(location: str, why: str) -> str:
+    """The text of an error."""
+    return f"checkpoint {location} could not be written: {why}; earlier ones are untouched"

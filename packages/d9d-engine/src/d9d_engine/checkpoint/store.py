@@ -1,0 +1,315 @@
+"""Training checkpoints: tensors in safetensors, everything else JSON, no pickle in any file.
+
+    checkpoints/step-00000100/
+        manifest.json                written last: format, step, tensor table, file sizes and checksums, job, plugins
+        tensors-00000.safetensors    one file per rank that has something to write
+        state.json                   data position, tracker runs, ...
+
+The tensor table lists, for each tensor, its whole shape and the pieces it consists of, so any layout of ranks can load
+what any other saved. What is there is there whole: a directory appears by one rename, and where there is none, the
+manifest makes the checkpoint exist. A file damaged later is found by its checksum.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import CheckpointError
+from d9d_core.events import SaveReport
+from d9d_weights.files.atomic import json_bytes
+from d9d_weights.files.storage import open_storage
+from d9d_weights.sharding.agreement import on_all, on_main
+from d9d_weights.sharding.collectives import all_gather_objects
+from d9d_weights.sharding.shards import Owners, Part, check_memory, describe, signature
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_engine.checkpoint.background import Background
+from d9d_engine.checkpoint.manifest import read_manifest, verify_file
+from d9d_engine.checkpoint.prune import Pruner, folder, steps_in
+from d9d_engine.checkpoint.retention import Retention
+from d9d_engine.checkpoint.save_job import SaveJob, unwritten
+from d9d_engine.checkpoint.saved import Checkpoint
+from d9d_engine.checkpoint.staging import Staged, Stager
+from d9d_engine.distributed.mesh import Topology
+
+
+class CheckpointStore:
+    """The checkpoints of one run, written and read by all ranks together.
+
+    Making one is collective over all ranks of a distributed job, as is everything that says so.
+
+    Args:
+        directory: where they lie; a directory that all machines share, or an fsspec address such as ``s3://...``.
+        keep: how many of the newest stay, or a finer rule; ``None`` keeps all.
+        topology: the ranks.
+        asynchronous: write beside the training, from copies in the host's memory.
+        timeout: how long ranks wait for each other while one reads or writes.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str,
+        keep: Retention | int | None = None,
+        topology: Topology | None = None,
+        asynchronous: bool = False,
+        timeout: timedelta = timedelta(hours=1),
+    ) -> None:
+        self.directory = directory
+        self.topology = topology or Topology()
+        self.retention = keep if isinstance(keep, Retention) else Retention(keep)
+        self.asynchronous = asynchronous
+        self._storage = open_storage(directory)
+        self.group = _own_group(timeout) if self.topology.world_size > 1 else None
+        self._pruner = Pruner(self._storage, self.retention)
+        self._stager = Stager()
+        self._staged: Staged | None = None
+        self._owners: Owners | None = None
+        self._form: list[Any] | None = None  # the signature that the owners were chosen for
+        self._running: Background[SaveReport] | None = None
+        self._reports: deque[SaveReport] = deque()
+
+    def prepare(self) -> None:
+        """Make sure that saving will work, before hours of training. Collective over all ranks.
+
+        Raises:
+            CheckpointError: the directory cannot be created or written, or some rank does not see it.
+        """
+
+        def create() -> None:
+            try:
+                self._storage.prepare()
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoints cannot be written to {self.directory}: {error.strerror or error}; "
+                    "choose another run.dir, or make this one writable"
+                ) from error
+
+        def look() -> None:
+            if not self._storage.is_visible():
+                raise CheckpointError(f"{self.directory} is not there; checkpoints need a directory all machines share")
+
+        on_main(create, self.group)
+        on_all(look, self.group)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Be the only run that works with the directory, and clear up what a killed one left.
+
+        A save that is under way is waited for at the end. Collective over all ranks.
+
+        Raises:
+            CheckpointError: another run works with it, or the last save failed.
+        """
+        owned = self._storage.owned()
+        on_main(owned.__enter__, self.group)
+        try:
+            yield
+        except BaseException as error:
+            self._settle(error)
+            raise
+        else:
+            self.wait()
+        finally:
+            if self.topology.is_main:
+                owned.__exit__(None, None, None)
+
+    def steps(self) -> list[int]:
+        """The steps of the checkpoints that exist, newest first, unverified. Collective over all ranks."""
+        steps: list[int] = on_main(lambda: steps_in(self._storage), self.group)
+        return steps
+
+    def paths(self) -> list[Path]:
+        """The directories of the checkpoints in a local store, newest first, unverified, as this rank sees them."""
+        return [Path(self._storage.location(folder(step))) for step in steps_in(self._storage)]
+
+    def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
+        """The newest usable checkpoint, the same on all ranks; damaged ones are reported and passed over.
+
+        Every rank verifies a part of the files. Collective over all ranks.
+
+        Args:
+            warn: called on the first rank.
+
+        Raises:
+            CheckpointError: there are checkpoints, but all are damaged.
+        """
+        problems = []
+        for step in self.steps():
+            try:
+                return self._open(folder(step))
+            except CheckpointError as error:
+                problems.append(str(error))
+                if self.topology.is_main:
+                    warn(f"{error}; trying the one before")
+        if problems:
+            raise CheckpointError(
+                "no usable checkpoint: " + "; ".join(problems) + f"; remove {self.directory} to start from scratch"
+            )
+        return None
+
+    def set_aside(self, newer_than: int) -> list[str]:
+        """Have checkpoints that could not be used count no more; returns where they are. Collective over all ranks."""
+
+        def move() -> list[str]:
+            return [self._storage.set_aside(folder(step)) for step in steps_in(self._storage) if step > newer_than]
+
+        moved: list[str] = on_main(move, self.group)
+        return moved
+
+    def reserve(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocate the memory for copies of these tensors now, not during the first save. Collective over all ranks."""
+        own = self._own(*on_all(lambda: self._describe(tensors), self.group))
+        on_all(lambda: self._stager.reserve(own), self.group)
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        volatile: Collection[str] = (),
+        score: float | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Write a checkpoint, then remove those that are kept no longer. Collective over all ranks.
+
+        An asynchronous save returns as soon as copies are under way: :meth:`before_mutation` must be called before
+        the tensors change, :meth:`poll` says when the checkpoint exists. The save before is waited for.
+
+        Args:
+            step: optimizer steps done.
+            tensors: by name, on any device, sharded in any way; the same values on all ranks unless sharded.
+            values: JSON values for ``state.json``; the first rank's count.
+            facts: JSON values that identify the job (config, plugins), for the manifest; the first rank's count.
+            volatile: names of tensors that may change before ``before_mutation`` is called.
+            score: the value by which the best checkpoint is chosen.
+            wait: return when it exists, even if the store is asynchronous; needs no memory for copies.
+
+        Raises:
+            CheckpointError: this save (unless asynchronous) or the one before failed, on any rank; earlier checkpoints
+                are untouched.
+        """
+        started = time.perf_counter()
+        self.wait()
+        best = self.retention.best
+        if best is not None and score is not None and math.isfinite(score):
+            facts = {**facts, "score": {"series": best.series, "value": score}}
+        name = folder(step)
+        try:
+            # Values are taken now: in the background, they would have changed.
+            (parts, form), snapshot = on_all(
+                lambda: (self._describe(tensors), self._snapshot(values, facts)), self.group
+            )
+            own = self._own(parts, form)
+        except CheckpointError as error:
+            raise CheckpointError(unwritten(self._storage.location(name), str(error))) from error
+        job = SaveJob(
+            self._storage, name, step, *snapshot, rank=self.topology.rank, group=self.group, pruner=self._pruner
+        )
+        if wait or not self.asynchronous:
+            self._reports.append(job.run(lambda: own, stall=None))
+            return
+        ready = self._stage(own, frozenset(volatile))
+        stall = time.perf_counter() - started
+        self._running = Background(lambda: job.run(ready, stall), name)
+
+    def before_mutation(self) -> None:
+        """Call before saved tensors change: the device, not the host, waits for the copies of the last save."""
+        if self._staged is not None:
+            self._staged.before_mutation()
+            self._staged = None
+
+    def poll(self) -> list[SaveReport]:
+        """The saves that came to a good end since the last call. Does not wait, and raises nothing.
+
+        A failure is raised by the next :meth:`save` or :meth:`wait`, which all ranks call at the same step; see
+        :attr:`failed`.
+        """
+        if self._running is not None and self._running.done and not self._running.failed:
+            self.wait()
+        reports = list(self._reports)
+        self._reports.clear()
+        return reports
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save under way has failed, as far as this rank knows. Ranks learn of it at different moments."""
+        return self._running is not None and self._running.failed
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, if there is one.
+
+        Raises:
+            CheckpointError: it failed, on any rank; the same error on all.
+        """
+        self._staged = None
+        running, self._running = self._running, None
+        if running is not None:
+            self._reports.append(running.result())
+
+    def _settle(self, error: BaseException) -> None:
+        """Wait without letting a failed save hide another error."""
+        try:
+            self.wait()
+        except Exception as second:  # the connection to another rank, too
+            error.add_note(f"besides, {second}")
+
+    def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Part], list[Any]]:
+        """What this rank holds, and its signature."""
+        parts = describe(tensors)
+        form = signature(parts)
+        if form != self._form:
+            check_memory(parts)
+        return parts, form
+
+    def _own(self, parts: Mapping[str, Part], form: list[Any]) -> dict[str, Part]:
+        """The pieces that this rank writes, decided anew if any rank holds other ones. Collective over all ranks."""
+        if any(all_gather_objects(form != self._form, self.group)) or self._owners is None:
+            self._owners = Owners(all_gather_objects(form, self.group))
+            self._form = form
+        return self._owners.own(parts, self.topology.rank)
+
+    def _stage(self, own: Mapping[str, Part], volatile: frozenset[str]) -> Callable[[], Mapping[str, Part]]:
+        try:
+            self._staged = self._stager.stage(own, volatile)
+        except Exception as error:  # out of memory, perhaps: the other ranks are told by the planner
+            failure = error
+
+            def fail() -> Mapping[str, Part]:
+                raise failure
+
+            return fail
+        return self._staged.ready
+
+    def _snapshot(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        if not self.topology.is_main:
+            return b"", {}
+        return json_bytes(values), json.loads(json_bytes(facts))
+
+    def _open(self, name: str) -> Checkpoint:
+        manifest = on_main(lambda: read_manifest(self._storage, name), self.group)
+        ranks = range(self.topology.rank, len(manifest["files"]), self.topology.world_size)
+        files = sorted(manifest["files"].items())
+
+        def verify() -> None:
+            for file, facts in (files[number] for number in ranks):
+                verify_file(self._storage, name, file, facts)
+
+        on_all(verify, self.group)
+        return Checkpoint(self._storage, name, manifest, self.group)
+
+
+def _own_group(timeout: timedelta) -> dist.ProcessGroup:
+    # Nobody else's, because the background thread communicates while training does.
+    group = dist.new_group(timeout=timeout, backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,144 @@
+"""A training checkpoint as a source of tensors, without a job, ranks, or memory for the model."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+from d9d_weights.files.places import open_place
+from d9d_weights.files.safetensors import TensorFile
+from d9d_weights.files.storage import MANIFEST, Storage, open_storage
+from d9d_weights.hugging_face.layout import CONFIG
+from torch import Tensor
+
+from d9d_engine.checkpoint.manifest import read_manifest
+from d9d_engine.checkpoint.prune import folder, steps_in
+
+_FOLDER = re.compile(r"step-\d+")
+
+
+class CheckpointTensors:
+    """The tensors of one checkpoint, by window.
+
+    Args:
+        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; the newest finished one counts.
+        scope: only tensors whose names begin so, without it.
+
+    Attributes:
+        specs: shape and dtype of each.
+        manifest: the contents of ``manifest.json``.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+
+    def __init__(self, location: str | Path, scope: str = "") -> None:
+        text = str(location).rstrip("/")
+        parent, _, name = text.rpartition("/")
+        if not _is_folder(text):
+            parent = _checkpoints_below(text)
+            storage = open_storage(parent)
+            found = (folder(step) for step in steps_in(storage))
+            finished = next((folder for folder in found if _is_finished(storage, folder)), None)
+            if finished is None:
+                raise CheckpointError(f"{parent} holds no checkpoint")
+            name = finished
+        self._storage, self._name = open_storage(parent or "."), name
+        self.location = self._storage.location(name)
+        self.manifest: dict[str, Any] = read_manifest(self._storage, name)
+        table: Mapping[str, Any] = self.manifest["tensors"]
+        self._table = {key.removeprefix(scope): entry for key, entry in table.items() if key.startswith(scope)}
+        self.specs = {
+            key: TensorSpec(tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in self._table.items()
+        }
+        self._opened = ExitStack()
+        self._files: dict[str, TensorFile] = {}
+        self._lock = threading.Lock()
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged there.
+        """
+        for piece in self._table[name]["pieces"]:
+            begin, end = piece["offset"], [o + n for o, n in zip(piece["offset"], piece["shape"], strict=True)]
+            first = [max(o, b) for o, b in zip(offset, begin, strict=True)]
+            last = [min(o + n, e) for o, n, e in zip(offset, into.shape, end, strict=True)]
+            if any(a >= z for a, z in zip(first, last, strict=True)):
+                continue
+            part = into
+            for dim, (a, z, o) in enumerate(zip(first, last, offset, strict=True)):
+                part = part.narrow(dim, a - o, z - a)
+            inside = [a - b for a, b in zip(first, begin, strict=True)]
+            dtype = self.specs[name].dtype
+            here = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
+            try:
+                with self._lock:  # files have one position
+                    self._file(piece["file"]).read(piece["key"], inside, here)
+            except OSError as error:
+                raise CheckpointError(f"{self.location}/{piece['file']} cannot be read: {error}") from error
+            if here is not part:
+                part.copy_(here)
+
+    def __enter__(self) -> CheckpointTensors:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.close()
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            try:
+                opened = self._opened.enter_context(self._storage.open(self._name, name))
+            except FileNotFoundError as error:
+                raise CheckpointError(f"checkpoint {self.location} lacks {name}") from error
+            self._files[name] = TensorFile(opened, f"{self.location}/{name}")
+        return self._files[name]
+
+
+def is_checkpoint(location: str) -> bool:
+    """Whether a place holds training checkpoints rather than a model in Hugging Face layout."""
+    text = location.rstrip("/")
+    if _is_folder(text):
+        return True
+    if "://" in text:
+        return bool(steps_in(open_storage(text)))
+    path = Path(text)
+    return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
+
+
+def _is_folder(location: str) -> bool:
+    """Whether a place is one checkpoint; runs and models may be called ``step-100`` too."""
+    if _FOLDER.fullmatch(location.rpartition("/")[2]) is None:
+        return False
+    if "://" not in location and Path(location, "checkpoints").is_dir():
+        return False
+    try:
+        return CONFIG not in open_place(location).names()
+    except CheckpointError:  # absent: whoever opens it says so
+        return True
+
+
+def _is_finished(storage: Storage, folder: str) -> bool:
+    """Behind an address a folder may exist before its manifest."""
+    try:
+        with storage.open(folder, MANIFEST):
+            return True
+    except FileNotFoundError:
+        return False
+
+
+def _checkpoints_below(location: str) -> str:
+    inside = Path(location, "checkpoints")
+    return str(inside) if "://" not in location and inside.is_dir() else location

@@ -1,0 +1,37 @@
+"""``d9d explain``, and the part of ``d9d check`` that plans the whole job."""
+
+from __future__ import annotations
+
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.job import JobFile
+
+from d9d_engine.job import Job
+
+explain_app = command_app("explain", "Show what a job does, part by part, and why.")
+
+
+def check_plan(file: JobFile, world_size: int | None) -> None:
+    """Plan a job and print the numbers of the plan.
+
+    Raises:
+        D9dError: the job cannot run.
+    """
+    from d9d_engine.cli.report import print_plan  # imports torch, which a wrong job never needs
+
+    job = Job.of(file)
+    print_plan(job, job.plan(world_size))
+
+
+@explain_app.command()
+def explain(
+    job: JobPath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Show what a job does: where each part comes from, what was applied in which order, and why."""
+    from d9d_engine.cli.report import print_explanation
+
+    loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
+    print_explanation(loaded, loaded.plan())

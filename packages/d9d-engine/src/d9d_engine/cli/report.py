@@ -1,0 +1,106 @@
+"""What ``check`` and ``explain`` print."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from d9d_core.cli.output import console_for
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from d9d_engine.build.plan import Plan
+    from d9d_engine.job import Job
+
+GIB = 2**30
+
+
+def print_plan(job: Job, plan: Plan) -> None:
+    """The numbers of a plan."""
+    from d9d_engine.cli.stages import pipeline_line  # imports torch, which a wrong job never needs
+
+    console = console_for()
+    table = Table(box=None, show_header=False)
+    total, trained = plan.parameters
+    table.add_row("mesh", f"{job.mesh}")
+    table.add_row("model", f"{plan.selection.model.entry}: {total:,} parameters, {trained:,} of them train")
+    if plan.pretrained:
+        table.add_row("weights", plan.pretrained)
+    memory = plan.memory
+    parts = (memory.parameters, memory.gradients, memory.optimizer)
+    table.add_row(
+        "memory",
+        f"{memory.total / GIB:.3f} GiB without activations{' on the first rank' if job.pipeline else ''} "
+        "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f})".format(*(part / GIB for part in parts)),
+    )
+    table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
+    if job.pipeline:
+        table.add_row("pipeline", pipeline_line(job, plan))
+    program = " ".join(str(action) for action in plan.program[:8])
+    table.add_row("program", program + (" ..." if len(plan.program) > 8 else ""))
+    if plan.flops_per_token:
+        table.add_row("FLOPs", f"{plan.flops_per_token:.4g} per token")
+    for verdict in plan.verdicts:
+        if verdict.satisfied is None:
+            table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
+    console.print(table)
+    console.print(Text.assemble(("ok", "green"), ": this job can run; its data was not read"))
+
+
+def print_explanation(job: Job, plan: Plan) -> None:
+    """Where each part comes from, what was done with it, and why."""
+    from d9d_engine.cli.stages import pipeline_line, print_stages
+
+    console = console_for()
+    _heading(console, "parts")
+    table = Table(box=None, show_header=False)
+    for chosen in plan.selection.all():
+        table.add_row(f"  {chosen.where}", chosen.spec.name, str(chosen.entry.origin), chosen.spec.summary)
+    console.print(table)
+    if job.pipeline:
+        _heading(console, f"stages of {pipeline_line(job, plan)}")
+        print_stages(console, job, plan)
+    here = " (on the first rank)" if job.mesh.pp > 1 else ""
+    _heading(console, f"strategies, in order of application{here}")
+    for chosen, applied in plan.assembly.applied:
+        console.print(f"  {chosen.spec.name}: {_several(applied.modules)}")
+    if not plan.assembly.applied:
+        console.print("  none")
+    _heading(console, "kernels")
+    for choice in plan.assembly.kernels:
+        supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
+        console.print(
+            f"  {choice.op}: {choice.backend}{supplied} at {_several(choice.sites)}", markup=False, highlight=False
+        )
+        for name, decision in choice.considered.items():
+            mark = "accepts" if decision.accept else "refuses"
+            console.print(
+                f"    {name} {mark}, priority {decision.priority}: {decision.reason}", markup=False, highlight=False
+            )
+    _heading(console, "optimizer groups")
+    for name, facts in plan.groups.items():
+        settings = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "parameters")
+        names = _several(tuple(facts.get("parameters", ())))
+        console.print(f"  {name}: {settings}: {names}")
+    _heading(console, "capabilities")
+    for verdict in plan.verdicts:
+        console.print(f"  {verdict.chosen.where} {verdict.token}: {verdict.reason}")
+    if not plan.verdicts:
+        console.print("  none are required")
+    _heading(console, f"gradient reductions{here}")
+    rows = plan.assembly.ownership.table()
+    for axis, owned_by, parameters in rows:
+        console.print(f"  over {axis} by {owned_by}: {_several(parameters)}")
+    if not rows:
+        console.print(f"  none: {job.mesh}")
+    print_plan(job, plan)
+
+
+def _heading(console: Console, text: str) -> None:
+    console.print(Text(text, style="bold"))
+
+
+def _several(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:4])
+    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

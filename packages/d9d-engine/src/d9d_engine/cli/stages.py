@@ -1,0 +1,77 @@
+"""The stages of a pipeline as ``explain`` and ``check`` print them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from d9d_core.traits import HasBlocks, PipelineStage, modules_with
+from d9d_core.types import TensorSpec
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from d9d_engine.build.plan import Plan
+from d9d_engine.job import Job
+
+
+def pipeline_line(job: Job, plan: Plan) -> str:
+    """The pipeline in one line."""
+    pipeline = plan.assembly.pipeline
+    stages, name = len(pipeline.hosts), "no schedule" if job.pipeline is None else job.pipeline.name
+    return f"{name}, {stages} stage(s) on {pipeline.ranks} rank(s), {job.microbatches} microbatch(es)"
+
+
+def print_stages(console: Console, job: Job, plan: Plan) -> None:
+    """What each stage has, where it is, and what it hands on."""
+    assembly = plan.assembly
+    table = Table("  stage", "rank along pp", "layers", "parameters", "hands on", box=None)
+    for index, (stage, host) in enumerate(zip(assembly.all_stages, assembly.pipeline.hosts, strict=True)):
+        count = sum(parameter.numel() for parameter in stage.parameters())
+        table.add_row(f"  {index}", str(host), layers_of(stage), f"{count:,}", handed_on(stage, job))
+    console.print(table)
+    for name, stages in assembly.shared.items():
+        console.print(f"  {name} is in stages {' and '.join(map(str, stages))}, kept equal")
+
+
+def layers_of(stage: nn.Module) -> str:
+    """The blocks of a stage by name, the first and the last of them."""
+    # A model may pass on the blocks of its backbone, so two owners may name the same module.
+    names = {
+        id(block): f"{owner}.{name}" if owner else name
+        for owner, module in reversed(modules_with(stage, HasBlocks).items())
+        for name, block in module.blocks().items()
+    }
+    ordered = list(names.values())
+    if len(ordered) < 2:
+        return "".join(ordered)
+    return f"{ordered[0]} to {ordered[-1]} ({len(ordered)})"
+
+
+def handed_on(stage: nn.Module, job: Job) -> str:
+    """Names of the tensors that go to the next stage; shapes too if the data section tells the length of a sample."""
+    length = getattr(job.data, "sequence_length", None)
+    microbatch = _Unread(TensorSpec((job.microbatch_size, length or 1), torch.int64))
+    if not isinstance(stage, PipelineStage):
+        return ""
+    try:
+        specs = stage.boundary(microbatch)
+    except Exception:  # what a microbatch has is up to the data, which is not read here
+        return "known when the data is read"
+    return ", ".join(f"{name} {list(spec.shape)}" if length else name for name, spec in specs.items())
+
+
+class _Unread(Mapping[str, TensorSpec]):
+    """A microbatch of which only the size is known: it has any tensor, always of the same shape."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._spec
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

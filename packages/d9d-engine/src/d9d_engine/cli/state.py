@@ -1,0 +1,60 @@
+"""``d9d state``: commands; what they do stands in :mod:`d9d_engine.cli.tensors`, which imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover_plugins
+
+app = command_app("state", "Look at checkpoints, convert them, compare them.")
+
+StatePlace = Annotated[
+    str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")
+]
+
+
+@app.command("show")
+def state_show(
+    place: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
+    picture: Annotated[Path | None, typer.Option(help="Write a job's state graph here, as a Mermaid chart.")] = None,
+    as_json: AsJson = False,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
+    """List tensors; of a job file, show how its model and the published layout correspond."""
+    from d9d_engine.cli.tensors import show_state
+
+    show_state(place, discover_plugins(plugin, no_plugins), picture, as_json)
+
+
+@app.command("convert")
+def state_convert(
+    source: StatePlace,
+    target: Annotated[str, typer.Argument(help="Directory or fsspec address to write; Hugging Face layout.")],
+    dtype: Annotated[str | None, typer.Option(help="Number format, such as bfloat16; kept by default.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB or 512MiB.")] = "5GB",
+    threads: Annotated[int, typer.Option(help="Reads at a time.", min=1)] = 4,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+) -> None:
+    """Write a model anew: from a training checkpoint, in another number format, in files of another size. No GPU."""
+    from d9d_engine.cli.tensors import Conversion, convert_state, parse_dtype, parse_size
+
+    asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads)
+    typer.echo(convert_state(asked, discover_plugins(plugin, no_plugins)))
+
+
+@app.command("diff")
+def state_diff(
+    left: StatePlace,
+    right: StatePlace,
+    tolerance: Annotated[float, typer.Option(help="Largest deviation that counts as equal.", min=0.0)] = 0.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compare names, shapes, number formats and numbers. Exit status 1 if they differ."""
+    from d9d_engine.cli.tensors import diff_states
+
+    if not diff_states(left, right, tolerance, as_json):
+        raise typer.Exit(1)

@@ -1,0 +1,255 @@
+"""``d9d state``: look at checkpoints, convert them, compare them. On any machine, in little memory."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.cli.output import console_for
+from d9d_core.config.base import PluginConfig
+from d9d_core.config.lookup import load_config
+from d9d_core.errors import CheckpointError
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.types import TensorSpec
+from d9d_weights.files.places import open_place
+from d9d_weights.graph import Cast, Identity, Mapper, Parallel, StateGraph
+from d9d_weights.graph.pictures import Line, graph_mermaid, graph_text, tensor_lines
+from d9d_weights.hugging_face.convert import convert, deviation
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.format import HuggingFaceFormat
+from rich.table import Table
+
+from d9d_engine.build.pretrained import job_state_graph
+from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
+from d9d_engine.job import Job
+from d9d_engine.run.progress import ByteBar
+
+JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
+_SIZE = re.compile(r"([0-9.]+)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+Tensors = ModelDirectory | CheckpointTensors
+
+
+@contextmanager
+def opened(location: str, scope: str = "") -> Iterator[Tensors]:
+    """A model directory, a safetensors file, or a training checkpoint."""
+    with CheckpointTensors(location, scope) if is_checkpoint(location) else ModelDirectory.open(location) as tensors:
+        yield tensors
+
+
+def show_state(location: str, registry: Registry, picture: Path | None, as_json: bool) -> None:
+    """Print the tensors of a checkpoint, or how a job's model and its published form correspond.
+
+    Raises:
+        D9dError: it cannot be read.
+    """
+    if location.endswith(JOB_SUFFIXES):
+        graph = job_state_graph(Job.load(location, registry=registry), registry)
+        if picture is not None:
+            picture.write_text(graph_mermaid(graph), "utf-8")
+        text = {name: value.text() for name, value in graph.outputs.items()}
+        sys.stdout.write((json.dumps(text, indent=1) if as_json else graph_text(graph)) + "\n")
+        return
+    if picture is not None:
+        raise CheckpointError("--picture draws how a job's model corresponds to its published form; give a job file")
+    with opened(location) as tensors:
+        _print_tensors(tensors.specs, as_json)
+
+
+def _print_tensors(specs: Mapping[str, TensorSpec], as_json: bool) -> None:
+    if as_json:
+        described = {name: {"shape": list(s.shape), "dtype": _dtype_name(s.dtype)} for name, s in specs.items()}
+        sys.stdout.write(json.dumps(described, indent=1) + "\n")
+        return
+    table = Table(box=None, header_style="bold")
+    for title in ("tensor", "shape", "dtype", "count"):
+        table.add_column(title, no_wrap=True)
+    lines: list[Line] = tensor_lines(specs)
+    for line in lines:
+        table.add_row(line.name, str(list(line.spec.shape)), _dtype_name(line.spec.dtype), str(len(line.names)))
+    console_for().print(table)
+    numbers = sum(math.prod(spec.shape) for spec in specs.values())
+    size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs.values())
+    console_for().print(f"{len(specs)} tensors, {numbers:,} numbers, {size / 2**30:,.2f} GiB")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What ``d9d state convert`` is asked for.
+
+    Attributes:
+        source: model directory or checkpoint.
+        target: directory to write.
+        dtype: number format of floating-point tensors; ``None`` keeps theirs.
+        shard_bytes: largest file.
+        threads: that read at a time.
+    """
+
+    source: str
+    target: str
+    dtype: torch.dtype | None
+    shard_bytes: int
+    threads: int
+
+
+def convert_state(asked: Conversion, registry: Registry) -> str:
+    """Write a model in Hugging Face layout, from another one or from a training checkpoint; returns a summary.
+
+    Raises:
+        CheckpointError: it cannot be read, converted or written, or something is at the target.
+    """
+    _refuse_taken(asked.target)
+    with opened(asked.source, "model/") as tensors:
+        mapper, config, others = _described(tensors, asked, registry)
+        dtype = asked.dtype
+        graph = StateGraph(mapper, tensors.specs)
+        if dtype is not None:
+            casts = (Cast(name, dtype) for name, spec in graph.specs.items() if spec.dtype.is_floating_point)
+            graph = StateGraph(mapper >> Parallel(*casts, Identity()), tensors.specs)
+        size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in graph.specs.values())
+        with ByteBar("converting", size) as bar:
+            files = convert(graph, tensors, asked.target, config, others, asked.shard_bytes, asked.threads, bar.add)
+    return f"{len(graph.outputs)} tensors, {size / 2**30:,.2f} GiB in {len(files)} files at {asked.target}"
+
+
+def _refuse_taken(target: str) -> None:
+    """A directory is replaced as a whole; here it may be a run, or the source."""
+    if "://" in target:
+        try:
+            taken = bool(open_place(target).names())
+        except CheckpointError:  # absent; what else may be wrong shows when it is written
+            taken = False
+    else:
+        taken = Path(target).exists() and not (Path(target).is_dir() and not any(Path(target).iterdir()))
+    if taken:
+        raise CheckpointError(f"{target} exists: name a new directory, or remove that one first")
+
+
+def _described(
+    tensors: Tensors, asked: Conversion, registry: Registry
+) -> tuple[Mapper, dict[str, Any], dict[str, bytes]]:
+    """How names change, the new ``config.json``, and the files that are passed through."""
+    if isinstance(tensors, ModelDirectory):
+        config = tensors.config()
+        if asked.dtype is not None:
+            if config.get("quantization_config"):
+                raise CheckpointError(
+                    f"{tensors.location} is quantized (quantization_config in config.json): its numbers mean nothing "
+                    "in another format; leave --dtype out, or take the weights it was made from"
+                )
+            name = _dtype_name(asked.dtype)
+            config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
+        return Identity(), config, {name: tensors.read_file(name) for name in tensors.other_files()}
+    job = tensors.manifest.get("job")
+    if job is None:
+        raise CheckpointError(f"{tensors.location} does not say which model it is of: no job saved it")
+    if job.get("peft") or tensors.manifest.get("left_out"):
+        raise CheckpointError(
+            f"{tensors.location} is of a fine-tuning run and holds no whole model: "
+            "resume the run with export: true, which merges and writes it"
+        )
+    layout, model = _model_of(job, registry, tensors.location)
+    dtype = job["precision"]["parameters"] if asked.dtype is None else _dtype_name(asked.dtype)
+    return layout.exporter(model), layout.config_json(model, dtype), {}
+
+
+def _model_of(job: Mapping[str, Any], registry: Registry, location: str) -> tuple[HuggingFaceFormat, PluginConfig]:
+    fields = dict(job["model"])
+    fields.pop("pretrained", None)  # the checkpoint has the weights, and the job all sizes
+    entry = registry.find("model", fields["name"])
+    spec = entry.spec
+    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise CheckpointError(f"{location} is of model {entry}, which has no Hugging Face layout")
+    config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
+    layout: HuggingFaceFormat = spec.hugging_face.load()()
+    return layout, config
+
+
+def diff_states(left: str, right: str, tolerance: float, as_json: bool) -> bool:
+    """Print how two checkpoints differ; whether they agree.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    with ExitStack() as stack:
+        a, b = (stack.enter_context(opened(location)) for location in (left, right))
+        rows = list(_differences(a, b))
+    differing = [row for row in rows if row["difference"] != "numbers" or not row["largest"] <= tolerance]
+    if as_json:
+        sys.stdout.write(json.dumps({"tensors": len(rows), "different": differing}, indent=1) + "\n")
+    else:
+        table = Table(box=None, header_style="bold")
+        for title in ("tensor", "difference", left, right, "largest deviation"):
+            table.add_column(title, no_wrap=True)
+        for row in differing:
+            largest = "" if row["largest"] is None else f"{row['largest']:.3g}"
+            table.add_row(row["name"], row["difference"], row["left"], row["right"], largest)
+        if differing:
+            console_for().print(table)
+        same = len(rows) - len(differing)
+        console_for().print(f"{len(rows)} tensors: {same} equal within {tolerance:g}, {len(differing)} different")
+    return not differing
+
+
+def _differences(a: Tensors, b: Tensors) -> Iterator[dict[str, Any]]:
+    both = [name for name in a.specs if name in b.specs]
+    size = sum(math.prod(a.specs[name].shape) * a.specs[name].dtype.itemsize for name in both)
+    with ByteBar("comparing", size) as bar:
+        for name in [*a.specs, *(name for name in b.specs if name not in a.specs)]:
+            here, there = a.specs.get(name), b.specs.get(name)
+            row = {"name": name, "left": _form(here), "right": _form(there), "largest": None}
+            if here is None or there is None:
+                yield row | {"difference": "only on the right" if here is None else "only on the left"}
+            elif here.shape != there.shape:
+                yield row | {"difference": "shape"}
+            else:
+                largest = deviation(name, a, b, bar.add)
+                kind = "numbers" if here.dtype == there.dtype else "dtype"
+                yield row | {"difference": kind, "largest": largest}
+
+
+def _form(spec: TensorSpec | None) -> str:
+    return "-" if spec is None else f"{list(spec.shape)} {_dtype_name(spec.dtype)}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(text: str | None) -> torch.dtype | None:
+    """``bfloat16`` and the like.
+
+    Raises:
+        CheckpointError: it is no floating-point format.
+    """
+    found = None if text is None else getattr(torch, text, None)
+    if text is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise CheckpointError(f"--dtype: '{text}' is no number format; such as float32, bfloat16, float16")
+    return found
+
+
+def parse_size(text: str) -> int:
+    """``5GB`` is 5 * 10**9, ``2GiB`` is 2 * 2**30.
+
+    Raises:
+        CheckpointError: it is no size.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    try:
+        number = float(match[1]) if match else math.nan
+    except ValueError:
+        number = math.nan
+    if match is None or not 0 < number < math.inf:
+        raise CheckpointError(f"--shard-size: '{text}' is no size; such as 5GB or 512MiB")
+    power = " KMGT".index(match[2].upper() or " ")
+    return max(1, int(number * (1024 if match[3] else 1000) ** power))

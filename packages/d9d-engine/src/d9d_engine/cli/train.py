@@ -1,0 +1,70 @@
+"""``d9d train``."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.errors import JobError
+
+from d9d_engine.job import Job
+from d9d_engine.launch.process import running
+from d9d_engine.process_env import ProcessEnv
+
+app = command_app("train", "Train, or continue after an interruption.")
+
+
+@app.command()
+def train(
+    job: JobPath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+    nproc: Annotated[
+        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How often to start all processes again after one died; implies --nproc.", min=0)
+    ] = None,
+) -> None:
+    """Train. Continues from the newest checkpoint of the run, if there is one."""
+    env = ProcessEnv.from_environment(os.environ)
+    if nproc is not None or max_restarts is not None:
+        if env.launcher is not None:
+            raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; tell it instead")
+        loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
+        options = [word for option in overrides for word in ("--set", option)]
+        options += [word for file in plugin for word in ("--plugin", str(file))]
+        options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+        raise typer.Exit(_launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0))
+    with running(env, os.environ) as process:
+        loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, quiet=process.repeats)
+        loaded.check(env.world_size)
+        from d9d_engine.distributed.mesh import describe_rank
+
+        # A process that is alone says why it failed on its way out, as every command does.
+        alone = env.launcher is None
+        reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
+        with loaded.joined(env, reporter) as topology:
+            outcome = loaded.build(topology=topology).train()
+        if outcome.status == "finished" and topology.is_main:
+            typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+
+
+def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:
+    from d9d_engine.launch.agent import Launch
+
+    if nproc != "auto" and not nproc.isdecimal():
+        raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+    processes = job.mesh.world_size if nproc == "auto" else int(nproc)
+    job.check(processes)
+
+    def name_of(rank: int) -> str:
+        from d9d_engine.distributed.mesh import describe_rank
+
+        return describe_rank(job.mesh.sizes(), rank)
+
+    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of).run()

@@ -1,0 +1,112 @@
+"""Which device a process computes on."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from d9d_core.errors import JobError
+from torch import distributed as dist
+
+
+def choose_device(name: str) -> torch.device:
+    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken at their word.
+
+    Raises:
+        JobError: there is no such device here.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    available = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if name == "auto":
+        return torch.device(available[-1])
+    if not is_available(name):
+        raise JobError(f"device: '{name}' is not available here; available: auto, {', '.join(available)}")
+    return torch.device(name)
+
+
+def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, Any]:
+    """Arguments of ``torch.distributed.new_group`` for a group that takes tensors of this device only.
+
+    Args:
+        device: of the tensors.
+        blocks: the most thread blocks that its kernels take, where they are NCCL's.
+    """
+    backend = "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
+    if backend != "nccl" or blocks is None:
+        return {"backend": backend}
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = blocks
+    return {"backend": backend, "pg_options": options}
+
+
+def load_kernels_eagerly(device: str) -> None:
+    """Have CUDA load all kernels when it starts, if it has not started yet and nobody has chosen otherwise.
+
+    It loads each kernel when it is first launched, which may have to wait until the GPU is idle. A transfer that waits
+    for another rank keeps it from being idle, so two ranks could wait for each other for ever (CUDA C++ Programming
+    Guide, "Lazy Loading", section "Concurrent execution").
+
+    Args:
+        device: as in the job file.
+    """
+    if device.partition(":")[0] in ("auto", "cuda") and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def is_available(name: str) -> bool:
+    """Whether this machine has the device."""
+    kind, _, index = name.partition(":")
+    if kind in ("auto", "cpu"):
+        return index in ("", "0")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or kind != accelerator.type:
+        return False
+    return not index or (index.isdigit() and int(index) < torch.accelerator.device_count())
+
+
+def intended_device(name: str) -> torch.device:
+    """The device a job is meant for, whether or not this machine has it.
+
+    Raises:
+        JobError: torch knows no such device.
+    """
+    if is_available(name):
+        return choose_device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise JobError(f"device: torch knows no '{name}'; write auto, cpu, cuda, ...") from error
+
+
+def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device:
+    """The device of one of several processes on a machine; makes it the current one.
+
+    Args:
+        name: as in the job file.
+        local_rank: number of the process on its machine.
+        local_world_size: number of processes on its machine.
+
+    Raises:
+        JobError: the machine has no device for it.
+    """
+    device = choose_device(name)
+    if device.type == "cpu":
+        return device
+    count = torch.accelerator.device_count()
+    if ":" not in name:
+        # Some launchers show each process its own device only.
+        index = 0 if count == 1 else local_rank
+        if index >= count:
+            raise JobError(
+                f"device: {local_world_size} processes on this machine, but {count} {device.type} devices; "
+                "start one process for each device"
+            )
+        device = torch.device(device.type, index)
+    elif local_world_size > 1:
+        raise JobError(
+            f"device: '{name}' is one device for {local_world_size} processes; write '{device.type}', "
+            "and each takes its own"
+        )
+    torch.accelerator.set_device_index(device)
+    return device

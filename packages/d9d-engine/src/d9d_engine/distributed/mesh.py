@@ -1,0 +1,195 @@
+"""This process in the grid: its coordinates, its device, and the device meshes and groups it communicates in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.grid import AXES, Grid
+from d9d_core.plugin.records import ViewSpec
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from d9d_engine.distributed.devices import own_backend
+from d9d_engine.supervision.watchdog import Watchdog
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the mesh axes, this process's place in them, its device, and the groups it belongs to.
+
+    Groups exist once something asks for them; ranks that all build the same job ask in the same order. Two dimensions
+    of two views that join the same ranks share one group.
+
+    Attributes:
+        sizes: axis -> size, the base axes and ``ep``.
+        rank: number of this process.
+        world_size: number of processes.
+        local_rank: number of this process on its machine.
+        device: what it computes on.
+        views: by name; see :class:`d9d_core.plugin.ViewSpec`.
+        watchdog: is told what the process is about to do, and reports when it takes too long.
+        simulated: the other processes do not exist and the device may not either; see ``topology.simulate``.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1) | {"ep": 1})
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    views: Mapping[str, ViewSpec] = field(default_factory=dict)
+    watchdog: Watchdog = field(default_factory=Watchdog, repr=False, compare=False)
+    simulated: bool = False
+    _meshes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints, tracks and writes what all ranks share."""
+        return self.rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are process groups; a job of one process may do without."""
+        return self.world_size > 1 or dist.is_initialized()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes that see different samples."""
+        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which slice of each pack this process sees."""
+        place = self.coordinate
+        return place["dp_replicate"] * self.sizes["dp_shard"] + place["dp_shard"]
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Base axis -> place of this process along it."""
+        return Grid({axis: self.sizes[axis] for axis in AXES}).coordinate(self.rank)
+
+    def __str__(self) -> str:
+        """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
+        return describe_rank(self.sizes, self.rank)
+
+    def grid(self, view: str) -> Grid:
+        """The sizes of a view.
+
+        Raises:
+            BuildError: no plugin declares it.
+        """
+        if view not in self.views:
+            raise BuildError(f"no view '{view}' of the mesh is declared; there are: {', '.join(self.views) or 'none'}")
+        return Grid.of_view(self.views[view], self.sizes)
+
+    def mesh(self, view: str, *dims: str) -> DeviceMesh:
+        """The device mesh of a view, or of some of its dimensions. Meshes of one view have a common root.
+
+        Collective over all ranks when a view is used for the first time.
+
+        Raises:
+            BuildError: there is no such view, or the process group is not initialised.
+        """
+        if view not in self._meshes:
+            self._meshes[view] = self._make_mesh(self.grid(view))
+        mesh = self._meshes[view]
+        return mesh[dims] if dims else mesh
+
+    def axes_group(self, *axes: str, purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup | None:
+        """The processes that differ from this one along base axes only; ``None`` without process groups.
+
+        Collective over all ranks when it is asked for the first time.
+
+        Args:
+            axes: base axes.
+            purpose: a group of its own for each purpose, so that what it carries never waits for what others do. It
+                takes tensors of the device only.
+            blocks: the most thread blocks that its kernels take, if they do on this device.
+        """
+        if not self.is_distributed:
+            return None
+        ranks = Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes)
+        return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
+
+    def places_group(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+        """The processes at some places along a base axis, or those at all others if this one is there.
+
+        ``None`` without process groups. Collective over all ranks when it is asked for the first time.
+        """
+        if not self.is_distributed:
+            return None
+        line = Grid({name: self.sizes[name] for name in AXES}).group(self.rank, [axis])
+        here = line.index(self.rank) in places
+        # torch names a group after the number of groups before it, so every rank has to make one, here and now.
+        ranks = tuple(rank for place, rank in enumerate(line) if (place in places) == here)
+        return self._group(ranks, f"{axis} {list(places)}")
+
+    def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
+        """The processes that differ from this one along ``dims`` only; ``None`` without process groups.
+
+        Collective over all ranks when it is asked for the first time.
+        """
+        if not self.is_distributed:
+            return None
+        return self._group(self.grid(view).group(self.rank, dims))
+
+    @property
+    def world(self) -> dist.ProcessGroup | None:
+        """All processes; ``None`` without process groups. Takes CPU tensors on any device."""
+        return dist.group.WORLD if self.is_distributed else None
+
+    def barrier(self) -> None:
+        """Wait for all processes, not for their devices. Collective over all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(torch.zeros(1), group=self.world)
+
+    @contextmanager
+    def main_first(self, per_machine: bool = False) -> Iterator[None]:
+        """Run the block on the main process first (on each machine's first, if asked), then on all others.
+
+        Collective over all ranks.
+        """
+        first = self.local_rank == 0 if per_machine else self.is_main
+        if not first:
+            self.barrier()
+        yield
+        if first:
+            self.barrier()
+
+    def _make_mesh(self, grid: Grid) -> DeviceMesh:
+        if not dist.is_initialized():
+            raise BuildError(
+                f"{self} has no process group, which a mesh needs; start the job with d9d train or torchrun, "
+                "or build it inside Job.joined()"
+            )
+        groups = [self._group(grid.group(self.rank, [name])) for name in grid.sizes]
+        ranks = torch.arange(self.world_size).view(*grid.sizes.values())
+        device = "cpu" if self.simulated else self.device.type
+        return DeviceMesh.from_group(groups, device, mesh=ranks, mesh_dim_names=tuple(grid.sizes))
+
+    def _group(
+        self, ranks: tuple[int, ...], purpose: str = "", how: Mapping[str, Any] | None = None
+    ) -> dist.ProcessGroup:
+        if len(ranks) == self.world_size and not purpose:
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        if (ranks, purpose) not in self._groups:
+            # Only members take part: every rank creates exactly its own group of each partition, in the same order.
+            group = dist.new_group(list(ranks), use_local_synchronization=True, **how or {})
+            assert isinstance(group, dist.ProcessGroup)
+            self._groups[ranks, purpose] = group
+        return self._groups[ranks, purpose]
+
+
+def describe_rank(sizes: Mapping[str, int], rank: int) -> str:
+    """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
+    place = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)
+    shown = ", ".join(f"{axis}={at}" for axis, at in place.items() if sizes[axis] > 1)
+    return f"rank {rank} ({shown})" if shown else f"rank {rank}"

@@ -1,0 +1,219 @@
+"""from the environment of a process to a process group that works, and out of it again."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from d9d_core.errors import JobError, TrainingError
+from torch import distributed as dist
+
+from d9d_engine.distributed.mesh import describe_rank
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision.failure import FailureReporter
+from d9d_engine.supervision.hang_report import FAILED, Alarm
+from d9d_engine.supervision.identity import Identity, Store, agree, wait_until
+from d9d_engine.supervision.watchdog import Watchdog
+
+#: The watchdog's report comes before any backend's own.
+_BACKEND_MARGIN = 60.0
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All processes of a job, as one of them sees them.
+
+    Attributes:
+        env: this process.
+        store: what ranks tell each other without a communicator.
+        watchdog: to be told what the process is about to do.
+    """
+
+    env: ProcessEnv
+    store: Store
+    watchdog: Watchdog
+
+
+@contextmanager
+def joined(
+    env: ProcessEnv,
+    device: torch.device,
+    identity: Identity,
+    sizes: Mapping[str, int],
+    timeouts: Mapping[str, float],
+    reporter: FailureReporter | None = None,
+) -> Iterator[World]:
+    """Be one rank of a process group inside the block. Collective over all ranks.
+
+    First the ranks compare what they are about to run; only then are communicators made. A default process group that
+    exists already is used as it is, and left.
+
+    Args:
+        env: this process.
+        device: what it computes on.
+        identity: what must be equal on all ranks.
+        sizes: mesh axis -> size, for messages.
+        timeouts: ``startup``, ``step`` and ``checkpoint`` in seconds.
+        reporter: tells the user why this rank failed; by default an exception just leaves the block.
+
+    Raises:
+        JobError: jobs or software differ between ranks.
+        PluginError: loaded plugins differ between ranks.
+        TrainingError: ranks did not arrive in time.
+    """
+    who = f"{describe_rank(sizes, env.rank)} on {env.node}"
+    store = _meet(env, timeouts["startup"])
+
+    def claim(name: str) -> str:
+        return store.compare_set(FAILED, "", name).decode()
+
+    watchdog = Watchdog(timeouts, who, changed=lambda: _set_timeouts(max(timeouts.values()) + _BACKEND_MARGIN))
+    own = False
+    try:
+        agree(store, env, identity, timeouts["startup"])
+        own = not dist.is_initialized()
+        if own:
+            _init(env, device, store, timeouts["startup"])
+        if env.world_size > 1:
+            tell = reporter or FailureReporter(who, None)
+            shortest = min(timeouts.values())
+            alarm = Alarm(
+                # A connection of its own: the main thread may be waiting for the store.
+                store.clone(),
+                env.rank,
+                env.world_size,
+                tell=lambda failure: tell.tell(failure, claim),
+                grace=min(10.0, max(2.0, shortest)),
+            )
+            # Each rank asks the store: seldom enough for thousands of them.
+            watchdog.start(alarm, pause=min(max(1.0, env.world_size / 1000), shortest / 4))
+        yield World(env, store, watchdog)
+    except BaseException as error:
+        if reporter is not None and isinstance(error, Exception):
+            # Before connections close: the others must find out who was first.
+            reporter.raised(error, claim)
+        watchdog.stop()
+        if own and dist.is_initialized():
+            _abort()
+        raise
+    watchdog.stop()
+    if own:
+        _leave_together(store, env, timeouts["startup"])
+        dist.destroy_process_group()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All groups of this process, the default one included, whoever made them."""
+    # torch has no public list. Groups of libraries must be found, too.
+    return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]  # noqa: SLF001
+
+
+def _meet(env: ProcessEnv, timeout: float) -> Store:
+    if dist.is_initialized():
+        store: Store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - the only one these ranks share
+        # A world may be joined several times; each time needs fresh keys, the same on all ranks.
+        return _below(f"d9d/{store.add(f'd9d/joins/{dist.get_rank()}', 1)}", store)
+    if env.master is not None:
+        # Processes that the agent starts anew find the same server.
+        return _below(f"d9d/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _connect(env, env.master, timeout))
+    if env.world_size > 1:
+        raise JobError(f"{env.world_size} processes need MASTER_ADDR and MASTER_PORT to meet; torchrun sets both")
+    return _below("d9d", dist.HashStore())  # type: ignore[attr-defined]
+
+
+def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
+    # torchrun's agent may serve a store already, and says so; see torch.distributed.rendezvous, which cannot be used:
+    # it waits until all have come, and does not tell who is missing.
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    try:
+        store: Store = dist.TCPStore(  # type: ignore[attr-defined]
+            *master,
+            env.world_size,
+            is_master=env.rank == 0 and not served,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistNetworkError as error:
+        reason = str(error).partition("\n")[0]
+        raise TrainingError(
+            f"rank {env.rank} on {env.node} cannot meet the others at {master[0]}:{master[1]} within {timeout:g} s "
+            f"(timeouts.startup); did rank 0 start there, and is the port free? {reason}"
+        ) from error
+    return store
+
+
+def _below(prefix: str, store: Any) -> Store:
+    below: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    return below
+
+
+def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -> None:
+    backend = "gloo"
+    if device.type != "cpu":
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    with _loopback(env):
+        # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the
+        # topology has only the members of a group make it.
+        dist.init_process_group(
+            backend,
+            store=_below("group", store),  # type: ignore[arg-type]
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+
+
+@contextmanager
+def _loopback(env: ProcessEnv) -> Iterator[None]:
+    # Alone, gloo needs no network, but warns where the host's own name is unknown.
+    if env.world_size > 1 or _GLOO_INTERFACE in os.environ or platform.system() != "Linux":
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_INTERFACE]
+
+
+def _set_timeouts(seconds: float) -> None:
+    # The watchdog enforces the limits of phases. A backend's own limit is the last resort, and the same in all phases:
+    # a rank that is in a short phase may be waiting for one that is in a long phase.
+    for group in process_groups():
+        group.set_timeout(timedelta(seconds=seconds))
+
+
+def _leave_together(store: Store, env: ProcessEnv, timeout: float) -> None:
+    # Through the store, not the group: nobody closes a connection that another rank still reads from, and the process
+    # that serves the store is not gone before the others have asked their last question.
+    if store.add("left", 1) == env.world_size:
+        store.set("all-left", "")
+
+    def over() -> bool:
+        return store.check(["all-left"]) or store.check([FAILED])
+
+    _quietly(lambda: wait_until(over, timeout, max(0.02, env.world_size / 20_000)))
+    if env.rank == 0:
+        _quietly(lambda: wait_until(lambda: store.add("gone", 0) >= env.world_size - 1, 5, 0.02))
+    else:
+        _quietly(lambda: store.add("gone", 1))
+
+
+def _abort() -> None:
+    # Destroying waits for what is under way, which will never end.
+    for group in process_groups():
+        _quietly(group.abort)
+    _quietly(dist.destroy_process_group)
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with suppress(RuntimeError):  # what else goes wrong at the end has no further consequence
+        call()

@@ -1,0 +1,95 @@
+"""Declarations of the engine: built-in trackers, views of the mesh, health checks and commands. Always loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin.hooks import API_VERSION, hookimpl
+from d9d_core.plugin.records import CommandSpec, HealthCheckSpec, JobCheckSpec, TrackerSpec, ViewDim, ViewSpec
+from d9d_core.plugin.ref import Ref
+
+D9D_API = API_VERSION
+
+
+@hookimpl
+def d9d_trackers() -> Iterator[TrackerSpec]:
+    """Console and jsonl."""
+    yield TrackerSpec(
+        name="console",
+        summary="One line of text per logged step.",
+        config=Ref("d9d_engine.trackers.config:ConsoleConfig"),
+        build=Ref("d9d_engine.trackers.console:ConsoleTracker"),
+    )
+    yield TrackerSpec(
+        name="jsonl",
+        summary="One JSON object per logged step in <run>/metrics.jsonl.",
+        config=Ref("d9d_engine.trackers.config:JsonlConfig"),
+        build=Ref("d9d_engine.trackers.jsonl:JsonlTracker"),
+    )
+
+
+@hookimpl
+def d9d_views() -> Iterator[ViewSpec]:
+    """The views that strategies share."""
+    pipeline, replicate, tensor = (ViewDim(axis, (axis,)) for axis in ("pp", "dp_replicate", "tp"))
+    yield ViewSpec(
+        name="dense",
+        summary="Parameters that every token uses: replicas of shards.",
+        dims=(pipeline, replicate, ViewDim("fsdp", ("dp_shard", "cp")), tensor),
+    )
+    yield ViewSpec(
+        name="expert",
+        summary="Parameters that only some tokens use.",
+        dims=(
+            pipeline,
+            ViewDim("expert_replicate", ("dp_replicate",), over=("ep",)),
+            ViewDim("expert_fsdp", ("dp_shard", "cp", "tp"), over=("ep",)),
+            ViewDim("ep", ("ep",)),
+        ),
+    )
+    yield ViewSpec(
+        name="batch",
+        summary="Who sees which samples.",
+        dims=(pipeline, ViewDim("dp", ("dp_replicate", "dp_shard")), ViewDim("cp", ("cp",)), tensor),
+    )
+    yield ViewSpec(
+        name="world",
+        summary="All ranks in one row.",
+        dims=(ViewDim("world", ("pp", "dp_replicate", "dp_shard", "cp", "tp")),),
+    )
+
+
+@hookimpl
+def d9d_health_checks() -> Iterator[HealthCheckSpec]:
+    """Readiness of this machine."""
+    yield HealthCheckSpec(name="torch", summary="torch imports", run=Ref("d9d_engine.cli.health:check_torch"))
+    yield HealthCheckSpec(name="device", summary="which device trains", run=Ref("d9d_engine.cli.health:check_device"))
+
+
+@hookimpl
+def d9d_job_checks() -> Iterator[JobCheckSpec]:
+    """The plan of a job: its model on the meta device, strategies, kernels, memory."""
+    yield JobCheckSpec(
+        name="plan",
+        summary="Model, strategies, kernels and memory, without a GPU.",
+        run=Ref("d9d_engine.cli.plan:check_plan"),
+    )
+
+
+@hookimpl
+def d9d_commands() -> Iterator[CommandSpec]:
+    """Commands that need torch."""
+    yield CommandSpec(
+        name="train", summary="Train, or continue after an interruption.", app=Ref("d9d_engine.cli.train:app")
+    )
+    yield CommandSpec(
+        name="explain",
+        summary="Show what a job does, part by part, and why.",
+        app=Ref("d9d_engine.cli.plan:explain_app"),
+    )
+    yield CommandSpec(
+        name="verify", summary="Compare layouts of a job with one process.", app=Ref("d9d_engine.cli.verify:app")
+    )
+    yield CommandSpec(
+        name="state", summary="Look at checkpoints, convert them, compare them.", app=Ref("d9d_engine.cli.state:app")
+    )

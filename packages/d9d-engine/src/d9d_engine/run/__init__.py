@@ -1,0 +1,1 @@
+"""The loop over steps: trainer, prefetching, evaluation, logging, checkpointing."""

@@ -1,0 +1,315 @@
+"""What a run must remember to continue as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import yaml
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import CheckpointError, JobError
+from d9d_core.events import SaveReport
+from d9d_core.plugin.manifest import Manifest
+from d9d_core.protocols.optimizer import Optimizer
+from d9d_core.types import State
+from d9d_weights.files.atomic import write_json, write_text
+from d9d_weights.sharding.agreement import on_main
+from d9d_weights.sharding.collectives import all_gather_objects
+from d9d_weights.sharding.model_tensors import model_tensors
+from torch import Tensor, nn
+
+from d9d_engine.checkpoint.retention import BestOf, Retention
+from d9d_engine.checkpoint.saved import Checkpoint
+from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.tied import Ties
+from d9d_engine.trackers.hub import TrackerHub
+
+_MODEL, _OPTIMIZER, _METRICS = "model/", "optimizer/", "metrics/"
+#: Fields of the job that a resumed run may not change: the weights' meaning and the order of the data depend on them.
+_FIXED = ("model.", "seed", "precision.parameters")
+#: Except where the weights came from, for they are in the checkpoint, and what the model itself lets go.
+_FREE = frozenset({"pretrained"})
+
+
+@dataclass
+class Progress:
+    """Counters of the run.
+
+    Attributes:
+        step: optimizer steps done.
+        tokens: tokens (or samples) consumed.
+        skipped: steps without an update, because something was not finite.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
+    """The store that the job asks for. Collective over all ranks.
+
+    Raises:
+        CheckpointError: the place cannot be written.
+        JobError: the best checkpoint is chosen by something that is never logged.
+    """
+    wanted = job.checkpoint.best
+    if wanted and wanted.series.startswith("eval/") and job.evaluation is None:
+        raise JobError(f"checkpoint.best.series: '{wanted.series}' is never logged; the job has no evaluation section")
+    best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
+    retention = Retention(job.checkpoint.keep, job.checkpoint.keep_every, best)
+    place = job.checkpoint.place(job.run.directory)
+    timeout = timedelta(seconds=job.timeouts.checkpoint)
+    store = CheckpointStore(place, retention, topology, job.checkpoint.asynchronous, timeout)
+    store.prepare()
+    return store
+
+
+class Checkpointer:
+    """Saves and restores weights, optimizer, metrics, data position, tracker runs and counters.
+
+    Learning rate and randomness are pure functions of the step, so the step is all they need.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        stage: nn.Module,
+        ties: Ties,
+        optimizer: Optimizer,
+        statistics: Statistics,
+        stream: DevicePrefetcher,
+        trackers: TrackerHub,
+        job: JobConfig,
+        manifest: Manifest,
+        note: Callable[[str], None],
+    ) -> None:
+        self.store = store
+        self._stage = stage
+        self._ties = ties
+        self._optimizer = optimizer
+        self._statistics = statistics
+        self._stream = stream
+        self._trackers = trackers
+        self._job = job
+        self._manifest = manifest
+        self._note = note
+        self._said_unscored = False
+
+    def record(self) -> None:
+        """Write ``job.yaml``, all defaults filled in, and ``plugins.json`` to the run's directory.
+
+        Collective over all ranks.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+
+        def write() -> None:
+            directory = self._job.run.directory
+            directory.mkdir(parents=True, exist_ok=True)
+            plugins = {"digest": self._manifest.digest, "plugins": self._manifest.to_json()}
+            write_text(directory / "job.yaml", yaml.safe_dump(self._job.resolved(), sort_keys=False))
+            write_json(directory / "plugins.json", plugins)
+
+        on_main(write, self.store.group)
+
+    def save(self, progress: Progress, logged: Mapping[str, float] | None = None, wait: bool = False) -> None:
+        """Save the present state. Collective over all ranks.
+
+        The checkpoint exists when :meth:`poll` says so. Until :meth:`before_mutation` is called, parameters and
+        optimizer state must stay as they are.
+
+        Args:
+            progress: counters.
+            logged: the last value of each logged series.
+            wait: return when the checkpoint exists.
+
+        Raises:
+            CheckpointError: this save (unless it goes on in the background) or the one before failed.
+        """
+        self._trackers.flush()
+        values = {
+            "data": self._stream.state(),
+            "trackers": self._trackers.state(),
+            "tokens": progress.tokens,
+            "skipped": progress.skipped,
+        }
+        facts = {
+            "job": self._job.resolved(),
+            "plugins": self._manifest.to_json(),
+            "left_out": self._left_out_anywhere(),
+        }
+        tensors = self.tensors()
+        self.store.save(
+            progress.step,
+            tensors,
+            values,
+            facts,
+            # A forward may change buffers and metrics; parameters and moments change in the optimizer's step only.
+            volatile=tensors.keys() - self._changed_by_optimizer(),
+            score=self._score(logged or {}),
+            wait=wait,
+        )
+
+    def before_mutation(self) -> None:
+        """Call right before parameters or optimizer state change. The host does not wait."""
+        self.store.before_mutation()
+
+    def poll(self) -> list[SaveReport]:
+        """The saves that came to a good end since the last call. Does not wait."""
+        reports = self.store.poll()
+        for report in reports:
+            if report.warning:
+                self._note(f"warning: {report.warning}")
+        return reports
+
+    def wait(self) -> None:
+        """Wait for the save that is under way, if there is one. Collective over all ranks.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self.store.wait()
+
+    def restore(self) -> tuple[Progress, Mapping[str, State]]:
+        """Continue from the newest usable checkpoint, if there is one and the job wants it. Collective over all ranks.
+
+        Returns:
+            The counters, and the states of the trackers to open.
+
+        Raises:
+            CheckpointError: no checkpoint fits, or there is one although the job says ``never``.
+        """
+        resume = self._job.checkpoint.resume
+        if resume == "never" and self.store.steps():
+            raise CheckpointError(
+                f"{self.store.directory} holds checkpoints, but checkpoint.resume is 'never'; "
+                "choose another run.name, remove them, or set checkpoint.resume to 'auto'"
+            )
+        checkpoint = self.store.newest(self._note)
+        if checkpoint is None and resume == "must":
+            raise CheckpointError(f"{self.store.directory} holds no checkpoint, but checkpoint.resume is 'must'")
+        progress, trackers = (Progress(), {}) if checkpoint is None else self._continue(checkpoint)
+        if self._job.checkpoint.every is not None and self._job.checkpoint.asynchronous:
+            large = self._changed_by_optimizer() - self._left_out()
+            self.store.reserve({name: tensor for name, tensor in self._weights().items() if name in large})
+        return progress, trackers
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything on the device that a checkpoint holds, under the names it has there. Collective over all ranks."""
+        left_out = self._left_out()
+        return {name: tensor for name, tensor in self._everything().items() if name not in left_out}
+
+    def _everything(self) -> dict[str, Tensor]:
+        return {**self._weights(), **_prefixed(_METRICS, self._statistics.tensors())}
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {**_prefixed(_MODEL, model_tensors(self._stage)), **_prefixed(_OPTIMIZER, self._optimizer_state())}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """What is on this rank: the optimizer made some for the parameters of others, too, on the meta device."""
+        return {key: tensor for key, tensor in self._optimizer.state().items() if tensor.device.type != "meta"}
+
+    def _left_out(self) -> set[str]:
+        if not self._job.checkpoint.trainable_only:
+            return set()
+        return {_MODEL + name for name, p in self._stage.named_parameters() if not p.requires_grad}
+
+    def _left_out_anywhere(self) -> list[str]:
+        """Those of all pipeline ranks: the manifest is the first rank's. Collective, if anything may be left out."""
+        own = sorted(self._left_out())
+        if not self._job.checkpoint.trainable_only or self.store.group is None:
+            return own
+        return sorted({name for names in all_gather_objects(own, self.store.group) for name in names})
+
+    def _changed_by_optimizer(self) -> set[str]:
+        parameters = {_MODEL + name for name, _ in self._stage.named_parameters()}
+        return parameters | {_OPTIMIZER + key for key in self._optimizer_state()}
+
+    def _score(self, logged: Mapping[str, float]) -> float | None:
+        best = self._job.checkpoint.best
+        if best is None:
+            return None
+        if best.series not in logged and not self._said_unscored:
+            self._said_unscored = True
+            self._note(
+                f"warning: checkpoint.best.series: '{best.series}' was not logged yet, so this checkpoint cannot be "
+                f"the best one; logged are: {', '.join(sorted(logged)) or 'none'}"
+            )
+        return logged.get(best.series)
+
+    def _continue(self, checkpoint: Checkpoint) -> tuple[Progress, Mapping[str, State]]:
+        self._compare(checkpoint)
+        self._load(checkpoint)
+        values = checkpoint.values()
+        self._stream.load_state(values["data"])
+        for location in self.store.set_aside(newer_than=checkpoint.step):
+            self._note(f"warning: a damaged checkpoint was set aside as {location}")
+        return Progress(checkpoint.step, values["tokens"], values["skipped"]), values["trackers"]
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        tensors = self._everything()
+        may_lack = self._left_out() & set(checkpoint.manifest["left_out"])
+        for scope in (_MODEL, _OPTIMIZER):
+            part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
+            checkpoint.load_into(part, scope, may_lack)
+
+        self._ties.spread()
+
+        def known(metric: str, state: Mapping[str, Tensor]) -> bool:
+            scope = f"{_METRICS}{metric}/"
+            try:
+                checkpoint.load_into({scope + key: tensor for key, tensor in state.items()}, scope)
+            except CheckpointError:
+                return False
+            return True
+
+        for name in self._statistics.load(known):
+            self._note(f"warning: metric '{name}' is not in {checkpoint.name} and starts anew")
+
+    def _compare(self, checkpoint: Checkpoint) -> None:
+        here, there = (_flat(job) for job in (self._job.resolved(), checkpoint.manifest["job"]))
+        changed = {f: (there.get(f), here.get(f)) for f in sorted({*here, *there}) if there.get(f) != here.get(f)}
+        model = self._job.model
+        free = _FREE | model.free_on_resume if isinstance(model, ModelConfig) else _FREE
+        fixed = {f: values for f, values in changed.items() if f.startswith(_FIXED) and not _is_of_model(f, free)}
+        refused = [f"{f}: {a!r} there, {b!r} here" for f, (a, b) in fixed.items()]
+        if refused:
+            what = "another model" if any(line.startswith("model.") for line in refused) else "another run"
+            raise CheckpointError(
+                f"{checkpoint.location} is of {what}: {'; '.join(refused)}; restore the job, or use another run.name"
+            )
+        if isinstance(model, ModelConfig):
+            try:
+                model.check_resume(checkpoint.manifest["job"]["model"])
+            except ValueError as error:
+                raise CheckpointError(f"{checkpoint.location} is of another model: model.{error}") from None
+        for field, (before, now) in changed.items():
+            self._note(f"changed since {checkpoint.name}: {field}: {before!r} -> {now!r}")
+        saved = Manifest(checkpoint.manifest["plugins"])
+        for line in saved.differences(self._manifest, "checkpoint", "now"):
+            self._note(f"warning: plugins changed since {checkpoint.name}: {line}")
+
+
+def _prefixed(scope: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {scope + name: tensor for name, tensor in tensors.items()}
+
+
+def _is_of_model(field: str, names: Collection[str]) -> bool:
+    section, _, rest = field.partition(".")
+    return section == "model" and rest.partition(".")[0] in names
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted fields; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

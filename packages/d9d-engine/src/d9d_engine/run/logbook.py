@@ -1,0 +1,146 @@
+"""From device tensors to logged values, a few steps later and without waiting for the GPU."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from d9d_core.errors import NonFiniteError
+from d9d_core.events import StepResult
+from d9d_core.protocols.metric import Table
+from d9d_core.tensors import wide_dtype
+from torch import Tensor
+
+#: Steps the host may be ahead of the values it has seen.
+MAX_PENDING = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    step: int
+    names: tuple[str, ...]
+    tables: Mapping[str, Table]  # with the device's values
+    values: Tensor  # [names, then the cells of each table], on the host once `copied` has passed
+    copied: torch.Event | None
+    host: Mapping[str, float] | None  # None: this step is watched, not logged
+
+
+class Logbook:
+    """Watches every step and logs some.
+
+    All ranks read the values of a step after the same later step, so that what follows from them (an error, a stop)
+    happens everywhere at once.
+
+    Args:
+        write: gets the step (1-based) and the values of a step to be logged.
+        watch: gets the step (1-based) and the loss of every step.
+        nonfinite: what follows a step whose loss or gradient was not finite.
+        skipped: how many such steps there were before.
+        tokens: how many tokens were consumed before.
+        write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[int, Mapping[str, float]], None],
+        watch: Callable[[int, float], None],
+        nonfinite: Literal["error", "skip"],
+        skipped: int = 0,
+        tokens: int = 0,
+        write_tables: Callable[[int, Mapping[str, Table]], None] | None = None,
+    ) -> None:
+        self._write = write
+        self._write_tables = write_tables
+        self._watch = watch
+        self._nonfinite = nonfinite
+        self._pending: deque[_Entry] = deque()
+        self.skipped = skipped
+        self.tokens = tokens
+        self.stop = False
+
+    def record(
+        self,
+        step: int,
+        result: StepResult,
+        logged: Mapping[str, float] | None,
+        measured: Mapping[str, Tensor | Table] | None = None,
+    ) -> None:
+        """Take in a step; older steps whose values have arrived are written.
+
+        Args:
+            step: 1-based.
+            result: device tensors.
+            logged: host values to log with it; ``None`` if the step is not logged.
+            measured: further 0-d device tensors to log, and tables.
+
+        Raises:
+            NonFiniteError: an earlier step was not finite and the policy is ``error``.
+        """
+        tensors = {name: getattr(result, name) for name in ("finite", "stop", "tokens", "loss", "grad_norm")}
+        tables: dict[str, Table] = {}
+        if logged is not None:
+            several = len(result.terms) > 1
+            tensors |= {f"loss/{term}": mean for term, mean in result.terms.items()} if several else {}
+            for name, value in (measured or {}).items():
+                if not isinstance(value, Table):
+                    tensors[name] = value
+                elif self._write_tables is not None:
+                    tables[name] = value
+        cells = [*tensors.values(), *(table.values for table in tables.values())]
+        values = torch.cat([tensor.flatten().to(wide_dtype(tensor.device)) for tensor in cells])
+        copied = None
+        if values.device.type != "cpu":
+            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = host.copy_(values, non_blocking=True)
+            copied = torch.Event(tensors["loss"].device)
+            copied.record()
+        self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged))
+        limit = MAX_PENDING if copied is not None else 0
+        while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
+            self._take(self._pending.popleft())
+
+    def drain(self) -> None:
+        """Wait for all values; afterwards every step so far is known to be finite (or skipped).
+
+        Raises:
+            NonFiniteError: one was not and the policy is ``error``.
+        """
+        while self._pending:
+            self._take(self._pending.popleft())
+
+    def _take(self, entry: _Entry) -> None:
+        if entry.copied is not None:
+            entry.copied.synchronize()
+        count = len(entry.names)
+        values = dict(zip(entry.names, entry.values[:count].tolist(), strict=True))
+        if not values.pop("finite"):
+            self._meet_nonfinite(entry.step, values)
+        self.stop = self.stop or bool(values.pop("stop"))
+        self.tokens += round(values.pop("tokens"))
+        self._watch(entry.step, values["loss"])
+        if entry.host is not None:
+            extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
+            self._write(entry.step, {**values, "tokens": float(self.tokens), **entry.host, **extra})
+        if entry.tables and self._write_tables is not None:
+            self._write_tables(entry.step, _filled(entry.tables, entry.values[count:]))
+
+    def _meet_nonfinite(self, step: int, values: Mapping[str, float]) -> None:
+        self.skipped += 1
+        if self._nonfinite == "error":
+            names = [name for name in ("loss", "grad_norm") if not math.isfinite(values[name])]
+            what = " and ".join(f"{name} is {values[name]}" for name in names)
+            raise NonFiniteError(
+                f"step {step}: {what}; this step changed nothing. Look at its data, lower the learning rate, "
+                "or set 'nonfinite: skip' to go on without such steps"
+            )
+
+
+def _filled(tables: Mapping[str, Table], cells: Tensor) -> dict[str, Table]:
+    """The tables with their values from the host: all cells, one table after the other."""
+    parts = torch.split(cells, [table.values.numel() for table in tables.values()])
+    pairs = zip(tables.items(), parts, strict=True)
+    return {name: replace(table, values=part.view(table.values.shape)) for (name, table), part in pairs}

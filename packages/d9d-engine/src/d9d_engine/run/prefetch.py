@@ -1,0 +1,201 @@
+"""Bringing packs to the device, ahead of the step that needs them."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+from d9d_core.protocols.data import DataStream
+from d9d_core.types import Pack, State
+
+
+class DevicePrefetcher:
+    """Takes packs from a stream in a thread of its own and copies them to the device without waiting for the copy.
+
+    The packs are the same whatever ``prefetch`` is. A context manager; leaving it ends the thread.
+
+    Args:
+        stream: yields packs of CPU tensors. Once the first pack is asked for, nobody else may move it.
+        device: where the model is.
+        prefetch: how many packs may be taken from the stream before they are asked for; 0 takes and copies each when
+            it is asked for, without a thread.
+    """
+
+    def __init__(self, stream: DataStream, device: torch.device, prefetch: int = 2) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch: {prefetch} packs ahead; use 0 or more")
+        self.stream = stream
+        self._transfer = _Transfer(device, beside=prefetch > 0)
+        self._prefetch = prefetch
+        self._worker: _Worker | None = None
+        self._state: State | None = None
+        self._closed = False
+
+    def next(self) -> Pack:
+        """The next pack, on the device.
+
+        Raises:
+            Exception: what the stream raised for this pack; again until :meth:`load_state`.
+            RuntimeError: the feed is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this feed is closed; open another one on a stream")
+        if not self._prefetch:
+            return self._transfer.start(self.stream.next_pack()).receive()
+        if self._worker is None:
+            self._state = copy.deepcopy(self.stream.state())
+            self._worker = _Worker(self.stream, self._transfer, self._prefetch)
+        taken = self._worker.take()
+        self._state = taken.state
+        return taken.transferred.receive()
+
+    def state(self) -> State:
+        """The stream's state right after the last pack that :meth:`next` returned; the stream itself is ahead of it."""
+        return self.stream.state() if self._state is None else self._state
+
+    def load_state(self, state: State) -> None:
+        """Continue at ``state``: what was taken ahead is dropped, and nothing is taken before :meth:`next`.
+
+        Raises:
+            DataError: the state belongs to other data.
+        """
+        self._stop()
+        self.stream.load_state(state)
+        self._state = None
+
+    def close(self) -> None:
+        """End the thread, after the pack that it may be waiting for. :meth:`state` stays what it was."""
+        self._closed = True
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
+
+
+class _Transfer:
+    """Starts copies to a device.
+
+    Args:
+        device: where to.
+        beside: copy in a stream beside the one that computes, if the device has several.
+    """
+
+    def __init__(self, device: torch.device, beside: bool) -> None:
+        # MPS has one stream only and shares its memory with the CPU.
+        self._has_streams = device.type not in ("cpu", "mps", "meta")
+        self._beside = torch.Stream(device) if beside and self._has_streams else None
+        # With its index: whoever asks for a pack may have another current device.
+        self._device = device if self._beside is None else self._beside.device
+
+    def start(self, pack: Pack) -> _Transferred:
+        """Begin to copy a pack; it is received later, maybe in another thread."""
+        if self._device.type == "cpu":
+            return _Transferred(pack)
+        if self._beside is None:
+            return _Transferred(self._copy(pack))
+        with self._beside:
+            copied = self._copy(pack)
+        return _Transferred(copied, self._device, self._beside.record_event())
+
+    def _copy(self, pack: Pack) -> Pack:
+        # Only copies from pinned memory are asynchronous.
+        pinned = self._has_streams
+        return [
+            {
+                name: (tensor.pin_memory() if pinned else tensor).to(self._device, non_blocking=pinned)
+                for name, tensor in microbatch.items()
+            }
+            for microbatch in pack
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Transferred:
+    """A pack whose copy has been started.
+
+    Attributes:
+        pack: on the device.
+        device: where it is, if the copy may still run.
+        copied: happens on the device when the copy is done.
+    """
+
+    pack: Pack
+    device: torch.device | None = None
+    copied: torch.Event | None = None
+
+    def receive(self) -> Pack:
+        """The pack, for use in the current stream, which waits for the copy; this thread does not."""
+        if self.device is not None and self.copied is not None:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_event(self.copied)
+            for microbatch in self.pack:
+                for tensor in microbatch.values():
+                    # The allocator would otherwise give the memory to the next copy while this stream still reads it.
+                    tensor.record_stream(current)
+        return self.pack
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A pack on its way, and the stream's state after it."""
+
+    transferred: _Transferred
+    state: State
+
+
+class _Worker:
+    """The thread that takes packs from a stream, at most ``ahead`` more than were asked for."""
+
+    def __init__(self, stream: DataStream, transfer: _Transfer, ahead: int) -> None:
+        self._stream = stream
+        self._transfer = transfer
+        self._room = threading.Semaphore(ahead)
+        self._ready: queue.SimpleQueue[_Taken | BaseException] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="d9d-feed", daemon=True)
+        self._thread.start()
+
+    def take(self) -> _Taken:
+        """The next pack, as soon as there is one; raises what the stream raised."""
+        if self._failure is None:
+            item = self._ready.get()
+            if isinstance(item, _Taken):
+                self._room.release()
+                return item
+            self._failure = item
+        raise self._failure
+
+    def stop(self) -> None:
+        """Return once the thread has ended."""
+        self._stopping = True
+        self._room.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._room.acquire()
+            if self._stopping:
+                return
+            try:
+                transferred = self._transfer.start(self._stream.next_pack())
+                # A copy, in case the stream goes on changing what it returned.
+                self._ready.put(_Taken(transferred, copy.deepcopy(self._stream.state())))
+            except BaseException as error:  # raised again where the pack is asked for
+                self._ready.put(error)
+                return

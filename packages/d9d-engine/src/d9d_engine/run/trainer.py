@@ -1,0 +1,251 @@
+"""The loop around the step: resume, log, evaluate, save, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from d9d_core import events as ev
+from d9d_core.config.job import JobConfig
+from d9d_core.protocols.task import Task
+from d9d_core.protocols.tracker import RunInfo
+from torch import nn
+
+from d9d_engine.build.initialise import generators_kept
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.checkpointer import Checkpointer, Progress
+from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.run.gc import built_objects_spared
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.logbook import Logbook
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.run.progress import ProgressBar
+from d9d_engine.step.step import TrainStep
+from d9d_engine.trackers.hub import TrackerHub
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: all steps done, or interrupted and saved.
+        step: optimizer steps done.
+    """
+
+    status: Literal["finished", "stopped"]
+    step: int
+
+
+class Trainer:
+    """Runs a built job. Its collaborators are public, so that they can be used alone.
+
+    Made by :func:`d9d_engine.build.compose.build`.
+
+    Args:
+        job: the resolved job.
+        topology: this process among others.
+        step: one training step.
+        task: counts tokens.
+        feed: packs on the device.
+        trackers: where logged values go.
+        evaluator: measures the loss on other data.
+        keeper: checkpoints.
+        export: writes the trained model.
+        interrupts: whether this process was asked to stop.
+        events: observers.
+        note: prints a line.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        topology: Topology,
+        model: nn.Module,
+        step: TrainStep,
+        task: Task,
+        feed: DevicePrefetcher,
+        trackers: TrackerHub,
+        evaluator: Evaluator | None,
+        keeper: Checkpointer,
+        export: Callable[[], None] | None,
+        interrupts: Interrupts,
+        events: ev.Events,
+        note: Callable[[str], None],
+    ) -> None:
+        self.job = job
+        self.topology = topology
+        self._model = model
+        self.step = step
+        self.task = task
+        self.feed = feed
+        self.trackers = trackers
+        self.evaluator = evaluator
+        self.keeper = keeper
+        self.export = export
+        self.interrupts = interrupts
+        self.events = events
+        self.note = note
+        self._logged: dict[str, float] = {}
+
+    @property
+    def stage(self) -> nn.Module:
+        """This rank's part of the model: all of it, or its pipeline stages as one module."""
+        return self._model
+
+    def train(self) -> Outcome:
+        """Train until all steps are done or an interrupt arrives, from the newest checkpoint if there is one.
+
+        Ctrl-C and SIGTERM, on any rank, let all ranks finish the same step, save, and return. Collective over all
+        ranks.
+
+        Raises:
+            NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
+            CheckpointError: a checkpoint could not be read or written.
+        """
+        try:
+            with self.keeper.store.opened(), generators_kept(self.topology.device), built_objects_spared():
+                outcome = self._train()
+        except BaseException:
+            with suppress(Exception):  # the first error counts
+                self.feed.load_state(self.feed.state())
+            raise
+        self.feed.load_state(self.feed.state())  # ends its thread; packs fetched ahead are fetched again
+        return outcome
+
+    def _train(self) -> Outcome:
+        progress, tracker_states = self.keeper.restore()
+        total = self.job.steps
+        if progress.step >= total:
+            self.note(f"nothing left to train: the checkpoint is at step {progress.step}, the job has {total} steps")
+        elif progress.step:
+            self.note(f"resumed at step {progress.step} of {total}")
+        self.keeper.record()
+        self.trackers.open(self._run_info(progress.step), tracker_states)
+        try:
+            with self.interrupts, ProgressBar(total, progress.step, shown=self.topology.is_main) as bar:
+                status = self._run(progress, bar)
+                self.trackers.close(status)
+                done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
+                self.events.emit(done(progress.step))
+        except BaseException as error:
+            self.trackers.close("failed")
+            try:
+                self.events.emit(ev.TrainingFailed(progress.step, error))
+            except Exception as second:
+                error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
+            raise
+        return Outcome(status, progress.step)
+
+    def _run(self, progress: Progress, bar: ProgressBar) -> Literal["finished", "stopped"]:
+        job, total = self.job, self.job.steps
+        logbook = Logbook(
+            self._write, bar.update, job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
+        )
+        speed = _Speed()
+        saved = progress.step if progress.step else None
+        self.events.emit(ev.TrainingStarts(progress.step, total))
+        while progress.step < total and not logbook.stop:
+            self.topology.watchdog.phase("step", progress.step)
+            pack = self.feed.next()
+            result = self.step(progress.step, pack)
+            progress.step += 1
+            speed.add(sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size)
+            self._record(progress, result, logbook, speed, bar)
+            self._announce()
+            at_end = progress.step == total
+            if self.evaluator and job.evaluation and (at_end or progress.step % job.evaluation.every == 0):
+                logbook.drain()
+                with speed.paused():
+                    self._evaluate(progress.step)
+            if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not at_end:
+                logbook.drain()
+                with speed.paused():
+                    self._save(progress, logbook)
+                saved = progress.step
+        logbook.drain()
+        if saved != progress.step:
+            self._save(progress, logbook, wait=True)
+        self.topology.watchdog.phase("checkpoint", progress.step)
+        self.keeper.wait()
+        self._announce()
+        if logbook.stop and progress.step < total:
+            done = f"stopped after step {progress.step} of {total} and saved"
+            self.note(f"{self.interrupts.requested or 'another rank'}: {done}; start again to continue")
+            return "stopped"
+        if self.export is not None:
+            self.export()
+        return "finished"
+
+    def _record(
+        self, progress: Progress, result: ev.StepResult, logbook: Logbook, speed: _Speed, bar: ProgressBar
+    ) -> None:
+        due = progress.step % self.job.logging.every == 0 or progress.step == 1
+        if not due and progress.step < self.job.steps:
+            logbook.record(progress.step, result, None)
+            return
+        lr, tokens_per_second = self.step.optimizer.lr, speed.take()
+        bar.logged(lr, tokens_per_second)
+        host = {"lr": lr, "tokens_per_second": tokens_per_second}
+        logbook.record(progress.step, result, host, self.step.statistics.compute())
+        if due:  # else the period goes on, should the run be prolonged
+            self.step.statistics.reset()
+
+    def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> None:
+        logbook.drain()  # no checkpoint from a step whose finiteness is unread
+        progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
+        self.topology.watchdog.phase("checkpoint", progress.step)
+        self.events.emit(ev.CheckpointStarts(progress.step))
+        self.keeper.save(progress, self._logged, wait)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell of checkpoints that exist by now."""
+        for report in self.keeper.poll():
+            self.note(
+                f"checkpoint at step {report.step}: {report.bytes / 2**20:,.1f} MiB written in "
+                f"{report.write_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
+            )
+            self.events.emit(ev.CheckpointSaved(report))
+
+    def _evaluate(self, step: int) -> None:
+        assert self.evaluator is not None
+        self.events.emit(ev.EvaluationStarts(step))
+        values = self.evaluator.run()
+        self._write(step, values)
+        self.events.emit(ev.EvaluationEnds(step, values))
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self._logged.update(values)
+        self.trackers.write(step, values)
+        self.events.emit(ev.ValuesLogged(step, values))
+
+    def _run_info(self, step: int) -> RunInfo:
+        run = self.job.run
+        return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.job.steps, step)
+
+
+class _Speed:
+    """Tokens per second between two log entries, on the host's clock, without evaluations and checkpoints."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._start = time.perf_counter()
+
+    def add(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    def take(self) -> float:
+        now = time.perf_counter()
+        speed = self._tokens / max(now - self._start, 1e-9)
+        self._tokens, self._start = 0, now
+        return speed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - before

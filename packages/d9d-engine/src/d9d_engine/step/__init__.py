@@ -1,0 +1,1 @@
+"""One optimizer step, from microbatches to updated parameters."""

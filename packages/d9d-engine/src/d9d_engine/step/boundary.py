@@ -1,0 +1,58 @@
+"""What stages hand to each other, known without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.traits import PipelineStage
+from d9d_core.types import Microbatch, TensorSpec
+from torch import Tensor, nn
+
+Specs = Mapping[str, TensorSpec]
+_Shapes = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+class Boundaries:
+    """The tensors between stages, for microbatches of any shape.
+
+    Args:
+        stages: all of the model but the last, on any device, equal on all ranks; with the trait ``PipelineStage``.
+        compute_dtype: what strategies convert parameters to, if they do. A tensor that a stage announces in the format
+            of its parameters then has this one.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], compute_dtype: torch.dtype | None = None) -> None:
+        self._stages = tuple(stages)
+        self._stored = {parameter.dtype for stage in stages for parameter in stage.parameters()}
+        self._compute = compute_dtype
+        self._known: dict[tuple[int, _Shapes], Specs] = {}
+
+    def after(self, stage: int, microbatch: Microbatch) -> Specs:
+        """What a stage hands to the next one for this microbatch, in order."""
+        shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in microbatch.items())
+        if (stage, shapes) not in self._known:
+            module = self._stages[stage]
+            assert isinstance(module, PipelineStage)  # checked when the stages were built
+            given = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in shapes}
+            self._known[stage, shapes] = {n: self._converted(s) for n, s in module.boundary(given).items()}
+        return self._known[stage, shapes]
+
+    def conform(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
+        """Outputs as announced: in that order and format.
+
+        Raises:
+            BuildError: the stage returned something else than it announces.
+        """
+        announced = self.after(stage, microbatch)
+        returned = {name: tuple(tensor.shape) for name, tensor in outputs.items()}
+        if returned != {name: spec.shape for name, spec in announced.items()}:
+            shapes = {name: spec.shape for name, spec in announced.items()}
+            raise BuildError(f"stage {stage} announces {shapes}, but returned {returned}; repair its boundary()")
+        return {name: outputs[name].to(spec.dtype) for name, spec in announced.items()}
+
+    def _converted(self, spec: TensorSpec) -> TensorSpec:
+        if self._compute is not None and spec.dtype in self._stored:
+            return TensorSpec(spec.shape, self._compute)
+        return spec

@@ -1,0 +1,331 @@
+"""The interpreter of programs: one handler per action type."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Program,
+    Reduce,
+    compute_parts,
+)
+from d9d_core.program.placement import Pipeline
+from d9d_core.protocols.task import Task
+from d9d_core.types import Microbatch, Pack
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.randomness import seed_generators
+
+#: Stage and microbatch.
+Key = tuple[int, int]
+#: Named tensors that are there, or that are waited for when this is called.
+Arrival = Callable[[], Mapping[str, Tensor]]
+Outputs = Callable[[Mapping[str, Tensor], Microbatch], None]
+
+
+@dataclass(frozen=True)
+class StageLoss:
+    """This rank's share of the mean of each loss term, over the microbatches of one step; 0-d float32 on the device."""
+
+    terms: Mapping[str, Tensor]
+
+
+@dataclass
+class Visit:
+    """One microbatch in one stage, from its forward to its backward.
+
+    Attributes:
+        leaves: what came from the previous stage; it collects the gradients that go back there.
+        roots: what goes to the next stage, by name, or the loss: where the backward starts.
+        dtypes: of the roots' gradients.
+    """
+
+    leaves: Mapping[str, Tensor]
+    roots: Mapping[str, GradientEdge]
+    dtypes: Mapping[str, torch.dtype]
+
+
+@dataclass
+class StepState:
+    """What the actions of one step share.
+
+    Attributes:
+        step: 0-based.
+        pack: microbatches on the device.
+        scale: term -> 1 / (its weight in the pack); empty in an evaluation.
+        visits: microbatches between forward and backward.
+        inputs: what a stage needs from the previous one, from its arrival to its use.
+        outputs: what a stage made for another rank, until it is sent.
+        gradients: those of a stage's outputs, from their arrival to their use.
+        input_gradients: those of a stage's inputs, until they are sent to another rank.
+        terms: stage -> term -> its share of the mean so far.
+        counted: what modules tallied, not yet seen by metrics.
+        backwards: how many backwards each stage still has to run.
+        split: stage -> the microbatches whose gradients of weights come apart from those of inputs, if it has any.
+        weights: what split backwards have left to do.
+        ends: called at the end of the step, such as to await what was sent.
+        evaluated: takes the outputs of the last stage in an evaluation.
+    """
+
+    step: int
+    pack: Pack
+    scale: Mapping[str, Tensor]
+    visits: dict[Key, Visit] = field(default_factory=dict)
+    inputs: dict[Key, Arrival] = field(default_factory=dict)
+    outputs: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[Key, Arrival] = field(default_factory=dict)
+    input_gradients: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
+    terms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    counted: list[Mapping[str, Tensor]] = field(default_factory=list)
+    backwards: Counter[int] = field(default_factory=Counter)
+    split: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    weights: dict[Key, Callable[[], None]] = field(default_factory=dict)
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    evaluated: Outputs | None = None
+
+
+Handler = Callable[[Action, StepState], None]
+
+
+class Executor:
+    """Runs the program of this rank, one action after the other.
+
+    Handlers of other action types, such as sends and receives, take what :class:`StepState` holds and put into it what
+    the next action needs. They may replace those of core, and call :meth:`forward`, :meth:`open_backward` and
+    :meth:`close_backward`.
+
+    Args:
+        stages: those of this rank, by index.
+        pipeline: all stages, and the programs.
+        boundaries: what stages hand to each other.
+        topology: this process among others.
+        task: turns microbatches into inputs and outputs into losses.
+        added: the loss terms of the model's own modules.
+        tallies: what they count.
+        gradients: told when a stage's gradients are complete.
+        statistics: updated with the task's observations.
+        draws: number of the step, of the microbatch and of the stage -> seed of what is drawn there.
+        autocast: number format of the forward's matrix products, if not the parameters'.
+        whole: names of the modules whose backward cannot be split.
+        handlers: makes the handlers of the schedule's own.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        pipeline: Pipeline,
+        boundaries: Boundaries,
+        topology: Topology,
+        task: Task,
+        added: AuxiliaryLosses,
+        tallies: Tallies,
+        gradients: Gradients,
+        statistics: Statistics,
+        draws: Callable[[int, int, int], int],
+        autocast: torch.dtype | None = None,
+        whole: frozenset[str] = frozenset(),
+        handlers: Callable[[Executor], Mapping[type[Action], Handler]] | None = None,
+    ) -> None:
+        self.stages = stages
+        self.pipeline = pipeline
+        self.boundaries = boundaries
+        self.topology = topology
+        self.gradients = gradients
+        self.whole = whole
+        self._last = len(pipeline.hosts) - 1
+        self._place = topology.coordinate["pp"]
+        self._task = task
+        self._added = added
+        self._tallies = tallies
+        self._statistics = statistics
+        self._coefficients = dict(task.coefficients)
+        self._autocast = autocast
+        self._draws = draws
+        self._program = cache(self._overview)
+        self._handlers: dict[type[Action], Handler] = {
+            Forward: self.forward,
+            Backward: self.backward,
+            Reduce: self._reduce,
+            **(handlers(self) if handlers else {}),
+        }
+        if unknown := sorted(kind.__name__ for kind in pipeline.kinds - self._handlers.keys()):
+            raise BuildError(f"pipeline: the schedule asks for {', '.join(unknown)}, which its handlers do not run")
+
+    def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
+        """Forward and backward over all microbatches; afterwards parameters hold their gradients.
+
+        Collective over the ranks that share parameters, and over those of the pipeline.
+        """
+        program, backwards, split = self._program(len(pack))
+        state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
+        self._added.begin(scale)
+        self._interpret(program, state)
+        for counted in state.counted:
+            self._statistics.tally(counted)
+        terms: dict[str, Tensor] = {}
+        for of_stage in state.terms.values():
+            terms |= {term: terms[term] + mean if term in terms else mean for term, mean in of_stage.items()}
+        return StageLoss(terms)
+
+    def evaluate(self, pack: Pack, outputs: Outputs) -> None:
+        """Forward over all microbatches, without gradients.
+
+        Collective over the ranks of the pipeline.
+
+        Args:
+            pack: microbatches on the device.
+            outputs: called with what the model returns for each microbatch, on the ranks that have the last stage.
+        """
+        state = StepState(0, pack, {}, evaluated=outputs)
+        with torch.no_grad():
+            self._interpret(self.pipeline.forward_program(self._place, len(pack)), state)
+
+    def _overview(self, microbatches: int) -> tuple[Program, Counter[int], Mapping[int, frozenset[int]]]:
+        """This rank's program, how many backwards each stage runs, and which of them are split."""
+        program = self.pipeline.program(self._place, microbatches)
+        parts = [part for action in program for part in compute_parts(action)]
+        backwards = Counter(part.stage for part in parts if isinstance(part, Backward | InputBackward))
+        split: dict[int, frozenset[int]] = {}
+        for part in parts:
+            if isinstance(part, InputBackward):
+                split[part.stage] = split.get(part.stage, frozenset()) | {part.microbatch}
+        return program, backwards, split
+
+    def _interpret(self, program: Program, state: StepState) -> None:
+        for action in program:
+            self._handlers[type(action)](action, state)
+        for end in state.ends:
+            end()
+
+    def forward(self, action: Action, state: StepState) -> None:
+        """Run a stage on a microbatch: the loss on the last stage; elsewhere, hand on what it returns."""
+        assert isinstance(action, Forward)
+        stage, microbatch = action.stage, state.pack[action.microbatch]
+        leaves = self._leaves(action, state)
+        if state.evaluated is None:
+            seed_generators(self.topology.device, self._draws(state.step, action.microbatch, stage))
+        outputs = self._call(stage, microbatch, leaves)
+        if stage < self._last:
+            outputs = self.boundaries.conform(stage, outputs, microbatch)
+            self._hand_on(action, {name: tensor.detach() for name, tensor in outputs.items()}, state)
+            roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
+        elif state.evaluated is not None:
+            state.evaluated(outputs, microbatch)
+            return
+        else:
+            roots = {"loss": self._loss(outputs, microbatch, state)}
+        if state.evaluated is None:
+            self._observe(stage, outputs, microbatch, state)
+            # Edges, so that nobody keeps what was sent: the graph does not need it.
+            edges = {name: get_gradient_edge(tensor) for name, tensor in roots.items()}
+            dtypes = {name: tensor.dtype for name, tensor in roots.items()}
+            state.visits[stage, action.microbatch] = Visit(leaves, edges, dtypes)
+
+    def backward(self, action: Action, state: StepState) -> None:
+        """Compute all gradients of a microbatch in a stage, and hand back those of its inputs."""
+        assert isinstance(action, Backward)
+        visit, gradients = self.open_backward(action, state)
+        if visit.roots:
+            torch.autograd.backward(list(visit.roots.values()), gradients)
+        self.close_backward(action, visit, state)
+
+    def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
+        """What a backward starts from: the visit, and the gradient of each of its roots."""
+        stage, microbatch = key = (action.stage, action.microbatch)
+        visit = state.visits.pop(key)
+        state.backwards[stage] -= 1
+        split = stage in state.split
+        self.gradients.before_backward(last=state.backwards[stage] == 0 and not split, stage=stage, complete=not split)
+        if stage == self._last:
+            return visit, [None]
+        arrived = state.gradients.pop((stage, microbatch))()
+        return visit, [arrived[name].to(dtype) for name, dtype in visit.dtypes.items()]
+
+    def close_backward(self, action: MicrobatchAction, visit: Visit, state: StepState) -> None:
+        """Hand the gradients of a stage's inputs back to the previous stage."""
+        if action.stage == 0:
+            return
+        back: dict[str, Tensor] = {}
+        for name, leaf in visit.leaves.items():
+            if leaf.is_floating_point():
+                back[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        key = (action.stage - 1, action.microbatch)
+        if self.is_here(action.stage - 1):
+            state.gradients[key] = lambda: back
+        else:
+            state.input_gradients[action.stage, action.microbatch] = back
+
+    def is_here(self, stage: int) -> bool:
+        """Whether this rank runs a stage."""
+        return stage in self.stages
+
+    def _reduce(self, action: Action, _state: StepState) -> None:
+        self.gradients.reduce(action.stage)
+
+    def _leaves(self, action: Forward, state: StepState) -> dict[str, Tensor]:
+        if action.stage == 0:
+            return {}
+        arrived = state.inputs.pop((action.stage, action.microbatch))()
+        leaves = {name: tensor.detach() for name, tensor in arrived.items()}
+        for leaf in leaves.values():
+            leaf.requires_grad_(torch.is_grad_enabled() and leaf.is_floating_point())
+        return leaves
+
+    def _call(self, stage: int, microbatch: Microbatch, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        inputs = self._task.inputs(microbatch)
+        own = inputs.first if stage == 0 else leaves
+        if both := own.keys() & inputs.shared.keys():
+            source = "its first inputs" if stage == 0 else "the previous stage"
+            raise BuildError(
+                f"stage {stage} gets {', '.join(sorted(both))} from {source} and from the task's shared inputs; "
+                "rename one of them"
+            )
+        enabled = self._autocast is not None
+        with torch.autocast(self.topology.device.type, self._autocast) if enabled else nullcontext():
+            outputs: Mapping[str, Tensor] = self.stages[stage](**own, **inputs.shared)
+        return outputs
+
+    def _hand_on(self, action: Forward, outputs: Mapping[str, Tensor], state: StepState) -> None:
+        if self.is_here(action.stage + 1):
+            state.inputs[action.stage + 1, action.microbatch] = lambda: outputs
+        else:
+            state.outputs[action.stage, action.microbatch] = outputs
+
+    def _loss(self, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> Tensor:
+        sums = self._task.losses(outputs, microbatch)
+        means = {term: sums[term] * state.scale[term] for term in self._coefficients}
+        self._count(self._last, means, state)
+        return torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
+
+    def _observe(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> None:
+        # The gradients of these are injected where they arise, so they take no part in the backward from here.
+        self._count(stage, {term: sum_ * state.scale[term] for term, sum_ in self._added.take(stage).items()}, state)
+        counted = self._tallies.take(stage)
+        if stage == self._last and self._statistics:
+            self._statistics.update(self._task.observations(outputs, microbatch))
+        if counted and self._statistics.tallied:
+            # The next forward of the stage writes over them.
+            state.counted.append({name: tensor.clone() for name, tensor in counted.items()})
+
+    @staticmethod
+    def _count(stage: int, means: Mapping[str, Tensor], state: StepState) -> None:
+        terms = state.terms.setdefault(stage, {})
+        for term, mean in means.items():
+            terms[term] = terms[term] + mean.detach() if term in terms else mean.detach()

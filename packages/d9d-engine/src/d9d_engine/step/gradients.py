@@ -1,0 +1,129 @@
+"""From the gradients of single microbatches on single ranks to the gradient of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from d9d_core.errors import BuildError
+from d9d_core.protocols.strategy import Reducer
+from torch import nn
+
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.buckets import Buckets, Member
+from d9d_engine.step.ownership import Ownership
+from d9d_engine.step.tied import Ties
+
+MIB = 2**20
+
+
+class Gradients:
+    """Owns the gradients of the trained parameters between backward and optimizer.
+
+    What a strategy reduces by itself (FSDP2) is left to it; the rest is summed here, in buckets: while the last
+    microbatch's backward runs, or after it if a strategy reduces meanwhile. A parameter that took no part in a step, on
+    this rank or on any, counts as having a zero gradient, so that a step means the same in every layout.
+
+    Args:
+        parameters: the trained parameters by name.
+        ownership: who reduces what.
+        topology: this process among others.
+        reducers: stage -> what must know when a backward of it starts.
+        ties: parameters that several stages have.
+        bucket_mib: size of a bucket.
+        accumulate: the number format in which microbatches add up; the parameters' own by default.
+
+    Raises:
+        BuildError: one gradient is to be reduced by several operations.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        ownership: Ownership,
+        topology: Topology,
+        reducers: Mapping[int, Iterable[Reducer]] | None = None,
+        bucket_mib: int = 32,
+        accumulate: torch.dtype | None = None,
+        ties: Ties | None = None,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._reducers = {stage: tuple(of_stage) for stage, of_stage in (reducers or {0: ()}).items()}
+        self._ties = ties or Ties()
+        self._open = set(self._reducers)
+        self._split: set[int] = set()
+        for parameter in parameters.values():
+            if accumulate is not None and parameter.dtype != accumulate:
+                parameter.grad_dtype = accumulate  # autograd and FSDP2 add up in it
+        members = _members(parameters, ownership, topology)
+        alone = len(self._reducers) == 1 and not any(self._reducers.values()) and not self._ties
+        self._buckets = Buckets(members, bucket_mib * MIB, overlap=alone)
+
+    def before_backward(self, last: bool, stage: int = 0, complete: bool = True) -> None:
+        """A backward of a stage is about to start.
+
+        Args:
+            last: no other follows in this step.
+            stage: which.
+            complete: it computes all gradients of its microbatch; if not, :meth:`after_weights` follows.
+        """
+        if last:
+            self._buckets.arm()
+        if not complete:
+            self._split.add(stage)
+        for reducer in self._reducers[stage]:
+            reducer.before_backward(last=last, complete=complete)
+
+    def after_weights(self, stage: int) -> None:
+        """Gradients of weights that a backward had left for later are there."""
+        for reducer in self._reducers[stage]:
+            reducer.after_weights()
+
+    def reduce(self, stage: int) -> None:
+        """All gradients of a stage are there on this rank. Collective over the ranks that share its parameters."""
+        self._open.discard(stage)
+        if stage in self._split:
+            for reducer in self._reducers[stage]:
+                reducer.reduce()
+
+    def finish(self) -> None:
+        """Make all gradients final. Collective over all ranks.
+
+        Raises:
+            RuntimeError: the step's program never declared a stage complete.
+        """
+        if self._open:
+            raise RuntimeError(f"the program ended without reducing the gradients of stage(s) {sorted(self._open)}")
+        self._ties.gather()
+        self._buckets.finish()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        self._ties.reduce()
+
+    def reset(self) -> None:
+        """Drop all gradients; their memory is reused by the next step."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._ties.reset()
+        self._open, self._split = set(self._reducers), set()
+
+
+def _members(parameters: Mapping[str, nn.Parameter], ownership: Ownership, topology: Topology) -> list[Member]:
+    members = []
+    for name, parameter in parameters.items():
+        axes = ownership.synchronised(name)
+        operations = {axis: ownership.owners[name][axis].operation for axis in axes}
+        if len(set(operations.values())) > 1:
+            parts = " and ".join(f"by {operation} over {axis}" for axis, operation in operations.items())
+            raise BuildError(
+                f"the gradient of '{name}' would be reduced {parts} at once; the strategy that owns one of them must "
+                "reduce it itself"
+            )
+        view = ownership.views.get(name)
+        group = None
+        if axes:
+            group = topology.axes_group(*axes) if view is None else topology.group(view, *axes)
+        if group is not None:
+            members.append(Member(parameter, group, operations[axes[0]]))
+    return members

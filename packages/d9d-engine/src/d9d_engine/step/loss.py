@@ -1,0 +1,48 @@
+"""The weight of a loss, known before the first backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from d9d_core.protocols.task import Task
+from d9d_core.types import Pack
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
+
+
+class LossScale:
+    """Computes what each loss sum is multiplied by, so that gradients need no scaling pass.
+
+    A term's factor is its coefficient over its weight in the whole pack. A term without weight gets the factor zero.
+
+    Args:
+        task: declares the terms and their weights.
+        added: the terms of the model's own modules.
+        group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
+    """
+
+    def __init__(self, task: Task, added: AuxiliaryLosses, group: dist.ProcessGroup | None = None) -> None:
+        self._task = task
+        self._added = added
+        self._group = group
+
+    def begin(self, pack: Pack) -> Mapping[str, Tensor]:
+        """Term -> 1 / (weight in the whole pack), 0-d float32 on the device; zero where there is no weight.
+
+        Collective over the group.
+        """
+        weights = [self._task.weights(microbatch) for microbatch in pack]
+        terms = list(self._task.coefficients)
+        total = torch.stack([torch.stack([w[term].float() for term in terms]) for w in weights]).sum(0)
+        if self._added.terms:
+            counts = [self._added.weights(microbatch) for microbatch in pack]
+            # Filled by kernels: copying host values would have to wait for them.
+            added = [total.new_full((1,), sum(count[term] for count in counts)) for term in self._added.terms]
+            terms, total = [*terms, *self._added.terms], torch.cat([total, *added])
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group)
+        inverse = torch.where(total > 0, 1 / total, torch.zeros_like(total))
+        return dict(zip(terms, inverse.unbind(), strict=True))

@@ -1,0 +1,103 @@
+"""Who reduces which gradient over which mesh axis: exactly one owner each, settled before anything is allocated.
+
+Placements cannot tell: FSDP2 on a two-dimensional mesh sums over both dimensions although one of them reads
+"replicated", and a norm under sequence parallelism looks like any other replicated weight. So strategies say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from d9d_core.errors import BuildError
+from d9d_core.grid import Grid
+from d9d_core.protocols.strategy import Applied, GradientOwner
+
+from d9d_engine.distributed.mesh import Topology
+
+#: Axes over which ranks see different tokens, so that every gradient is a partial sum over them.
+DATA_AXES = ("dp_replicate", "dp_shard", "cp")
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owner of every reduction.
+
+    Attributes:
+        owners: parameter -> axis (or dimension of its view) -> owner; only those with more than one rank.
+        views: parameter -> its view of the mesh, if it has one.
+    """
+
+    owners: Mapping[str, Mapping[str, GradientOwner]]
+    views: Mapping[str, str] = field(default_factory=dict)
+
+    def synchronised(self, parameter: str) -> tuple[str, ...]:
+        """The axes over which the synchroniser sums the gradient of a parameter."""
+        return tuple(axis for axis, owner in self.owners.get(parameter, {}).items() if owner.owner == "sync")
+
+    def table(self) -> list[tuple[str, str, tuple[str, ...]]]:
+        """Rows of (axis, "owner, operation", parameters), for people."""
+        rows: dict[tuple[str, str], list[str]] = {}
+        for name, axes in self.owners.items():
+            for axis, owner in axes.items():
+                what = owner.owner if owner.owner == "none" else f"{owner.owner}, {owner.operation}"
+                rows.setdefault((axis, what), []).append(name)
+        return [(axis, what, tuple(names)) for (axis, what), names in rows.items()]
+
+
+def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tuple[str, Applied]]) -> Ownership:
+    """Give every reduction its owner. What nobody claims over a data axis, the synchroniser sums.
+
+    Args:
+        parameters: names of the trained parameters.
+        topology: sizes of the mesh axes, and its views.
+        applied: each strategy, by how messages call it, and what it did.
+
+    Raises:
+        BuildError: two strategies claim one reduction, or a claim is about something that does not exist.
+    """
+    outcomes = list(applied)
+    views = _views(outcomes)
+    sizes = {view: topology.grid(view).sizes for view in set(views.values())}
+    owners: dict[str, dict[str, GradientOwner]] = {name: {} for name in parameters}
+    claimed: dict[tuple[str, str], str] = {}
+    for strategy, outcome in outcomes:
+        for entry in outcome.gradients:
+            axes = sizes[views[entry.parameter]] if entry.parameter in views else topology.sizes
+            if entry.axis not in axes:
+                raise BuildError(f"{strategy} reduces '{entry.parameter}' over '{entry.axis}', which is no mesh axis")
+            if axes[entry.axis] == 1 or entry.parameter not in owners:
+                continue  # one rank has nothing to reduce; a frozen parameter has no gradient
+            key = (entry.parameter, entry.axis)
+            if key in claimed:
+                raise BuildError(
+                    f"the gradient of '{entry.parameter}' would be reduced twice over {entry.axis}: by "
+                    f"{claimed[key]} and by {strategy}; remove one of them from 'parallel'"
+                )
+            claimed[key] = strategy
+            owners[entry.parameter][entry.axis] = entry
+    for name, owned in owners.items():
+        for axis, size in _data_axes(topology, views.get(name)).items():
+            if size > 1 and axis not in owned:
+                owned[axis] = GradientOwner(name, axis, "sync")
+    return Ownership(owners, views)
+
+
+def _views(outcomes: Iterable[tuple[str, Applied]]) -> dict[str, str]:
+    views: dict[str, str] = {}
+    for strategy, outcome in outcomes:
+        for name, view in outcome.views.items():
+            if views.setdefault(name, view) != view:
+                raise BuildError(
+                    f"{strategy} spreads '{name}' over the view '{view}', another strategy over '{views[name]}'; "
+                    "remove one of them from 'parallel'"
+                )
+    return views
+
+
+def _data_axes(topology: Topology, view: str | None) -> Mapping[str, int]:
+    """The axes, or dimensions of a view, over which ranks see different tokens, and their sizes."""
+    if view is None:
+        return {axis: topology.sizes.get(axis, 1) for axis in DATA_AXES}
+    dims, sizes = topology.views[view].dims, Grid.of_view(topology.views[view], topology.sizes).sizes
+    return {dim.name: sizes[dim.name] for dim in dims if set(dim.axes) & set(DATA_AXES)}

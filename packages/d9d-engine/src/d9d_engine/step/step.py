@@ -1,0 +1,91 @@
+"""One training step, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from d9d_core import events as ev
+from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.task import Task
+from d9d_core.types import Pack
+
+from d9d_engine.step.auxiliary_losses import Tallies
+from d9d_engine.step.executor import Executor
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.loss import LossScale
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.tied import Ties
+from d9d_engine.step.totals import Clipper
+
+
+class TrainStep:
+    """Takes one pack and makes one optimizer step. Never waits for the GPU.
+
+    Args:
+        task: counts tokens.
+        loss_scale: the global weight of each loss term.
+        executor: forward and backward over all microbatches.
+        gradients: makes gradients final.
+        clipper: norm, clipping and the finiteness flag.
+        statistics: metrics over each logging period.
+        before_update: called before parameters change, while a checkpoint may still be copying them.
+        optimizer: updates the parameters.
+        ties: keeps the copies of a parameter on several stages equal.
+        lr_schedule: step -> factor on the base learning rate.
+        tallies: what the model's modules counted, which some adapt to.
+        events: observers.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        loss_scale: LossScale,
+        executor: Executor,
+        gradients: Gradients,
+        clipper: Clipper,
+        statistics: Statistics,
+        before_update: Callable[[], None],
+        optimizer: Optimizer,
+        ties: Ties,
+        lr_schedule: LrSchedule,
+        tallies: Tallies,
+        events: ev.Events,
+    ) -> None:
+        self.task = task
+        self.loss_scale = loss_scale
+        self.executor = executor
+        self.gradients = gradients
+        self.clipper = clipper
+        self.statistics = statistics
+        self.before_update = before_update
+        self.optimizer = optimizer
+        self.ties = ties
+        self.lr_schedule = lr_schedule
+        self.tallies = tallies
+        self.events = events
+
+    def __call__(self, step: int, pack: Pack) -> ev.StepResult:
+        """Run step ``step`` (0-based) on this rank's part of a pack, on the device. Collective over all ranks."""
+        self.events.emit(ev.StepStarts(step, pack))
+
+        self.events.emit(ev.ForwardBackwardStarts(step))
+        self.statistics.begin()
+        scale = self.loss_scale.begin(pack)  # known before the first backward, so gradients need no scaling pass
+        loss = self.executor.run(step, pack, scale)
+        self.events.emit(ev.ForwardBackwardEnds(step))
+
+        self.gradients.finish()  # reductions over ranks land; each has exactly one owner
+        result = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))
+
+        self.events.emit(ev.OptimizerStepStarts(step))
+        self.before_update()
+        self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
+        self.optimizer.step(gate=result.finite)  # a non-finite step changes nothing, decided on the device
+        self.ties.spread()  # what several stages share, such as a tied embedding
+        self.tallies.adapt(result.finite)  # such as the bias that balances experts
+        self.events.emit(ev.OptimizerStepEnds(step))
+
+        self.statistics.settle(result.finite)
+        self.gradients.reset()
+        self.events.emit(ev.StepEnds(step, result))
+        return result

@@ -1,0 +1,115 @@
+"""Parameters that several stages have, such as an embedding that is also the head's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from d9d_core.program.placement import Pipeline
+from d9d_core.tensors import local
+from torch import distributed as dist
+from torch import nn
+
+from d9d_engine.distributed.mesh import Topology
+
+
+@dataclass(frozen=True)
+class Tie:
+    """The copies of one parameter.
+
+    Attributes:
+        first: this rank's copy, or the first of them: the optimizer's.
+        others: further copies on this rank, which follow it.
+        group: the ranks that have a copy; ``None`` if no other does.
+        trains: whether there are gradients to sum.
+    """
+
+    first: nn.Parameter
+    others: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup | None
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Keeps the copies of parameters equal, and sums their gradients.
+
+    Each rank with a copy updates its own, from the same gradient and so to the same values. Copies on one rank share
+    one update: torch cannot shard one parameter in two stages at once.
+
+    Attributes:
+        ties: those that this rank takes part in.
+        elsewhere: names of parameters whose first copy is on another rank, which counts them.
+    """
+
+    ties: Sequence[Tie] = ()
+    elsewhere: frozenset[str] = field(default_factory=frozenset)
+
+    def __bool__(self) -> bool:
+        return bool(self.ties)
+
+    def gather(self) -> None:
+        """Add the gradients of a rank's own copies up, in the first of them."""
+        for tie in self.ties:
+            for other in tie.others:
+                if other.grad is None or not tie.trains:
+                    continue
+                if tie.first.grad is None:
+                    tie.first.grad = torch.zeros_like(tie.first, dtype=tie.first.grad_dtype)
+                local(tie.first.grad).add_(local(other.grad))
+
+    def reduce(self) -> None:
+        """Sum the gradients over ranks. Collective over the ranks that have a copy."""
+        for tie in self.ties:
+            if tie.group is not None and tie.trains:
+                assert tie.first.grad is not None  # zeros, if the step made none
+                dist.all_reduce(local(tie.first.grad), group=tie.group)
+
+    def reset(self) -> None:
+        """Drop the gradients of the copies that follow."""
+        for tie in self.ties:
+            for other in tie.others:
+                other.grad = None
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give the copies that follow the values of the first: whenever those have changed."""
+        for tie in self.ties:
+            for other in tie.others:
+                local(other).copy_(local(tie.first))
+
+
+def find_ties(
+    stages: Mapping[int, nn.Module],
+    shared: Mapping[str, tuple[int, ...]],
+    trainable: Collection[str],
+    pipeline: Pipeline,
+    topology: Topology,
+    accumulate: torch.dtype | None = None,
+) -> Ties:
+    """The ties of this rank. Collective over all ranks.
+
+    Args:
+        stages: those of this rank.
+        shared: parameter -> the stages that have it.
+        trainable: names of the parameters that train.
+        pipeline: where stages are.
+        topology: this process among others.
+        accumulate: the number format in which gradients add up; the parameters' own by default.
+    """
+    ties, elsewhere = [], set()
+    place = topology.coordinate["pp"]
+    for name, holders in shared.items():
+        copies = [stages[stage].get_parameter(name) for stage in holders if stage in stages]
+        places = sorted({pipeline.hosts[stage] for stage in holders})
+        group = topology.places_group("pp", places) if len(places) > 1 else None
+        if not copies:
+            continue
+        if places[0] != place:
+            elsewhere.add(name)
+        for copy in copies[1:]:
+            if accumulate is not None and copy.dtype != accumulate:
+                copy.grad_dtype = accumulate
+        ties.append(Tie(copies[0], tuple(copies[1:]), group, name in trainable))
+    return Ties(ties, frozenset(elsewhere))

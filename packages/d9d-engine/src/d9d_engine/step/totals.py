@@ -1,0 +1,143 @@
+"""The one reduction at the end of a step: loss, gradient norm, flags; and the clipping that follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from d9d_core.events import StepResult
+from d9d_core.grid import AXES, Grid
+from d9d_core.tensors import local, wide_dtype
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.executor import StageLoss
+
+
+class Clipper:
+    """Measures the global gradient norm and scales gradients down to ``max_norm``.
+
+    Each rank takes the norm of its own part of every gradient. A part that several ranks hold is counted by the first
+    of them only; so parameters on different meshes, sharded over several axes or over none add up, which torch's own
+    clipping refuses. All scalars travel in one reduction (in two for the maximum norm), and nothing waits for the
+    device.
+
+    Args:
+        parameters: the trained parameters.
+        coefficients: loss term -> its factor in the total.
+        topology: this process among others.
+        max_norm: ``None`` measures only.
+        p: which norm.
+        stop: whether this process was asked to stop; asked once per step.
+        views: parameter -> the view of the mesh that it is spread over, if there is one.
+        elsewhere: names of parameters that another pipeline rank counts, because it has them too.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        coefficients: Mapping[str, float],
+        topology: Topology,
+        max_norm: float | None,
+        p: float,
+        stop: Callable[[], bool] = lambda: False,
+        views: Mapping[str, str] | None = None,
+        elsewhere: Collection[str] = (),
+    ) -> None:
+        of = views or {}
+        own = {name: parameter for name, parameter in parameters.items() if name not in elsewhere}
+        self._counted = {name: p for name, p in own.items() if counts(p, topology, of.get(name))}
+        self._parameters = tuple(parameters.values())
+        self._coefficients = dict(coefficients)
+        self._topology = topology
+        self._max_norm = max_norm
+        self._p = p
+        self.stop = stop
+        # Ranks that differ along tp only compute the same loss; the last pipeline stage alone computes any.
+        self._shares_loss = topology.coordinate["tp"] == 0
+
+    @torch.no_grad()
+    def clip(self, loss: StageLoss, tokens: int) -> StepResult:
+        """Reduce the step's scalars and clip. Collective over all ranks.
+
+        Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``.
+
+        Args:
+            loss: this rank's share of each term's mean.
+            tokens: this rank's.
+        """
+        device = self._topology.device
+        share = 1.0 if self._shares_loss else 0.0
+        counted = share if self._topology.coordinate["pp"] == 0 else 0.0  # every stage sees the same tokens
+        # Filled by a kernel: copying a host value would have to wait for it.
+        flags = (tokens * counted, float(self.stop()))
+        host = [torch.full((1,), flag, dtype=wide_dtype(device), device=device) for flag in flags]
+        none = torch.zeros((), device=device)  # a stage without the head has no part in the task's loss
+        terms = torch.stack([loss.terms.get(t, none) for t in self._coefficients]).to(wide_dtype(device)) * share
+        power = self._power(device)
+        maximum = math.isinf(self._p)
+        # Reductions to a maximum may drop a NaN, so it is counted.
+        last = torch.isnan(power).to(power.dtype) if maximum else power
+        scalars = torch.cat([terms, *host, last.reshape(1)])
+        if self._topology.world_size > 1:
+            dist.all_reduce(scalars, group=self._topology.world)
+            if maximum:
+                dist.all_reduce(power, dist.ReduceOp.MAX, group=self._topology.world)
+        norm = torch.where(scalars[-1] > 0, torch.nan, power) if maximum else scalars[-1] ** (1 / self._p)
+        norm = norm.float()
+        means = dict(zip(self._coefficients, scalars.float(), strict=False))
+        total = torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
+        if self._max_norm is not None:
+            self._scale((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+        tokens_at = len(means)
+        return StepResult(
+            loss=total,
+            terms=means,
+            grad_norm=norm,
+            finite=torch.isfinite(norm) & torch.isfinite(total),
+            tokens=scalars[tokens_at],
+            stop=scalars[tokens_at + 1] > 0,
+        )
+
+    def _power(self, device: torch.device) -> Tensor:
+        """This rank's part of ``norm ** p`` (of the norm itself, if it is the maximum), 0-d."""
+        gradients = [local(p.grad) for p in self._counted.values() if p.grad is not None and local(p.grad).numel()]
+        if not gradients:
+            return torch.zeros((), dtype=wide_dtype(device), device=device)
+        # torch's get_total_norm would round each tensor's norm to the gradients' dtype. Private, so a test pins it.
+        norms = torch._foreach_norm(gradients, self._p, dtype=torch.float32)  # noqa: SLF001
+        each = torch.stack([norm.to(device, non_blocking=True) for norm in norms]).to(wide_dtype(device))
+        return each.max() if math.isinf(self._p) else (each**self._p).sum()
+
+    def _scale(self, factor: Tensor) -> None:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                by_device.setdefault(gradient.device, []).append(gradient)
+        for device, gradients in by_device.items():
+            torch._foreach_mul_(gradients, factor.to(device))
+
+
+def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
+    """Whether this rank is the first of those that hold the same part of a parameter.
+
+    Along mesh dimensions that shard it, every rank holds another part. Along the others, and along base axes (or
+    dimensions of its view) that its mesh does not span, the first rank counts. Pipeline ranks hold different
+    parameters.
+    """
+    grid = Grid({axis: topology.sizes[axis] for axis in AXES}) if view is None else topology.grid(view)
+    own = grid.coordinate(topology.rank)
+    spanned = {"pp"}
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        place = mesh.get_coordinate()
+        assert place is not None
+        if any(placement.is_replicate() and at for placement, at in zip(parameter.placements, place, strict=True)):
+            return False
+        others = [grid.coordinate(rank) for rank in mesh.mesh.flatten().tolist()]
+        spanned |= {axis for axis in own if any(other[axis] != own[axis] for other in others)}
+    return all(at == 0 for axis, at in own.items() if axis not in spanned)

@@ -1,0 +1,135 @@
+"""How a rank says that it failed, so that the user reads the cause, once. Imports no torch.
+
+Where an elastic agent (torchrun, ``d9d train --nproc``) waits for the process, the text goes into the file that the
+agent asks for, in the agent's format: it prints the first failure when everything has ended. Elsewhere the rank prints
+it. Ranks that fail because another one did stay silent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import D9dError
+
+#: What a broken connection to another rank looks like; its cause may lie there.
+_BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What to tell about one failure.
+
+    Attributes:
+        text: what the user reads.
+        exit_code: of the process.
+        second_hand: it looks like the consequence of what happened to another rank.
+    """
+
+    text: str
+    exit_code: int = 1
+    second_hand: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, who: str | None = None, hide: Collection[str] = ()) -> Failure:
+        """The message of an error raised on purpose, the traceback of any other.
+
+        Args:
+            error: what was raised.
+            who: rank and node, for the headline above a traceback; without it, none is made.
+            hide: source files whose frames are left out where the traceback begins.
+        """
+        if isinstance(error, D9dError):
+            origin = "" if error.origin is None else "".join(traceback.format_exception(error.origin))
+            return cls(origin + "\n".join(f"error: {line}" for line in str(error).splitlines()), error.exit_code)
+        frames = error.__traceback__
+        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hide:
+            frames = frames.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+        if who is not None:
+            text = f"{who} failed:\n{text}"
+        return cls(text, 1, isinstance(error, RuntimeError | OSError) and bool(_BROKEN.search(str(error))))
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Failure | None:
+        """From an error file; ``None`` if d9d did not write it, or if it is the echo of another failure."""
+        own = data.get("d9d")
+        return cls(**own) if isinstance(own, dict) else None
+
+    def write(self, path: Path) -> None:
+        """Into the file that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``."""
+        fields = {"text": self.text, "exit_code": self.exit_code, "second_hand": self.second_hand}
+        _replace(path, {**_agent_format(self.text, time.time()), "d9d": fields})
+
+
+class FailureReporter:
+    """Tells how one rank failed.
+
+    Args:
+        who: rank and node.
+        file: where the agent that started the process expects the error; without it, standard error is used.
+        hide: source files whose frames are left out where tracebacks begin.
+    """
+
+    def __init__(self, who: str, file: Path | None, hide: Collection[str] = ()) -> None:
+        self.who = who
+        self.told = False
+        self._file = file
+        self._hide = hide
+        self._lock = threading.Lock()
+
+    def raised(self, error: BaseException, claim: Callable[[str], str]) -> None:
+        """Tell about an exception that ends this rank, unless its cause lies in another one."""
+        self.tell(Failure.of(error, self.who, self._hide), claim)
+
+    def tell(self, failure: Failure, claim: Callable[[str], str]) -> bool:
+        """Tell, if this rank is the first to fail and this is its first failure.
+
+        Args:
+            failure: what to tell.
+            claim: takes the name of this rank and returns that of the rank which failed first.
+
+        Returns:
+            Whether it was told as the cause.
+        """
+        # The watchdog ends other ranks, upon which the main thread of this one fails as well.
+        with self._lock:
+            if self.told:
+                return False
+            self.told = True
+        # Written before the claim: a rank that learns that it is not the first may end, which ends all.
+        if self._file is not None:
+            failure.write(self._file)
+        try:
+            first = claim(self.who)
+        except RuntimeError:  # the store is gone, with the process that held it
+            first = "another rank" if failure.second_hand else self.who
+        if first != self.who:
+            if self._file is not None:
+                # An agent takes the earliest for the cause.
+                _replace(self._file, _agent_format(f"stopped because {first} failed", time.time() + 1))
+            return False
+        if self._file is None:
+            sys.stderr.write(f"{failure.text}\n")
+            sys.stderr.flush()
+        return True
+
+
+def _replace(path: Path, content: Mapping[str, Any]) -> None:
+    # In one step: the process may be ended while it writes, and half a file would hide the cause.
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content))
+    temporary.replace(path)
+
+
+def _agent_format(text: str, when: float) -> dict[str, Any]:
+    headline = text.strip().rpartition("\n")[2]
+    return {"message": {"message": headline, "extraInfo": {"py_callstack": text, "timestamp": str(int(when))}}}

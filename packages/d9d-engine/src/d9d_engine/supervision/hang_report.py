@@ -1,0 +1,160 @@
+"""The conversation of all ranks' watchdogs when one of them thinks that the run is stuck."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+from d9d_engine.supervision.failure import Failure
+from d9d_engine.supervision.identity import Store, spell_ranks, wait_until
+
+#: Key of the rank that failed first.
+FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What one rank publishes. Ranks with equal phase, step and ``where`` do the same.
+
+    Attributes:
+        who: rank, coordinates and machine.
+        phase, step: see :class:`Phase`.
+        where, waits, stack: see :class:`d9d_engine.supervision.stacks.Doing`.
+        elapsed: seconds in this phase.
+        remaining: seconds to its deadline; negative once it has passed.
+    """
+
+    who: str
+    phase: str
+    step: int | None
+    where: str
+    waits: bool
+    stack: str
+    elapsed: float
+    remaining: float
+
+
+class Alarm:
+    """Raised by whoever is late, answered by all, judged by the one who raised it: withdrawn, or the end of all.
+
+    Alarms are numbered; one that was withdrawn is followed by the next.
+
+    Args:
+        store: a connection of its own: a main thread that waits for the store would hold up this one.
+        rank: of this process.
+        world_size: number of processes.
+        tell: tells the user; see ``failure.FailureReporter.tell``.
+        grace: seconds within which ranks must answer, or leave after another one failed.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, tell: Callable[[Failure], object], grace: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._tell = tell
+        self.grace = grace
+        self._number = 0
+
+    def look(self, late: bool, status: Callable[[], Status], moved: Callable[[], bool]) -> float | None:
+        """Answer an alarm if there is one; raise one if this rank is late. Does not return if the run is stuck.
+
+        Args:
+            late: the deadline of this rank has passed.
+            status: what it does.
+            moved: whether it did something since.
+
+        Returns:
+            Seconds that another rank has left, for which this one should wait; ``None`` if a rank has failed.
+        """
+        try:
+            return None if self._store.check([FAILED]) else self._look(late, status, moved)
+        except RuntimeError:
+            return None  # the process that held the store is gone
+
+    def leave(self) -> NoReturn:
+        """End this process, whatever its main thread does: an exception would not reach one that waits in C++."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _look(self, late: bool, status: Callable[[], Status], moved: Callable[[], bool]) -> float:
+        key = f"alarm/{self._number}"
+        if not self._store.check([key]):
+            if not late:
+                return 0.0
+            self._store.compare_set(key, "", str(self._rank))
+        leads = self._store.get(key) == str(self._rank).encode()
+        own = status()
+        self._store.set(f"{key}/status/{self._rank}", json.dumps(asdict(own)))
+        patience = self._judge(key, own, moved) if leads else self._await_verdict(key, own, moved)
+        if patience is None:
+            return 0.0
+        self._number += 1
+        return patience
+
+    def _judge(self, key: str, own: Status, moved: Callable[[], bool]) -> float:
+        keys = [f"{key}/status/{rank}" for rank in range(self._world_size)]
+        wait_until(lambda: self._store.check(keys) or moved(), self.grace, 0.1)
+        answers = {
+            rank: Status(**json.loads(self._store.get(name)))
+            for rank, name in enumerate(keys)
+            if self._store.check([name])
+        }
+        patience = max(0.0, *(status.remaining for status in answers.values()))
+        if not patience and not moved():
+            self._end(key, Failure(report(answers, self._world_size, own)))
+        self._store.set(f"{key}/verdict", str(patience))
+        return patience
+
+    def _await_verdict(self, key: str, own: Status, moved: Callable[[], bool]) -> float | None:
+        verdict = f"{key}/verdict"
+        if not wait_until(lambda: self._store.check([verdict]) or moved(), 3 * self.grace + 10, 0.1):
+            self._end(key, Failure(report({self._rank: own}, self._world_size, own)))  # the one who judges is gone
+        if not self._store.check([verdict]):
+            return None  # to be answered again, with more time left
+        text = self._store.get(verdict).decode()
+        if text == "end":
+            self.leave()
+        return float(text)
+
+    def _end(self, key: str, failure: Failure) -> NoReturn:
+        self._tell(failure)
+        with suppress(RuntimeError):
+            self._store.set(f"{key}/verdict", "end")
+        if self._rank == 0:
+            time.sleep(1.0)  # this process may hold the store, and the others have yet to read the verdict
+        self.leave()
+
+
+def report(answers: Mapping[int, Status], world_size: int, own: Status) -> str:
+    """The comparison of what ranks do, the odd one out first, followed by its stack.
+
+    Args:
+        answers: rank -> status, of those that answered.
+        world_size: number of ranks.
+        own: of the rank that noticed.
+    """
+    groups: dict[tuple[str, int | None, str, bool], list[int]] = {}
+    for rank, status in sorted(answers.items()):
+        groups.setdefault((status.phase, status.step, status.where, status.waits), []).append(rank)
+    # The smallest group is the odd one; between equals, the one that waits for nobody.
+    ordered = sorted(groups.items(), key=lambda group: (len(group[1]), group[0][3]))
+    silent = [rank for rank in range(world_size) if rank not in answers]
+    limit = f"phase '{own.phase}' (timeouts.{own.phase})"
+    lines = [f"error: no progress for {own.elapsed:.0f} s in {limit}; the odd one out first"]
+    if silent:
+        lines.append(f"  {spell_ranks(silent)}: no answer; the process is gone, or blocked inside native code")
+    for (phase, step, where, _), ranks in ordered:
+        name = answers[ranks[0]].who if len(ranks) == 1 else spell_ranks(ranks)
+        lines.append(f"  {name}: {phase}{'' if step is None else f' {step}'}: {where}")
+    odd = answers[ordered[0][1][0]]
+    lines += [f"stack of {odd.who}:", odd.stack.rstrip()]
+    return "\n".join(lines)

@@ -1,0 +1,207 @@
+"""All ranks are about to run the same thing: compared through a store, before any communicator exists.
+
+Ranks with different plugins or jobs would build different collectives and wait for each other for ever. A store answers
+single requests, so a difference is an error on every rank instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from d9d_core.errors import D9dError, JobError, PluginError, TrainingError
+from d9d_core.plugin.manifest import Manifest
+
+from d9d_engine.process_env import ProcessEnv
+
+_ERRORS: Mapping[str, type[D9dError]] = {kind.__name__: kind for kind in (JobError, PluginError)}
+
+
+class Store(Protocol):
+    """What ranks need of a ``torch.distributed`` store. All of it raises RuntimeError if the store is gone."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Read a value; waits until there is one."""
+        ...
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Count, and return the sum of all amounts."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys have a value."""
+        ...
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write if the key has the expected value, or none; returns what it has then."""
+        ...
+
+    def clone(self) -> Store:
+        """Another connection to the same values, for another thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What must be equal on all ranks.
+
+    Attributes:
+        software: versions of the interpreter and of torch.
+        plugins: what is loaded.
+        job: field -> value as JSON, from the whole resolved job.
+    """
+
+    software: Mapping[str, str]
+    plugins: Mapping[str, Mapping[str, Any]]
+    job: Mapping[str, str]
+
+    @classmethod
+    def of(cls, manifest: Manifest, resolved: Mapping[str, Any]) -> Identity:
+        """The identity of a job in this process.
+
+        Args:
+            manifest: the loaded plugins.
+            resolved: all values of the job. Its ``plugins`` section holds paths, which may differ between nodes; what
+                was loaded is in the manifest.
+        """
+        software = {"python": platform.python_version(), "torch": version("torch")}
+        values = {key: value for key, value in resolved.items() if key != "plugins"}
+        return cls(software, manifest.to_json(), dict(_flatten(values)))
+
+    def dumps(self) -> str:
+        """Canonical JSON."""
+        return json.dumps([self.software, self.plugins, self.job], sort_keys=True)
+
+    @classmethod
+    def loads(cls, data: bytes) -> Identity:
+        """The inverse of :meth:`dumps`."""
+        return cls(*json.loads(data))
+
+    def differences(self, other: Identity, mine: str, theirs: str) -> Iterator[tuple[type[D9dError], str]]:
+        """One message per difference, with the error that it makes."""
+        for name, here, there in _changes(self.software, other.software):
+            yield JobError, f"software differs across ranks: {name}: {mine} {here}, {theirs} {there}"
+        for line in Manifest(self.plugins).differences(Manifest(other.plugins), mine, theirs):
+            yield PluginError, f"plugin sets differ across ranks: {line}"
+        for name, here, there in _changes(self.job, other.job):
+            yield JobError, f"the job differs across ranks: {name}: {mine} {here}, {theirs} {there}"
+
+
+def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> None:
+    """Compare this rank's identity with all others'. Collective over all ranks, through the store.
+
+    Args:
+        store: empty below its prefix.
+        env: this process.
+        identity: what must be equal.
+        timeout: seconds to wait for ranks that have not started.
+
+    Raises:
+        JobError: jobs or software differ; the same error on all ranks.
+        PluginError: loaded plugins differ; the same error on all ranks.
+        TrainingError: ranks did not arrive in time.
+    """
+    data = identity.dumps()
+    digest = hashlib.sha256(data.encode()).hexdigest()
+    if not store.check([f"identity/{digest}"]):
+        store.set(f"identity/{digest}", data)
+    store.set(f"here/{env.rank}", json.dumps([digest, env.node]))
+    store.add("arrived", 1)
+    pause = max(0.02, env.world_size / 20_000)  # seconds between two questions: the store serves all ranks
+    if env.rank == 0:
+        arrived = wait_until(lambda: store.add("arrived", 0) >= env.world_size, timeout, pause)
+        store.set("verdict", json.dumps(_judge(store, env) if arrived else _missing(store, env, timeout)))
+    elif not wait_until(lambda: store.check(["verdict"]), timeout + min(30, timeout), pause):
+        raise TrainingError(f"rank 0 did not arrive within {timeout:g} s (timeouts.startup); did its process start?")
+    kind, text = json.loads(store.get("verdict"))
+    if not kind:
+        return
+    store.add("read", 1)
+    if env.rank == 0:  # its process may hold the store
+        wait_until(lambda: store.add("read", 0) >= store.add("arrived", 0), 5, pause)
+    raise _ERRORS.get(kind, TrainingError)(text)
+
+
+def wait_until(true: Callable[[], bool], timeout: float, pause: float) -> bool:
+    """Ask every ``pause`` seconds; false if it never was true within ``timeout``.
+
+    Unlike the store's own waiting it can be interrupted and leaves the store to other threads.
+    """
+    deadline = time.monotonic() + timeout
+    while not true():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 0-3, 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    word = "rank" if len(runs) == 1 and len(runs[0]) == 1 else "ranks"
+    return f"{word} " + ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _judge(store: Store, env: ProcessEnv) -> tuple[str, str]:
+    by_digest: dict[str, list[tuple[int, str]]] = {}
+    for rank in range(env.world_size):
+        digest, node = json.loads(store.get(f"here/{rank}"))
+        by_digest.setdefault(digest, []).append((rank, node))
+    (own, _), *others = by_digest.items()
+    reference = Identity.loads(store.get(f"identity/{own}"))
+    found: dict[type[D9dError], list[str]] = {}
+    for digest, members in others:
+        nodes = ", ".join(dict.fromkeys(node for _, node in members))
+        label = f"{spell_ranks(rank for rank, _ in members)} ({nodes})"
+        other = Identity.loads(store.get(f"identity/{digest}"))
+        for kind, text in reference.differences(other, f"rank 0 ({env.node})", label):
+            found.setdefault(kind, []).append(text)
+    if not found:
+        return "", ""
+    # Other plugins may well give the job other defaults: they are the cause.
+    kind = PluginError if PluginError in found else JobError
+    return kind.__name__, "\n".join(found[kind])
+
+
+def _missing(store: Store, env: ProcessEnv, timeout: float) -> tuple[str, str]:
+    missing = [rank for rank in range(env.world_size) if not store.check([f"here/{rank}"])]
+    return "TrainingError", (
+        f"{spell_ranks(missing)} of {env.world_size} did not arrive within {timeout:g} s (timeouts.startup); "
+        "did the processes start, and can they reach this one?"
+    )
+
+
+def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flatten(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list) and value:
+        for index, item in enumerate(value):
+            yield from _flatten(item, f"{path}[{index}]")
+    else:
+        yield path, json.dumps(value)
+
+
+def _changes(here: Mapping[str, str], there: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    for name in sorted({*here, *there}):
+        if here.get(name) != there.get(name):
+            yield name, _short(here.get(name, "unset")), _short(there.get(name, "unset"))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."

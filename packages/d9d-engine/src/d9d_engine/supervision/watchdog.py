@@ -1,0 +1,132 @@
+"""A thread on each rank that notices when nothing moves any more, and says which rank is to blame.
+
+A collective that one rank never enters holds all others for ever, and their stacks all look innocent. So when a
+deadline passes, every rank's thread publishes what its process is doing, and one of them prints the comparison:
+
+    error: no progress for 600 s in phase 'step' (timeouts.step); the odd one out first
+      rank 1 (dp_shard=1) on node-a: step 17: not in a collective, but at my_data/stream.py:31 (read)
+      ranks 0, 2-7: step 17: waits in all_reduce, called at d9d_core/loop/step.py:66 (__call__)
+
+Then all processes end, the main threads being stuck where no exception reaches them. The threads talk through the
+store, which needs no communicator. A run counts as stuck when the deadlines of all ranks have passed: while one of them
+has time left, the others wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from d9d_engine.supervision.hang_report import Alarm, Status
+from d9d_engine.supervision.stacks import doing
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the main thread last said it is doing.
+
+    Attributes:
+        name: which limit applies.
+        step: optimizer step, if there is one.
+        since, deadline: seconds on the monotonic clock.
+    """
+
+    name: str
+    step: int | None
+    since: float
+    deadline: float
+
+
+class Watchdog:
+    """Watches the phases of one process, from the first one on. Without limits or :meth:`start` it does nothing.
+
+    Args:
+        limits: phase -> seconds.
+        who: this rank, its coordinates and its machine.
+        changed: called in the main thread when the phase is another one than before.
+    """
+
+    def __init__(
+        self, limits: Mapping[str, float] | None = None, who: str = "", changed: Callable[[], None] = lambda: None
+    ) -> None:
+        self._limits = dict(limits or {})
+        self._who = who
+        self._changed = changed
+        self._phase: Phase | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def phase(self, name: str, step: int | None = None) -> None:
+        """The main thread begins something; replaces the previous phase. Costs no communication.
+
+        Args:
+            name: which limit applies.
+            step: optimizer step, if there is one.
+
+        Raises:
+            KeyError: there is no such limit.
+        """
+        if not self._limits:
+            return
+        now = time.monotonic()
+        previous, self._phase = self._phase, Phase(name, step, now, now + self._limits[name])
+        if previous is None or previous.name != name:
+            self._changed()
+
+    def beat(self) -> None:
+        """The main thread moves on within its phase: the limit counts from now."""
+        phase = self._phase
+        if phase is not None:
+            self.phase(phase.name, phase.step)
+
+    def start(self, alarm: Alarm, pause: float) -> None:
+        """Start the thread.
+
+        Args:
+            alarm: how this rank talks to the others.
+            pause: seconds between two looks.
+        """
+        self._thread = threading.Thread(target=self._watch, args=(alarm, pause), name="d9d-watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join(5.0)  # it may wait for a store that does not answer any more
+
+    def _watch(self, alarm: Alarm, pause: float) -> None:
+        patience = 0.0  # on the monotonic clock: until then another rank has time left
+        while not self._stopped.wait(pause):
+            phase = self._phase
+            late = phase is not None and time.monotonic() > max(phase.deadline, patience)
+            left = alarm.look(late, self._status, moved=partial(self._has_moved, phase))
+            if left is None:
+                # Most collectives notice, and their exception ends this rank in an orderly way.
+                if not self._stopped.wait(alarm.grace):
+                    alarm.leave()
+                return
+            patience = time.monotonic() + left if left else patience
+
+    def _has_moved(self, since: Phase | None) -> bool:
+        return self._phase is not since or self._stopped.is_set()
+
+    def _status(self) -> Status:
+        phase, now = self._phase, time.monotonic()
+        found = doing(Path(torch.__file__).parent)
+        return Status(
+            who=self._who,
+            phase=phase.name if phase else "none",
+            step=phase.step if phase else None,
+            where=found.where,
+            waits=found.waits,
+            stack=found.stack,
+            elapsed=now - phase.since if phase else 0.0,
+            remaining=phase.deadline - now if phase else 0.0,
+        )

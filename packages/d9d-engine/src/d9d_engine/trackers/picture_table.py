@@ -1,0 +1,75 @@
+"""Tables as heat maps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from d9d_core.protocols.metric import Table
+
+from d9d_engine.trackers.tables import TableHistory
+
+#: Inches of one cell, where so few cells leave room; and of a panel, however many there are.
+_CELL = 0.42
+_WIDTH, _HEIGHT = (2.6, 7.0), (1.4, 6.0)
+#: More cells than this are drawn as pixels: a path for each would be megabytes.
+_PATHS = 1500
+
+
+def draw_table(history: TableHistory, path: Path, title: str) -> None:
+    """Draw the mean over the logged steps beside the last one, in the same colours, as SVG.
+
+    With a neutral value, it is white, less is blue and more is red; cells without a value are grey.
+    """
+    # Figure instead of pyplot: no global state, no window system.
+    from matplotlib.figure import Figure
+
+    rows, columns = history.last.values.shape
+    width, height = (min(max(cells * _CELL, low), high) for cells, (low, high) in ((columns, _WIDTH), (rows, _HEIGHT)))
+    figure = Figure(figsize=(2 * width + 2.2, height + 1.3), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    colours = _colours(history)
+    for axis, table, label in (
+        (left, history.mean, f"mean of {history.steps} logged steps"),
+        (right, history.last, f"step {history.last_step}"),
+    ):
+        mesh = axis.pcolormesh(table.values.numpy(), **colours, rasterized=rows * columns > _PATHS)
+        axis.set_title(label, fontsize="medium")
+        axis.set_xlabel(table.column)
+        axis.set_facecolor("0.8")
+        _label(axis.xaxis, _counted(columns), round(width / 0.4))
+        _label(axis.yaxis, history.last.rows or _counted(rows), round(height / 0.3))
+    left.set_ylabel(history.last.row)
+    left.invert_yaxis()
+    figure.colorbar(mesh, ax=[left, right], label=history.last.unit, pad=0.02)
+    figure.suptitle(title)
+    figure.savefig(path, format="svg", dpi=200)
+
+
+def _colours(history: TableHistory) -> dict[str, Any]:
+    from matplotlib.colors import Normalize, TwoSlopeNorm
+
+    low, high = _range(history.mean, history.last)
+    neutral = history.last.neutral
+    if neutral is None:
+        return {"cmap": "viridis", "norm": Normalize(low, high)}
+    # As far down as to zero and up at least as far: small deviations look small.
+    span = max(high - neutral, neutral - low, abs(neutral)) or 1.0
+    return {"cmap": "RdBu_r", "norm": TwoSlopeNorm(neutral, min(low, neutral - abs(neutral)), neutral + span)}
+
+
+def _range(*tables: Table) -> tuple[float, float]:
+    values = [value for table in tables for value in table.values.flatten().tolist() if value == value]  # noqa: PLR0124 - NaN
+    return (min(values), max(values)) if values else (0.0, 1.0)
+
+
+def _counted(cells: int) -> tuple[str, ...]:
+    return tuple(str(cell) for cell in range(cells))
+
+
+def _label(axis: Any, names: Sequence[str], room: int) -> None:
+    """Name cells at their centres, from the first on, as many as there is room for, at even steps."""
+    cells = len(names)
+    step = next(s for s in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, cells) if s >= cells or cells / s <= room)
+    axis.set_ticks([cell + 0.5 for cell in range(0, cells, step)], list(names[::step]))

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core import events as ev
+from d9d_core.errors import NonFiniteError
+from d9d_engine.job import Job
+from d9d_testing.toy.runs import quiet
+
+MakeJob = Callable[..., Job]
+pytestmark = pytest.mark.smoke
+
+
+def test_events_arrive_in_the_documented_order(job: MakeJob, tmp_path: Path) -> None:
+    recorder = {"name": "toy_recorder", "path": str(tmp_path / "events")}
+    evaluation = {"every": 2, "data": "toy_data"}
+    quiet(
+        job(
+            "steps=2",
+            "checkpoint.every=1",
+            "checkpoint.asynchronous=false",
+            subscribers=[recorder],
+            evaluation=evaluation,
+        )
+    ).train()
+    names = (tmp_path / "events").read_text().split()
+    step = [
+        "StepStarts", "ForwardBackwardStarts", "ForwardBackwardEnds",
+        "OptimizerStepStarts", "OptimizerStepEnds", "StepEnds",
+    ]  # fmt: skip
+    assert names == [
+        "JobConfigured", "DataReady", "ModelReady", "OptimizerReady", "TrainingStarts",
+        *step, "ValuesLogged", "CheckpointStarts", "CheckpointSaved",
+        *step, "ValuesLogged", "EvaluationStarts", "ValuesLogged", "EvaluationEnds",
+        "CheckpointStarts", "CheckpointSaved",
+        "TrainingFinished",
+    ]  # fmt: skip
+
+
+def test_a_subscriber_to_something_that_is_no_event_is_refused() -> None:
+    class Wrong:
+        def subscriptions(self) -> Any:
+            return [(int, print)]
+
+    with pytest.raises(TypeError, match="Wrong subscribes to <class 'int'>; events are: JobConfigured"):
+        ev.Events([Wrong()])
+
+
+def test_a_failing_subscriber_to_a_failure_does_not_hide_it(
+    job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = {"name": "toy_recorder", "path": str(tmp_path / "events")}
+    trainer = quiet(job(data={"name": "toy_data", "nan_at": 1}, subscribers=[recorder]))
+    emit = trainer.events.emit
+
+    def fail(event: object) -> None:
+        if isinstance(event, ev.TrainingFailed):
+            raise ZeroDivisionError
+        emit(event)
+
+    monkeypatch.setattr(trainer.events, "emit", fail)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train()
+    assert caught.value.__notes__ == ["besides, a subscriber to TrainingFailed raised ZeroDivisionError()"]

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.errors import BuildError, PluginError
+from d9d_core.ops import Decision, OpSignature, OpSlot
+from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
+from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from torch import nn
+
+
+class Square(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.op = OpSlot("square", torch.square, width=width)
+
+    def op_slots(self) -> dict[str, OpSlot]:
+        return {"op": self.op}
+
+
+class Backends:
+    """What the records refer to; looked up by attribute."""
+
+    @staticmethod
+    def wide_only(signature: OpSignature) -> Decision:
+        wide = signature.static["width"] >= 8
+        return Decision(
+            wide, "wide enough" if wide else f"needs width >= 8, not {signature.static['width']}", priority=5
+        )
+
+    @staticmethod
+    def always(_signature: OpSignature) -> Decision:
+        return Decision(True, "takes everything", priority=1)
+
+    @staticmethod
+    def other(_signature: OpSignature) -> Any:
+        return lambda x: -x
+
+    @staticmethod
+    def make(signature: OpSignature) -> Any:
+        return lambda x: x * x + signature.static["width"]
+
+
+@pytest.fixture(autouse=True)
+def _backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "backends_for_this_test", SimpleNamespace(B=Backends))
+
+
+def spec(name: str, supports: str, build: str = "make", **kwargs: Any) -> KernelSpec:
+    ref = "backends_for_this_test:B."
+    return KernelSpec(
+        name=name, op="square", summary="x", supports=Ref(ref + supports), build=Ref(ref + build), **kwargs
+    )
+
+
+def offering(distribution: str, *specs: KernelSpec) -> SimpleNamespace:
+    @hookimpl
+    def d9d_kernels() -> tuple[KernelSpec, ...]:
+        return specs
+
+    return SimpleNamespace(d9d_kernels=d9d_kernels, __name__=distribution)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    @hookimpl
+    def d9d_kernels() -> list[KernelSpec]:
+        absent = Ref("a_module_that_is_not_there:supports")
+        other = KernelSpec(name="wide", op="other", summary="x", supports=absent, build=absent)
+        broken = KernelSpec(name="broken", op="square", summary="x", supports=absent, build=absent)
+        return [spec("wide", "wide_only"), spec("plain", "always"), other, broken]
+
+    return Registry.of(SimpleNamespace(d9d_kernels=d9d_kernels, __name__="acme"))
+
+
+def choose(registry: Registry, stage: nn.Module, **requested: str) -> list[KernelChoice]:
+    judge = Judge([], registry, Circumstances(device="cpu"))
+    return bind_kernels(stage, registry, requested, "cpu", "float32", judge.verdicts)
+
+
+def test_the_accepting_backend_with_the_highest_priority_is_bound_per_signature(registry: Registry) -> None:
+    stage = nn.Sequential(Square(4), Square(16), Square(16))
+    narrow, wide = choose(registry, stage)
+    assert (narrow.backend, narrow.sites) == ("plain", ("0.op",))
+    assert (wide.backend, wide.sites) == ("wide", ("1.op", "2.op"))
+    assert stage[1].op(torch.tensor(2.0)).item() == 20  # type: ignore[operator, union-attr]
+    assert narrow.considered["wide"].reason == "needs width >= 8, not 4"
+    assert "failed: ModuleNotFoundError" in narrow.considered["broken"].reason
+
+
+def test_a_backend_that_fails_to_build_is_named() -> None:
+    absent = Ref("a_module_that_is_not_there:build")
+    bad = replace(spec("bad", "always"), build=absent)
+    with pytest.raises(PluginError, match=r"kernels.square: 'bad' \(zeta\) accepted, but a_module.* failed: ModuleNot"):
+        choose(Registry.of(offering("zeta", bad)), Square(4))
+
+
+def test_a_backend_asked_for_by_name_is_taken(registry: Registry) -> None:
+    assert [c.backend for c in choose(registry, Square(16), square="plain")] == ["plain"]
+    assert [c.backend for c in choose(registry, Square(16), square="acme/plain")] == ["plain"]
+    assert [c.backend for c in choose(registry, Square(16), square="reference")] == ["reference"]
+
+
+def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error(registry: Registry) -> None:
+    with pytest.raises(BuildError, match=r"kernels.square: 'wide' \(acme\) cannot run here: needs width >= 8, not 4"):
+        choose(registry, Square(4), square="wide")
+
+
+def test_an_unknown_backend_or_op_is_an_error(registry: Registry) -> None:
+    with pytest.raises(PluginError, match="unknown kernel 'square.wied'; did you mean 'square.wide'"):
+        choose(registry, Square(4), square="wied")
+    with pytest.raises(BuildError, match="kernels.sqare: the model calls no op 'sqare'; its ops are: square"):
+        choose(registry, Square(4), sqare="wide")
+
+
+def test_the_distribution_of_a_request_decides_whose_function_is_bound() -> None:
+    registry = Registry.of(
+        offering("acme", spec("fast", "always")), offering("zeta", spec("fast", "always", build="other"))
+    )
+    for request, supplier, expected in (("acme/fast", "acme", 8.0), ("zeta/fast", "zeta", -2.0)):
+        stage = Square(4)
+        (choice,) = choose(registry, stage, square=request)
+        assert (choice.backend, choice.supplied_by) == ("fast", supplier)
+        assert stage.op(torch.tensor(2.0)).item() == expected
+    with pytest.raises(PluginError, match=r"kernels.square: kernel 'square.fast' is declared by .*; write 'zeta/fast'"):
+        choose(registry, Square(4), square="fast")
+
+
+def test_equal_offers_are_all_considered_and_the_first_distribution_wins() -> None:
+    plugins = [offering("zeta", spec("fast", "always")), offering("acme", spec("fast", "always", build="other"))]
+    for order in (plugins, plugins[::-1]):
+        (choice,) = choose(Registry.of(*order), Square(4))
+        assert (choice.backend, choice.supplied_by) == ("fast", "acme")
+        assert sorted(choice.considered) == ["acme/fast", "reference", "zeta/fast"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ({"requires": {"device:cuda>=9.0"}}, "kernel 'fast' needs device:cuda>=9.0: training runs on cpu"),
+        ({"requires": {"import:deep_ep"}}, "kernel 'fast' needs import:deep_ep: module deep_ep is not installed"),
+        ({"conflicts": {"device:cpu"}}, "does not go together with 'device:cpu', which holds here"),
+    ],
+)
+def test_a_backend_runs_only_where_its_capabilities_hold(tokens: dict[str, Any], reason: str) -> None:
+    registry = Registry.of(offering("acme", spec("fast", "always", **tokens)))
+    stage = Square(4)
+    (choice,) = choose(registry, stage)
+    assert choice.backend == stage.op.backend == "reference"
+    assert reason in choice.considered["fast"].reason
+    with pytest.raises(BuildError) as caught:
+        choose(registry, stage, square="fast")
+    assert str(caught.value).startswith("kernels.square: 'fast' (acme) cannot run here: ")
+    assert reason in str(caught.value)

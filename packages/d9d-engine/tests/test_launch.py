@@ -1,0 +1,351 @@
+"""`d9d train --nproc` and torchrun: one cause at the end, restarts, Ctrl-C, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import d9d_testing.toy.plugin as toy
+import pytest
+from d9d_core.errors import JobError, PluginError
+from d9d_engine.launch.agent import Launch, cause
+from d9d_engine.launch.channel import VARIABLE, Channel
+from d9d_engine.launch.process import ENDED, ERROR_FILE, Process, running
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision.failure import Failure, FailureReporter
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+#: Stands for a job that uses several processes: three steps, each with a collective.
+ENTRY = """
+import os, signal, sys, time, warnings
+from pathlib import Path
+from d9d_engine.launch.process import running
+from d9d_engine.run.interrupt import Interrupts
+from d9d_core.plugin.manifest import Manifest
+from d9d_engine.supervision.identity import Identity
+from d9d_engine.process_env import ProcessEnv
+
+what, directory = sys.argv[1], Path(sys.argv[2])
+place = ProcessEnv.from_environment(os.environ)
+with running(place, os.environ) as process:
+    import torch
+    from torch import distributed as dist
+    from d9d_engine.distributed.mesh import describe_rank
+    from d9d_engine.distributed.world import joined
+
+    sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": place.world_size, "cp": 1, "tp": 1, "ep": 1}
+    job = {"seed": place.rank if what == "differs" else 0}
+    reporter = process.reporter(describe_rank(sizes, place.rank))
+    limits = {"startup": 60, "step": 60, "checkpoint": 60}
+    with joined(place, torch.device("cpu"), Identity.of(Manifest({}), job), sizes, limits, reporter):
+        warnings.warn("take care")
+        (directory / f"ready-{place.rank}").touch()
+        with Interrupts() as interrupts:
+            for step in range(1000 if what == "long" else 3):
+                total = torch.tensor([float(interrupts.requested is not None), 0.0])
+                if step == 1 and place.rank == 1 and what == "raises":
+                    raise ValueError("broken")
+                if step == 1 and place.rank == 1 and what == "killed once" and not (directory / "killed").exists():
+                    (directory / "killed").touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                dist.all_reduce(total)
+                if total[0] > 0:
+                    break
+                time.sleep(0.05 if what == "long" else 0)
+        end = "all steps" if total[0] == 0 else interrupts.requested
+        os.write(1, f"rank {place.rank} saved after {end}\\n".encode())  # in one piece
+"""
+PARENT = """
+import sys
+from d9d_engine.launch.agent import Launch
+restarts, *arguments = sys.argv[1:]
+sys.exit(Launch(arguments, 2, int(restarts), lambda rank: f"rank {rank} (dp_shard={rank})").run())
+"""
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Run]:
+    """Start two processes of the entry point, with the given parent in between."""
+    entry, parent = tmp_path / "entry.py", tmp_path / "parent.py"
+    entry.write_text(ENTRY)
+    parent.write_text(PARENT)
+    environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "LOGLEVEL")}
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    started: list[subprocess.Popen[str]] = []
+
+    def run(what: str, launcher: str = "d9d", restarts: int = 0) -> subprocess.Popen[str]:
+        before = [str(parent), str(restarts)] if launcher == "d9d" else [*torchrun, "--rdzv-endpoint", "localhost:0"]
+        command = [sys.executable, *before, str(entry), what, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# --- real processes --------------------------------------------------------------------------------------------------
+
+
+def test_the_traceback_of_the_failing_rank_is_printed_last_and_once(start: Run, tmp_path: Path) -> None:
+    process = start("raises")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    before, _, traceback = errors.partition("rank 1 (dp_shard=1) on ")
+    host, *lines = traceback.splitlines()
+    assert host.endswith(" failed:")
+    assert lines[0] == "Traceback (most recent call last):"
+    assert f"{tmp_path}/entry.py" in lines[1]  # no frame of the machinery in between
+    assert lines[-1] == "ValueError: broken"
+    assert "Traceback" not in before
+    assert "OMP_NUM_THREADS" not in before
+    warnings = [line for line in before.splitlines() if "UserWarning: take care" in line]
+    assert sorted(line.startswith("rank 1 (dp_shard=1): ") for line in warnings) == [False, True]
+
+
+def test_plain_torchrun_shows_the_same_cause(start: Run) -> None:
+    process = start("raises", launcher="torchrun")
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    root = errors.partition("Root Cause (first observed failure):")[2]
+    assert "traceback : rank 1 (dp_shard=1) on " in root
+    assert "ValueError: broken" in root
+    assert errors.count("ValueError: broken") == 1
+
+
+def test_an_error_of_all_ranks_is_one_message_with_its_exit_status(start: Run) -> None:
+    process = start("differs", restarts=3)
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 2
+    text = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(text) == 1
+    assert text[0].startswith("error: the job differs across ranks: seed: rank 0 (")
+    assert "restart" not in errors
+
+
+def test_after_a_killed_rank_all_start_again(start: Run) -> None:
+    process = start("killed once", restarts=1)
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["rank 0 saved after all steps", "rank 1 saved after all steps"]
+    lines = [line for line in errors.splitlines() if "take care" not in line and "warnings.warn" not in line]
+    assert lines[0].startswith("rank 1 (dp_shard=1) on ")
+    assert " was killed by SIGKILL" in lines[0]
+    assert lines[1:] == ["starting all 2 processes again (restart 1 of 1)"]
+
+
+def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) -> None:
+    process = start("long")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["rank 0 saved after SIGINT", "rank 1 saved after SIGINT"]
+    assert "Traceback" not in errors
+
+
+def test_processes_end_when_their_launcher_is_killed(start: Run, tmp_path: Path) -> None:
+    process = start("long")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    children = [int(number) for number in _children(process.pid)]
+    assert len(children) == 2
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(_is_running(child) for child in children))
+
+
+def _children(pid: int) -> list[str]:
+    # The files of all threads: the agent may start processes from any of them.
+    return [word for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+# --- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def d9d(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    values = {"run": {"name": "toy", "dir": str(tmp_path / "runs")}, "steps": 3, "device": "cpu"}
+    values |= {"model": "toy_model", "data": "toy_data", "task": "toy_task", "optimizer": "toy_optimizer"}
+    (tmp_path / "job.json").write_text(json.dumps(values))
+
+    def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules));"
+            "from d9d_core.cli.main import main; main()"
+        )
+        command = [sys.executable, "-c", code, "train", "job.json", "--no-plugins", "--plugin", toy.__file__]
+        return subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False, env=os.environ | environ
+        )
+
+    return run
+
+
+def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_path: Path) -> None:
+    result = d9d("--nproc", "auto", "--max-restarts", "1", "--set", "steps=2")
+    assert result.returncode == 0, result.stderr
+    assert "step 2/2  loss" in result.stdout
+    assert f"finished 2 steps; results in {tmp_path}/runs/toy" in result.stdout
+    assert "Traceback" not in result.stderr
+    assert "arning" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "text"),
+    [
+        (["--nproc", "3"], {}, "mesh: one process = 1 rank, but the job was started with 3"),
+        (["--nproc", "2", "--set", "optimizer.lrr=1"], {}, "optimizer.lrr: not a field of 'toy_optimizer'"),
+        (["--nproc", "many"], {}, "--nproc: 'many' is neither a number nor auto"),
+        (
+            ["--set", "mesh.dp_shard=2"],
+            {},
+            "change mesh or start 2 processes (d9d train --nproc 2, torchrun, or srun)",
+        ),
+        (
+            ["--nproc", "2"],
+            {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            "--nproc, --max-restarts: torchrun has started this process; tell it instead",
+        ),
+        ([], {"RANK": "0"}, "RANK is set, but WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are not"),
+    ],
+)
+def test_what_cannot_start_is_one_message_without_torch(
+    d9d: Callable[..., Any], arguments: list[str], environ: dict[str, str], text: str
+) -> None:
+    result = d9d(*arguments, **environ)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout.splitlines()[-1] == "False"
+
+
+# --- which failure is the cause --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failed(tmp_path: Path) -> Callable[..., ProcessFailure]:
+    """A process as the agent describes it."""
+
+    def make(rank: int, exit_code: int, told: Failure | None = None, echo: bool = False, later: int = 0) -> Any:
+        file = tmp_path / f"error-{rank}"
+        if told is not None:
+            FailureReporter(f"rank {rank}", file).tell(told, claim=lambda name: "rank 9" if echo else name)
+        process = ProcessFailure(rank, 4000 + rank, exit_code, str(file))
+        process.timestamp += later
+        return process
+
+    return make
+
+
+BROKEN = Failure("rank 0 failed:\nRuntimeError: Connection closed by peer", 1, second_hand=True)
+OWN = Failure("rank 1 failed:\nValueError: mine", 1)
+
+
+@pytest.mark.parametrize(
+    ("failures", "text"),
+    [
+        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": 1, "told": OWN}}, "ValueError: mine"),
+        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": -9}}, "rank 1 (x) on {node} was killed by SIGKILL"),
+        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": -9, "later": 30}}, "Connection closed"),
+        ({0: {"exit_code": 1, "told": OWN, "echo": True}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by"),
+        ({0: {"exit_code": -15}, 1: {"exit_code": 1, "told": OWN}}, "ValueError: mine"),
+        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": 7}}, "rank 1 (x) on {node} ended with exit status 7"),
+        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": ENDED}}, "Connection closed"),
+        ({0: {"exit_code": -15}}, "rank 0 (x) on {node} was killed by SIGTERM"),
+    ],
+)
+def test_the_cause_is_found_among_its_consequences(
+    failed: Callable[..., ProcessFailure], failures: dict[int, dict[str, Any]], text: str
+) -> None:
+    import platform
+
+    found = cause({rank: failed(rank, **facts) for rank, facts in failures.items()}, lambda rank: f"rank {rank} (x)")
+    assert text.format(node=platform.node()) in found.text
+
+
+def test_errors_keep_their_exit_status_through_the_file(tmp_path: Path) -> None:
+    Failure.of(PluginError("d9d-moe is missing")).write(tmp_path / "error")
+    process = ProcessFailure(0, 1, 1, str(tmp_path / "error"))
+    assert process.message["extraInfo"]["py_callstack"] == "error: d9d-moe is missing"  # type: ignore[index]
+    assert cause({0: process}, str).exit_code == 2
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+SECOND = ProcessEnv(1, 2, 1, 2, "node-a", "torchrun")
+
+
+def test_an_error_before_the_ranks_meet_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"), running(SECOND, {}):
+        raise JobError("no such file")
+    assert capsys.readouterr().err == "error: no such file\n"
+    with pytest.raises(SystemExit, match="2"), running(SECOND, {ERROR_FILE: str(tmp_path / "error")}):
+        raise JobError("no such file")
+    assert capsys.readouterr().err == ""
+    assert json.loads((tmp_path / "error").read_text())["d9d"]["text"] == "error: no such file"
+
+
+def test_what_was_told_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(process: Process) -> None:
+        error = ValueError("mine")
+        process.reporter("rank 1 (tp=1)").raised(error, claim=lambda name: name)
+        raise error
+
+    with pytest.raises(SystemExit, match="1"), running(SECOND, {}) as process:
+        fail(process)
+    assert capsys.readouterr().err == "rank 1 (tp=1) on node-a failed:\nValueError: mine\n"
+
+
+def test_a_process_alone_raises_as_usual() -> None:
+    with pytest.raises(ValueError, match="mine"), running(ProcessEnv(), {}):
+        raise ValueError("mine")
+
+
+def test_a_process_that_was_asked_to_stop_before_it_began_ends(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    with pytest.raises(SystemExit, match="130"), running(SECOND, {VARIABLE: str(tmp_path)}):
+        raise AssertionError("must not begin")
+
+
+def test_a_launcher_reaches_the_processes_that_have_begun(tmp_path: Path) -> None:
+    channel, received = Channel(tmp_path), []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        channel.enter(0)
+        assert not channel.stop(signal.SIGTERM, processes=2)
+        assert received == [signal.SIGTERM]
+        assert channel.stopping
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_the_launcher_leaves_its_own_process_as_it_was() -> None:
+    before, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
+    assert Launch(("-c", "import os; os._exit(0 if os.environ['OMP_NUM_THREADS'] else 1)"), 1, 0, str).run() == 0
+    assert dict(os.environ) == before
+    assert signal.getsignal(signal.SIGINT) == handler

@@ -1,0 +1,159 @@
+"""A process learns its place from whatever launcher started it, and refuses what does not add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from d9d_core.errors import JobError
+from d9d_engine.process_env import ProcessEnv, expand_counts, expand_hosts
+from hypothesis import given
+from hypothesis import strategies as st
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_PROCID": "9",
+    "SLURM_NTASKS": "11",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_JOB_NODELIST": "node[01-03]",
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_STEP_ID": "0",
+    "SLURMD_NODENAME": "node03",
+}
+
+
+def place(environ: dict[str, str], **changes: str | None) -> ProcessEnv:
+    changed: dict[str, Any] = {**environ, **changes}
+    return ProcessEnv.from_environment({name: value for name, value in changed.items() if value is not None})
+
+
+def test_without_a_launcher_there_is_one_process() -> None:
+    alone = place({})
+    assert (alone.rank, alone.world_size, alone.launcher, alone.master) == (0, 1, None, None)
+    assert alone.node
+
+
+def test_torchrun() -> None:
+    found = place(TORCHRUN)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 4)
+    assert (found.launcher, found.master) == ("torchrun", ("node-a", 29500))
+
+
+def test_torchrun_inside_a_slurm_step_comes_first() -> None:
+    assert place({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_a_slurm_step() -> None:
+    found = place(SLURM)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (9, 11, 1, 3)
+    assert (found.launcher, found.node) == ("slurm", "node03")
+    assert found.master == ("node01", 12_000 + 1234567 % 16_000)
+
+
+def test_a_slurm_step_uses_its_own_counts_not_those_of_the_allocation() -> None:
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node[02-03]"}
+    found = place({**SLURM, **step}, SLURM_PROCID="1", SLURM_NODEID="1", SLURM_LOCALID="0")
+    assert (found.world_size, found.local_world_size) == (2, 1)
+    assert found.master is not None
+    assert found.master[0] == "node02"
+
+
+def test_slurm_with_equal_nodes_names_one_count() -> None:
+    changes = {"SLURM_TASKS_PER_NODE": None, "SLURM_NTASKS_PER_NODE": "4"}
+    assert place(SLURM, **changes).local_world_size == 4
+
+
+def test_slurm_can_be_told_where_to_meet() -> None:
+    assert place(SLURM, MASTER_ADDR="head", MASTER_PORT="7000").master == ("head", 7000)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"SLURM_STEP_ID": None},  # the batch script itself, whatever was allocated
+        {"SLURM_STEP_ID": None, "SLURM_NTASKS": "1"},
+        {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"},
+    ],
+)
+def test_slurm_without_several_tasks_is_one_process(changes: dict[str, str | None]) -> None:
+    found = place(SLURM, **changes)
+    assert (found.world_size, found.launcher) == (1, None)
+
+
+@pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+def test_half_set_variables_are_named(missing: str) -> None:
+    with pytest.raises(JobError, match=rf"set, but {missing} is not; torchrun sets"):
+        place(TORCHRUN, **{missing: None})
+
+
+@pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_JOB_NODELIST"])
+def test_half_set_slurm_variables_are_named(missing: str) -> None:
+    with pytest.raises(JobError, match=rf"set, but {missing} is not; srun sets"):
+        place(SLURM, **{missing: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"RANK": "8"}, "rank 8 does not exist among 8 processes"),
+        ({"LOCAL_RANK": "4"}, "local rank 4 does not exist among 4 processes of this machine"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "9 processes on this machine are more than all 8"),
+        ({"RANK": "-1"}, "RANK: '-1' is not a number of 0 or more"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE: 'many' is not a number"),
+    ],
+)
+def test_contradictions_are_errors(changes: dict[str, str], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        place(TORCHRUN, **changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[01-03,7],gpu2", ["node01", "node02", "node03", "node7", "gpu2"]),
+        ("a[1-2]b[08-10]c", ["a1b08c", "a1b09c", "a1b10c", "a2b08c", "a2b09c", "a2b10c"]),
+        ("rack-1.example,rack-2.example", ["rack-1.example", "rack-2.example"]),
+    ],
+)
+def test_node_lists_are_expanded(text: str, hosts: list[str]) -> None:
+    assert expand_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "node[1-", "node[a-b]", "node[]", "node 1"])
+def test_what_is_no_node_list_is_refused(text: str) -> None:
+    with pytest.raises(JobError, match="SLURM_JOB_NODELIST"):
+        expand_hosts(text)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1))
+def test_counts_are_expanded_as_slurm_folds_them(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    assert expand_counts(text) == [count for count, times in runs for _ in range(times)]
+
+
+def test_what_is_no_list_of_counts_is_refused() -> None:
+    with pytest.raises(JobError, match="'4x2' is not a list of counts"):
+        expand_counts("4x2")
+
+
+def test_places_are_read_without_torch() -> None:
+    from d9d_testing.suites.fresh import import_fresh
+
+    modules = (
+        "d9d_engine.process_env",
+        "d9d_engine.supervision.failure",
+        "d9d_engine.launch.process",
+        "d9d_engine.launch.agent",
+    )
+    assert {name: fact.heavy for name, fact in import_fresh(*modules).items() if fact.heavy} == {}

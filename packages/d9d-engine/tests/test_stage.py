@@ -1,0 +1,85 @@
+"""What building a stage must keep: ties, and what the model itself froze."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.protocols.model import Stage
+from d9d_engine.build.compose import materialise
+from d9d_engine.job import Job
+from d9d_engine.step.metrics import Statistics
+from d9d_testing.toy.model import ToyModel
+from d9d_testing.toy.runs import quiet
+from torch import Tensor, nn
+from torch import distributed as dist
+
+MakeJob = Callable[..., Job]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_parameters_stay_one_parameter() -> None:
+    with torch.device("meta"):
+        stage = Tied()
+    materialise(stage, frozenset(), 0, torch.device("cpu"))
+    assert [name for name, _ in stage.named_parameters()] == ["embedding.weight"]
+    assert stage.get_parameter("head.weight") is stage.get_parameter("embedding.weight")
+
+
+def test_what_the_model_froze_is_not_trained(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = ToyModel.__init__
+
+    def frozen(self: ToyModel, config: Any, stage: Stage) -> None:
+        init(self, config, stage)
+        self.layers["0"].requires_grad_(False)
+
+    monkeypatch.setattr(ToyModel, "__init__", frozen)
+    trainer = quiet(job())
+    trainer.train()
+    assert "layers.0.weight/momentum" not in trainer.step.optimizer.state()
+    assert "layers.1.weight/momentum" in trainer.step.optimizer.state()
+
+
+class Counter:
+    """Counts samples; loads in place, as the protocol allows."""
+
+    reductions = {"count": "sum"}
+
+    def __init__(self) -> None:
+        self.count = torch.zeros(())
+
+    def update(self, observations: dict[str, Tensor]) -> None:
+        self.count += observations["x"].sum()
+
+    def state(self) -> dict[str, Tensor]:
+        return {"count": self.count}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.count.copy_(state["count"])
+
+    def compute(self) -> dict[str, Tensor]:
+        return {"count": self.count.clone()}
+
+    def reset(self) -> None:
+        self.count.zero_()
+
+
+def counted() -> list[float]:
+    statistics = Statistics({"samples": Counter()}, gated=False, group=dist.group.WORLD)  # type: ignore[dict-item]
+    found = []
+    for _ in range(3):
+        statistics.update({"x": torch.ones(4)})
+        found.append(statistics.compute()["count"].item())
+    return found
+
+
+def test_metrics_of_all_ranks_are_merged_without_touching_each_ranks_own(world: Any) -> None:
+    assert world(2).run(counted) == [[8, 16, 24]] * 2

@@ -1,0 +1,270 @@
+"""A run that stands still ends with a report that names the rank to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.plugin.manifest import Manifest
+from d9d_engine.distributed.world import joined
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision.failure import Failure, FailureReporter
+from d9d_engine.supervision.hang_report import Alarm, Status, report
+from d9d_engine.supervision.identity import Identity
+from d9d_engine.supervision.stacks import doing
+from d9d_engine.supervision.watchdog import Watchdog
+from d9d_testing.world import RankFailedError
+from torch import distributed as dist
+
+TORCH = Path(torch.__file__).parent
+
+
+# --- in a world ------------------------------------------------------------------------------------------------------
+
+
+def read_data() -> None:
+    time.sleep(60)
+
+
+def train(directory: Path, what: str) -> int:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": size, "cp": 1, "tp": 1, "ep": 1}
+    here = ProcessEnv(rank, size, rank, size, "node-a", "torchrun")
+    identity = Identity.of(Manifest({}), {})
+    limits = {"startup": 10.0, "step": 0.6, "checkpoint": 4.0}
+    reporter = FailureReporter(f"rank {rank}", directory / str(rank))
+    total = torch.ones(1)
+    with joined(here, torch.device("cpu"), identity, sizes, limits, reporter) as world:
+        for step in range(3):
+            world.watchdog.phase("step", step)
+            if step == 1 and rank == 1:
+                _misbehave(what, world.watchdog)
+            dist.all_reduce(total)
+    return step
+
+
+def _misbehave(what: str, watchdog: Watchdog) -> None:
+    if what == "sleeps":
+        read_data()
+    elif what == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif what == "saves":
+        watchdog.phase("checkpoint", 1)
+        time.sleep(2.0)
+    elif what == "beats":
+        for _ in range(10):
+            time.sleep(0.2)
+            watchdog.beat()
+    elif what == "receives":
+        dist.recv(torch.ones(1), 0)
+
+
+def told(directory: Path) -> dict[int, str]:
+    """Rank -> what it told, of those that were first."""
+    found = {int(file.name): Failure.read(json.loads(file.read_text())) for file in directory.glob("[0-9]*")}
+    return {rank: failure.text for rank, failure in found.items() if failure is not None}
+
+
+def hang(world: Callable[..., Any], size: int, directory: Path, what: str) -> list[str]:
+    with pytest.raises(RankFailedError):
+        world(size, timeout=40).run(train, directory, what)
+    (text,) = told(directory).values()
+    return text.splitlines()
+
+
+def test_the_rank_that_sleeps_elsewhere_is_named_first_with_its_stack(
+    world: Callable[..., Any], tmp_path: Path
+) -> None:
+    lines = hang(world, 3, tmp_path, "sleeps")
+    assert lines[0] == "error: no progress for 1 s in phase 'step' (timeouts.step); the odd one out first"
+    assert lines[1].startswith("  rank 1 (dp_shard=1) on node-a: step 1: not in a collective, but at ")
+    assert lines[1].endswith("(read_data)")
+    assert lines[2].startswith("  ranks 0, 2: step 1: waits in all_reduce, called at ")
+    assert lines[2].endswith("(train)")
+    assert lines[3] == "stack of rank 1 (dp_shard=1) on node-a:"
+    assert "time.sleep(60)" in lines[-1]
+
+
+def test_ranks_in_different_collectives_are_told_apart(world: Callable[..., Any], tmp_path: Path) -> None:
+    lines = hang(world, 3, tmp_path, "receives")
+    assert "rank 1 (dp_shard=1) on node-a: step 1: waits in recv, called at" in lines[1]
+    assert "ranks 0, 2: step 1: waits in all_reduce" in lines[2]
+
+
+def test_a_process_that_does_not_answer_is_named(world: Callable[..., Any], tmp_path: Path) -> None:
+    lines = hang(world, 2, tmp_path, "stopped")
+    assert lines[1] == "  rank 1: no answer; the process is gone, or blocked inside native code"
+    assert "rank 0 (dp_shard=0) on node-a: step 1: waits in all_reduce" in lines[2]
+
+
+@pytest.mark.parametrize("what", ["saves", "beats"])
+def test_a_rank_with_time_left_is_waited_for(world: Callable[..., Any], tmp_path: Path, what: str) -> None:
+    assert world(2, timeout=40).run(train, tmp_path, what) == [2, 2]
+    assert told(tmp_path) == {}
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
+
+
+def status(rank: int, where: str, waits: bool, step: int = 5) -> Status:
+    return Status(f"rank {rank} (tp={rank})", "step", step, where, waits, f"  the stack of {rank}\n", 600.4, -1.0)
+
+
+def test_a_rank_that_is_a_step_behind_is_the_odd_one() -> None:
+    answers = {rank: status(rank, "waits in all_reduce", True) for rank in range(4)}
+    answers[2] = status(2, "waits in all_reduce", True, step=4)
+    assert report(answers, 4, answers[0]).splitlines() == [
+        "error: no progress for 600 s in phase 'step' (timeouts.step); the odd one out first",
+        "  rank 2 (tp=2): step 4: waits in all_reduce",
+        "  ranks 0-1, 3: step 5: waits in all_reduce",
+        "stack of rank 2 (tp=2):",
+        "  the stack of 2",
+    ]
+
+
+def test_of_two_ranks_the_one_that_waits_for_nobody_is_the_odd_one() -> None:
+    answers = {0: status(0, "waits in all_reduce", True), 1: status(1, "not in a collective", False)}
+    assert "rank 1" in report(answers, 2, answers[0]).splitlines()[1]
+
+
+def test_silent_ranks_come_first() -> None:
+    answers = {0: status(0, "waits in all_reduce", True)}
+    assert report(answers, 3, answers[0]).splitlines()[1].startswith("  ranks 1-2: no answer")
+
+
+def test_without_limits_a_watchdog_takes_any_phase_and_with_limits_only_those() -> None:
+    Watchdog().phase("anything")
+    with pytest.raises(KeyError, match="stpe"):
+        Watchdog({"step": 1.0}).phase("stpe")
+
+
+def test_a_change_of_phase_is_told_once() -> None:
+    changes: list[str] = []
+    watchdog = Watchdog({"step": 1.0, "checkpoint": 1.0}, changed=lambda: changes.append("changed"))
+    for name in ("step", "step", "checkpoint", "step"):
+        watchdog.phase(name)
+    assert len(changes) == 3
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The end of the process is an exception; its exit statuses."""
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    return codes
+
+
+def raised(moved: bool, other: Status | None) -> list[Failure]:
+    """What rank 0 tells after it was late, given what rank 1 answers."""
+    told: list[Failure] = []
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    if other is not None:
+        store.set("alarm/0/status/1", json.dumps(asdict(other)))
+    alarm = Alarm(store, 0, 2, told.append, grace=0.2)
+    alarm.look(True, lambda: status(0, "waits in all_reduce", True), lambda: moved)
+    assert store.get("alarm/0/verdict") == (b"7.0" if other else b"0.0")
+    return told
+
+
+@pytest.mark.usefixtures("ends")
+def test_an_alarm_of_a_rank_that_moves_on_meanwhile_is_withdrawn() -> None:
+    assert raised(moved=True, other=None) == []
+
+
+@pytest.mark.usefixtures("ends")
+def test_an_alarm_is_withdrawn_while_another_rank_has_time_left() -> None:
+    assert raised(moved=False, other=replace(status(1, "saves", False), remaining=7.0)) == []
+
+
+@pytest.mark.usefixtures("ends")
+def test_an_alarm_that_nobody_can_explain_ends_the_process() -> None:
+    with pytest.raises(SystemExit, match="1"):
+        raised(moved=False, other=status(1, "sleeps", False))
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection closed")
+
+
+def watched(store: Any) -> Watchdog:
+    watchdog = Watchdog({"step": 60.0})
+    watchdog.start(Alarm(store, 0, 2, print, grace=0.2), pause=0.05)
+    return watchdog
+
+
+def with_failure() -> Any:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set("failed", "rank 1")
+    return store
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("store", [_Gone, with_failure])
+def test_a_rank_that_does_not_notice_another_ones_failure_is_ended(ends: list[int], store: Callable[[], Any]) -> None:
+    watchdog = watched(store())
+    time.sleep(0.6)
+    assert ends == [1]
+    watchdog.stop()
+
+
+def test_a_rank_that_ends_by_itself_after_another_ones_failure_is_left_alone(ends: list[int]) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    watchdog = watched(store)
+    store.set("failed", "rank 1")
+    time.sleep(0.1)
+    watchdog.stop()
+    time.sleep(0.4)
+    assert ends == []
+
+
+def seen_while(call: Callable[[], object]) -> str:
+    """What another thread sees the main thread do during the call."""
+    found: list[str] = []
+
+    def look() -> None:
+        time.sleep(0.1)
+        found.append(doing(TORCH).where)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    call()
+    thread.join()
+    return found[0]
+
+
+def test_a_call_that_has_no_frame_is_known_by_its_line() -> None:
+    event = _Native()
+    assert seen_while(lambda: event.wait(0.3)).startswith("waits in wait(...) at ")
+
+
+class _Native:
+    """Waits in C, as a collective's handle does."""
+
+    wait = staticmethod(time.sleep)
+
+
+def test_user_code_called_by_torch_is_user_code() -> None:
+    class Sleeps(torch.nn.Module):
+        def forward(self) -> None:
+            time.sleep(0.3)
+
+    where = seen_while(Sleeps())
+    assert where.startswith("not in a collective, but at ")
+    assert where.endswith("(forward)")

@@ -1,0 +1,1 @@
+"""Streaming of model weights: state graphs, Hugging Face files, sharded loading and saving."""

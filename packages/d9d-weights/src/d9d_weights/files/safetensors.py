@@ -1,0 +1,314 @@
+"""Files of tensors in the safetensors format: a JSON header, then raw bytes.
+
+Ours, because a checkpoint must be hashed while it is written, and read by windows into tensors that exist already. The
+``safetensors`` library reads what is written here, and the other way round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+from torch import Tensor
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+# As the safetensors library has it: a longer header is an attack or a damaged length.
+_MAX_HEADER = 100_000_000
+#: Written and hashed at once: small enough for the cache, large enough that the interpreter does not matter.
+_CHUNK = 1 << 22
+#: Rows up to this size are read whole and cut in memory, instead of one read for every part of a row.
+_SMALL_ROW = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file consists of.
+
+    Attributes:
+        bytes: its size.
+        sha256: its checksum, hexadecimal.
+    """
+
+    bytes: int
+    sha256: str
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
+    """Write a safetensors file from its beginning, and hash it in the same pass.
+
+    Args:
+        file: only written to, in order.
+        tensors: any shape, strides and device; one that is not in the host's memory is copied there, one at a time.
+
+    Raises:
+        CheckpointError: the format has no such dtype.
+    """
+    # Widest first, so that every entry is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    digest, size = hashlib.sha256(), 0
+    layout = plan_layout({name: TensorSpec(tuple(tensors[name].shape), tensors[name].dtype) for name in names})
+    for content in itertools.chain([memoryview(layout.header)], (_bytes_of(tensors[name]) for name in names)):
+        for start in range(0, len(content), _CHUNK):
+            chunk = content[start : start + _CHUNK]
+            digest.update(chunk)
+            file.write(chunk)
+        size += len(content)
+    return Written(size, digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything stands in a file.
+
+    Attributes:
+        header: its first bytes.
+        starts: where the bytes of each tensor begin in the file.
+        bytes: size of the file.
+    """
+
+    header: bytes
+    starts: Mapping[str, int]
+    bytes: int
+
+
+def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> Layout:
+    """Place tensors in a file one after the other, in the order given.
+
+    Args:
+        specs: widest dtype first, so that every entry is aligned.
+        metadata: notes in the header.
+
+    Raises:
+        CheckpointError: the format has no such dtype, or keeps the name for itself.
+    """
+    entries: dict[str, Any] = {}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, spec in specs.items():
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(f"tensor '{name}' is {spec.dtype}, which a safetensors file cannot hold")
+        if name == _METADATA:
+            raise CheckpointError(f"no tensor can be called '{name}' in a safetensors file: rename it")
+        start, end = end, end + math.prod(spec.shape) * spec.dtype.itemsize
+        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        starts[name] = start
+    if metadata:
+        entries = {_METADATA: dict(metadata), **entries}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return Layout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memory_of(tensor.detach().cpu().contiguous())
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of the host, not copied."""
+    # A contiguous tensor of one element may have any stride, and then view() refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: number format.
+        shape: size of each dimension.
+        start: where its bytes begin in the file.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    def has_window(self, offset: Sequence[int], shape: Sequence[int]) -> bool:
+        """Whether a window of ``shape`` at ``offset`` lies inside."""
+        return len(offset) == len(shape) == len(self.shape) and all(
+            0 <= first <= size - length for first, length, size in zip(offset, shape, self.shape, strict=True)
+        )
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Bytes that are read at any place. Safe for threads if ``read_into`` is."""
+
+    def size(self) -> int:
+        """How many bytes there are."""
+        ...
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        """Fill the beginning of ``view`` with the bytes from ``start``; returns how many, 0 at the end."""
+        ...
+
+
+class _Seeking:
+    """A file with one position: for one thread."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def size(self) -> int:
+        return self._file.seek(0, 2)
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        self._file.seek(start)
+        return int(self._file.readinto(view))  # type: ignore[attr-defined] # every binary file has it
+
+
+class TensorFile:
+    """A safetensors file that is read by windows. As safe for threads as its source.
+
+    Args:
+        file: can be positioned.
+        name: what errors call it.
+
+    Raises:
+        CheckpointError: the header is damaged, or claims something else than the file holds.
+    """
+
+    def __init__(self, file: BinaryIO | Source, name: str) -> None:
+        self._source: Source = file if isinstance(file, Source) else _Seeking(file)
+        self._name = name
+        try:
+            self.entries = self._read_header()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise self._damaged(f"its header is unreadable ({type(error).__name__}: {error})") from error
+
+    def read(self, key: str, offset: Sequence[int], into: Tensor) -> None:
+        """Fill a tensor with the window of an entry that begins at ``offset``. Reads no rows outside the window.
+
+        Args:
+            key: which entry.
+            offset: first index in each dimension.
+            into: the shape of the window and the entry's dtype; any strides and device.
+
+        Raises:
+            CheckpointError: there is no such entry or window, or the file ends early.
+        """
+        entry = self.entries.get(key)
+        if entry is None:
+            raise self._damaged(f"it has no entry '{key}'")
+        if not entry.has_window(offset, into.shape) or entry.dtype != into.dtype:
+            raise self._damaged(
+                f"entry '{key}' is {entry.dtype} {list(entry.shape)}; "
+                f"it has no {into.dtype} window {list(into.shape)} at {list(offset)}"
+            )
+        if not into.numel():
+            return
+        direct = into.device.type == "cpu" and into.is_contiguous()
+        target = into.detach() if direct else torch.empty(into.shape, dtype=into.dtype)
+        self._fill(target, entry.shape, offset, entry.start)
+        if not direct:
+            into.detach().copy_(target)
+
+    def _fill(self, target: Tensor, shape: Sequence[int], offset: Sequence[int], start: int) -> None:
+        """``target`` is the contiguous window at ``offset`` of an array of ``shape`` whose bytes begin at ``start``."""
+        if not shape:
+            self._read_bytes(start, target)
+            return
+        row = math.prod(shape[1:])
+        start += offset[0] * row * target.itemsize
+        if target.shape[1:] == tuple(shape[1:]):
+            self._read_bytes(start, target)
+        elif row * target.itemsize > _SMALL_ROW:
+            for index, part in enumerate(target):
+                self._fill(part, shape[1:], offset[1:], start + index * row * target.itemsize)
+        else:
+            rows = max(1, _CHUNK // (row * target.itemsize))
+            window = tuple(slice(first, first + n) for first, n in zip(offset[1:], target.shape[1:], strict=True))
+            for first in range(0, len(target), rows):
+                part = target[first : first + rows]
+                whole = torch.empty((len(part), *shape[1:]), dtype=target.dtype)
+                self._read_bytes(start + first * row * target.itemsize, whole)
+                part.copy_(whole[(slice(None), *window)])
+
+    def _read_bytes(self, start: int, target: Tensor) -> None:
+        self._read_whole(start, memory_of(target))
+
+    def _read_whole(self, start: int, view: memoryview) -> None:
+        while view:
+            count = self._source.read_into(start, view)
+            if not count:
+                raise self._damaged("it ends early")
+            start, view = start + count, view[count:]
+
+    def _read_header(self) -> dict[str, Entry]:
+        size = self._source.size()
+        prefix = bytearray(min(size, _LENGTH_BYTES))
+        self._read_whole(0, memoryview(prefix))
+        length = int.from_bytes(prefix, "little")
+        if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER):
+            raise self._damaged(f"it has {size} bytes and claims a header of {length}")
+        text = bytearray(length)
+        self._read_whole(_LENGTH_BYTES, memoryview(text))
+        header = json.loads(text.decode(), object_pairs_hook=_once)
+        header.pop(_METADATA, None)
+        begin = _LENGTH_BYTES + length
+        entries, spans = {}, []
+        for name, facts in header.items():
+            if facts["dtype"] not in _DTYPES:
+                raise ValueError(f"entry '{name}' is {facts['dtype']}, which torch has no dtype for")
+            dtype, shape, (start, end) = _DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
+            if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+                raise ValueError(f"entry '{name}' has a size or an offset that is no natural number")
+            if end - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"entry '{name}' has {end - start} bytes for {facts['dtype']} {list(shape)}")
+            entries[name] = Entry(dtype, shape, begin + start)
+            spans.append((start, end, name))
+        self._check_spans(sorted(spans), size - begin)
+        return entries
+
+    def _check_spans(self, spans: list[tuple[int, int, str]], size: int) -> None:
+        expected = 0
+        for start, end, name in spans:
+            if start != expected:
+                what = "overlaps the one before" if start < expected else "leaves a gap before it"
+                raise self._damaged(f"entry '{name}' {what}")
+            expected = end
+        if expected != size:
+            raise self._damaged(f"its entries need {expected} bytes, and it has {size}")
+
+    def _damaged(self, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._name} is damaged: {why}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' appears twice")
+    return found

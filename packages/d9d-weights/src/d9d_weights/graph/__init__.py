@@ -1,0 +1,56 @@
+"""State graphs: how the tensors of one checkpoint layout become those of another.
+
+A :class:`Mapper` is a description, composed of leaves. Bound to the names and shapes that a checkpoint holds it becomes
+a :class:`StateGraph`, which knows before any tensor is read what each output consists of, which outputs belong together
+and in which order they come. Most mappers invert by themselves::
+
+    def from_hugging_face(layers: int) -> Mapper:
+        return Parallel(
+            Rename("model.embed_tokens.weight", "embedding.weight"),
+            Rename("model.layers.{layer}.input_layernorm.weight", "layers.{layer}.norm.weight"),
+            *(
+                Stack([f"model.layers.{n}.experts.{e}.up.weight" for e in range(8)], f"layers.{n}.experts.up")
+                for n in range(layers)
+            ),
+        )
+
+    to_hugging_face = from_hugging_face(2).inverse()
+"""
+
+from d9d_weights.graph.base import Mapper
+from d9d_weights.graph.compose import Connect, Parallel, Prefix, Sequential, Shard
+from d9d_weights.graph.compute import Compute
+from d9d_weights.graph.graph import StateGraph
+from d9d_weights.graph.groups import Group
+from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
+from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
+from d9d_weights.graph.select import Drop, Either, Fresh, Select, Share
+
+__all__ = [
+    "Cast",
+    "Chunk",
+    "Compute",
+    "Concatenate",
+    "Connect",
+    "Distribute",
+    "Drop",
+    "Either",
+    "Fresh",
+    "Gather",
+    "Group",
+    "Identity",
+    "Mapper",
+    "Parallel",
+    "Prefix",
+    "Rename",
+    "Select",
+    "Sequential",
+    "Shard",
+    "Share",
+    "Squeeze",
+    "Stack",
+    "StateGraph",
+    "Transpose",
+    "Unsqueeze",
+    "Unstack",
+]

@@ -1,0 +1,197 @@
+"""Mappers made of mappers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.errors import CheckpointError
+
+from d9d_weights.graph.base import Effect, Mapper, Scope
+from d9d_weights.graph.expressions import Value
+from d9d_weights.graph.groups import group_values
+
+
+class Parallel(Mapper):
+    """Mappers side by side. Each takes its own tensors: none may be taken twice, none made twice.
+
+    Args:
+        mappers: in any order; results come in this order.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        together = Effect()
+        greedy = [mapper for mapper in self.mappers if mapper.rest()]
+        effects = {id(mapper): mapper.apply(scope) for mapper in self.mappers if not mapper.rest()}
+        if greedy:  # what the others leave
+            if len(greedy) > 1:
+                scope.complain("two neighbours take the rest; one must do")
+            taken = {name for effect in effects.values() for name in effect.taken}
+            left = {name: value for name, value in scope.values.items() if name not in taken}
+            effects[id(greedy[0])] = greedy[0].apply(scope.over(left))
+        for mapper in self.mappers:
+            if id(mapper) in effects:
+                _add(together, effects[id(mapper)], scope)
+        return together
+
+    def inverse(self) -> Mapper:
+        return Parallel(*(mapper.inverse() for mapper in self.mappers))
+
+    def rest(self) -> bool:
+        return any(mapper.rest() for mapper in self.mappers)
+
+
+class Sequential(Mapper):
+    """Mappers one after the other. What one of them does not take passes it by.
+
+    Args:
+        mappers: in order of application.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        whole = Effect()
+        waiting = dict(scope.values)  # not taken yet
+        made: dict[str, Value] = {}
+        for mapper in self.mappers:
+            effect = mapper.apply(scope.over({**waiting, **made}))
+            for name in effect.taken:
+                if name in made:
+                    del made[name]
+                elif name in waiting:
+                    whole.taken[name] = effect.taken[name]
+                    del waiting[name]
+            _check_new(effect.made, made, scope, "an earlier step")
+            made |= effect.made
+            whole.fresh |= effect.fresh
+        whole.made = made
+        return whole
+
+    def inverse(self) -> Mapper:
+        return Sequential(*(mapper.inverse() for mapper in reversed(self.mappers)))
+
+    def rest(self) -> bool:
+        return bool(self.mappers) and self.mappers[0].rest()
+
+
+class Prefix(Mapper):
+    """A mapper for the tensors below a prefix: ``Prefix("model.layers.0.", "layers.0.", layer)``.
+
+    Args:
+        source: what their names start with, dot included.
+        target: what the results' names start with.
+        mapper: sees names without the prefix.
+    """
+
+    def __init__(self, source: str, target: str, mapper: Mapper) -> None:
+        self.source = source
+        self.target = target
+        self.mapper = mapper
+
+    def apply(self, scope: Scope) -> Effect:
+        inner = self.mapper.apply(scope.over(scope.below(self.source), self.source))
+        return Effect(
+            {self.source + name: leaf for name, leaf in inner.taken.items()},
+            {self.target + name: value for name, value in inner.made.items()},
+            {self.target + name: leaf for name, leaf in inner.fresh.items()},
+        )
+
+    def inverse(self) -> Mapper:
+        return Prefix(self.target, self.source, self.mapper.inverse())
+
+
+class Connect(Mapper):
+    """Mappers that are connected by names alone: each may take what another one makes, in whatever order they come.
+
+    Args:
+        mappers: whose inputs and outputs do not depend on what else there is.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        there, made = dict(scope.values), dict[str, Value]()
+        whole, left = Effect(), list(self.mappers)
+        while left:
+            later = []
+            for mapper in left:
+                attempt: list[str] = []
+                effect = mapper.apply(Scope(there, attempt, scope.path, hints=False))
+                if attempt:
+                    later.append((mapper, attempt))
+                    continue
+                for name in effect.taken:
+                    del there[name]
+                    if made.pop(name, None) is None:
+                        whole.taken[name] = effect.taken[name]
+                _check_new(effect.made, there, scope, "another mapper")
+                made |= effect.made
+                there |= effect.made
+                whole.fresh |= effect.fresh
+            if len(later) == len(left):
+                reasons = [reason for _, attempt in later for reason in attempt]
+                scope.complain("nothing can go first, in a cycle or for want of a tensor: " + "; ".join(reasons))
+                break
+            left = [mapper for mapper, _ in later]
+        whole.made = made
+        return whole
+
+    def inverse(self) -> Mapper:
+        return Connect(*(mapper.inverse() for mapper in self.mappers))
+
+
+class Shard(Mapper):
+    """One of several workers' share of a mapper: whole groups of outputs, about equally many bytes for each worker.
+
+    Args:
+        mapper: of all.
+        index: which worker, from 0.
+        count: how many there are.
+    """
+
+    def __init__(self, mapper: Mapper, index: int, count: int) -> None:
+        if not 0 <= index < count:
+            raise CheckpointError(f"Shard: there is no worker {index} of {count}")
+        self.mapper = mapper
+        self.index = index
+        self.count = count
+
+    def apply(self, scope: Scope) -> Effect:
+        effect = self.mapper.apply(scope)
+        loads = [0] * self.count
+        mine: set[str] = set()
+        groups = group_values(effect.made)
+        for group in sorted(groups, key=lambda group: (-group.bytes, group.outputs[0])):
+            worker = min(range(self.count), key=lambda worker: (loads[worker], worker))
+            loads[worker] += group.bytes
+            if worker == self.index:
+                mine |= set(group.outputs)
+        fresh = effect.fresh if self.index == 0 else {}
+        return Effect(effect.taken, {name: value for name, value in effect.made.items() if name in mine}, fresh)
+
+    def inverse(self) -> Mapper:
+        raise CheckpointError("a worker's share has no inverse: invert the whole, then share")
+
+    def rest(self) -> bool:
+        return self.mapper.rest()
+
+
+def _add(together: Effect, effect: Effect, scope: Scope) -> None:
+    for name, leaf in effect.taken.items():
+        if name in together.taken:
+            scope.complain(f"'{scope.path}{name}' is taken twice, by {together.taken[name]} and {leaf}; use Share")
+    _check_new(effect.made, together.made, scope, "a neighbour")
+    together.taken |= effect.taken
+    together.made |= effect.made
+    together.fresh |= effect.fresh
+
+
+def _check_new(made: Mapping[str, Value], before: Mapping[str, Value], scope: Scope, who: str) -> None:
+    for name in made:
+        if name in before:
+            scope.complain(f"'{scope.path}{name}' is made twice, the first time by {who}")

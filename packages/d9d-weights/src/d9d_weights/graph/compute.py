@@ -1,0 +1,109 @@
+"""Functions of whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+from torch import Tensor
+
+from d9d_weights.graph.base import Effect, Mapper, Scope
+from d9d_weights.graph.expressions import Source, TensorSource, Value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A function over whole tensors, shared by the values that it returns."""
+
+    function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    inputs: Mapping[str, Value]
+    label: str
+
+    def run(self, find: Callable[[str], Tensor]) -> Mapping[str, Tensor]:
+        """Evaluate all inputs and call."""
+        return self.function({name: value.tensor(find) for name, value in self.inputs.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Value):
+    """What a function makes of whole tensors; even a window of it needs all its inputs."""
+
+    call: Call
+    output: str
+    spec: TensorSpec
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return tuple(self.call.inputs.values())
+
+    @property
+    def keeps_rows(self) -> bool:
+        return False
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        made = self.call.run(find)[self.output]
+        found = TensorSpec(tuple(made.shape), made.dtype)
+        if found != self.spec:
+            raise CheckpointError(f"{self.text()} gives {found}, but declares {self.spec}")
+        return made
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        known: dict[str, Tensor] = {}
+        specs: dict[str, TensorSpec] = {s.name: s.spec for s in _leaves(self)}
+
+        def find(name: str) -> Tensor:
+            if name not in known:
+                known[name] = torch.empty(specs[name].shape, dtype=specs[name].dtype)
+                source.read(name, [0] * known[name].ndim, known[name])
+            return known[name]
+
+        window: Any = tuple(slice(o, o + n) for o, n in zip(offset, into.shape, strict=True))
+        into.copy_(self.tensor(find)[window])
+
+    def text(self) -> str:
+        return f"{self.call.label}({', '.join(value.text() for value in self.call.inputs.values())}).{self.output}"
+
+
+def _leaves(value: Value) -> Iterator[Source]:
+    if isinstance(value, Source):
+        yield value
+    for part in value.parts:
+        yield from _leaves(part)
+
+
+@dataclass(frozen=True)
+class Compute(Mapper):
+    """Any function of whole tensors, such as folding an adapter into its weight.
+
+    Attributes:
+        inputs: names it takes.
+        function: from tensors by these names to tensors by new names; deterministic, leaves its arguments alone.
+        shapes: the same for shapes and dtypes, called before anything is read.
+        undo: the mapper that undoes it, if there is one.
+    """
+
+    inputs: tuple[str, ...]
+    function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    shapes: Callable[[Mapping[str, TensorSpec]], Mapping[str, TensorSpec]]
+    undo: Mapper | None = None
+
+    def apply(self, scope: Scope) -> Effect:
+        label: Any = getattr(self.function, "__name__", type(self.function).__name__)
+        values = scope.find(self.inputs, label)
+        if values is None:
+            return Effect(dict.fromkeys(self.inputs, label))
+        named = dict(zip(self.inputs, values, strict=True))
+        specs = self.shapes({name: value.spec for name, value in named.items()})
+        call = Call(self.function, named, label)
+        return Effect(
+            dict.fromkeys(self.inputs, label), {name: Computed(call, name, spec) for name, spec in specs.items()}
+        )
+
+    def inverse(self) -> Mapper:
+        if self.undo is None:
+            raise CheckpointError(f"the function over {', '.join(self.inputs)} has no inverse: give it as 'undo'")
+        return self.undo

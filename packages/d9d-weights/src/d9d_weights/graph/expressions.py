@@ -1,0 +1,318 @@
+"""Tensors that are described but not read: where each number of an output comes from.
+
+A value answers three questions: what it will look like (``spec``), what the whole of it is (:meth:`Value.tensor`), and
+what a window of it is (:meth:`Value.read`), which asks its own inputs for windows only. So a rank that holds one shard
+reads one shard, whatever lies between the file and the parameter.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from d9d_core.tensors import full
+from d9d_core.types import TensorSpec
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+
+class TensorSource(Protocol):
+    """Something that tensors are read from by windows."""
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype."""
+        ...
+
+
+class Value(ABC):
+    """A tensor that does not exist yet."""
+
+    spec: TensorSpec
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Value, ...]:
+        """What it is made of."""
+
+    @abstractmethod
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        """The whole, from whole tensors; a view of them where it can be. Collective where a tensor is gathered."""
+
+    @abstractmethod
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        """Fill ``into`` with the window of its shape at ``offset``, from windows of the source."""
+
+    @abstractmethod
+    def text(self) -> str:
+        """A formula over names."""
+
+    def sources(self) -> list[str]:
+        """The names it is made of, in order, each once."""
+        return list(dict.fromkeys(_sources(self)))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether neighbouring rows of the whole come from neighbouring bytes of the source."""
+        return all(part.keeps_rows for part in self.parts)
+
+
+def _sources(value: Value) -> Iterator[str]:
+    if isinstance(value, Source):
+        yield value.name
+    for part in value.parts:
+        yield from _sources(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Source(Value):
+    """A tensor of the checkpoint."""
+
+    name: str
+    spec: TensorSpec
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return ()
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return find(self.name)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        source.read(self.name, offset, into)
+
+    def text(self) -> str:
+        return self.name
+
+
+class Unary(Value):
+    """Made of one other value, ``of``."""
+
+    of: Value
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self.of,)
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted(Unary):
+    """Dimensions in another order: dimension ``k`` is ``dims[k]`` of the original."""
+
+    of: Value
+    dims: tuple[int, ...]
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(self.of.spec.shape[dim] for dim in self.dims)
+        object.__setattr__(self, "spec", TensorSpec(shape, self.of.spec.dtype))
+
+    @property
+    def keeps_rows(self) -> bool:
+        return False
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).permute(self.dims)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        back = [self.dims.index(dim) for dim in range(len(self.dims))]
+        self.of.read(source, [offset[dim] for dim in back], into.permute(back))
+
+    def text(self) -> str:
+        return f"transpose({self.of.text()}, {', '.join(map(str, self.dims))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Unsqueezed(Unary):
+    """With a dimension of size one more."""
+
+    of: Value
+    dim: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of.spec.shape)
+        shape.insert(self.dim, 1)
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).unsqueeze(self.dim)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        if into.numel():
+            inner = [*offset[: self.dim], *offset[self.dim + 1 :]]
+            self.of.read(source, inner, into.squeeze(self.dim))
+
+    def text(self) -> str:
+        return f"unsqueeze({self.of.text()}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Squeezed(Unary):
+    """Without a dimension of size one."""
+
+    of: Value
+    dim: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of.spec.shape)
+        del shape[self.dim]
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).squeeze(self.dim)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        self.of.read(source, [*offset[: self.dim], 0, *offset[self.dim :]], into.unsqueeze(self.dim))
+
+    def text(self) -> str:
+        return f"squeeze({self.of.text()}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sliced(Unary):
+    """Indices ``start`` to ``start + length`` of a dimension."""
+
+    of: Value
+    dim: int
+    start: int
+    length: int
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of.spec.shape)
+        shape[self.dim] = self.length
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of.spec.dtype))
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).narrow(self.dim, self.start, self.length)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        moved = [*offset]
+        moved[self.dim] += self.start
+        self.of.read(source, moved, into)
+
+    def text(self) -> str:
+        before = ":, " * self.dim
+        return f"{self.of.text()}[{before}{self.start}:{self.start + self.length}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Value):
+    """Several, one after the other along a dimension."""
+
+    of: tuple[Value, ...]
+    dim: int
+    spec: TensorSpec = field(init=False)
+    _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shape = list(self.of[0].spec.shape)
+        ends = tuple(itertools.accumulate(part.spec.shape[self.dim] for part in self.of))
+        shape[self.dim] = ends[-1]
+        object.__setattr__(self, "_ends", ends)
+        object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of[0].spec.dtype))
+
+    def inside(self, first: int, last: int) -> Iterator[tuple[Value, int, int, int]]:
+        """The parts that overlap a range of indices: each with where it begins there, and the range inside the part."""
+        index = bisect.bisect_right(self._ends, first)
+        while first < last:
+            begin = self._ends[index] - self.of[index].spec.shape[self.dim]
+            stop = min(last, self._ends[index])
+            if first < stop:
+                yield self.of[index], first, first - begin, stop - begin
+            first, index = max(first, stop), index + 1
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.of
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return torch.cat([part.tensor(find) for part in self.of], self.dim)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        first, last = offset[self.dim], offset[self.dim] + into.shape[self.dim]
+        for part, at, start, stop in self.inside(first, last):
+            inner = [*offset]
+            inner[self.dim] = start
+            part.read(source, inner, into.narrow(self.dim, at - first, stop - start))
+
+    def text(self) -> str:
+        shown = [part.text() for part in (self.of if len(self.of) < 4 else (self.of[0], self.of[1], self.of[-1]))]
+        if len(self.of) > 3:
+            shown.insert(2, f"... {len(self.of) - 3} more")
+        return f"concatenate({', '.join(shown)}; {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(Unary):
+    """In another number format."""
+
+    of: Value
+    dtype: torch.dtype
+    spec: TensorSpec = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "spec", TensorSpec(self.of.spec.shape, self.dtype))
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return self.of.tensor(find).to(self.dtype)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        if into.dtype == self.dtype:  # a source converts what it reads
+            self.of.read(source, offset, into)
+        else:  # numbers must pass through this format
+            here = torch.empty(into.shape, dtype=self.dtype)
+            self.of.read(source, offset, here)
+            into.copy_(here)
+
+    def text(self) -> str:
+        return f"cast({self.of.text()}, {str(self.dtype).removeprefix('torch.')})"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole(Unary):
+    """All of a tensor that is sharded over ranks. Computing it is collective over its mesh."""
+
+    of: Value
+
+    @property
+    def spec(self) -> TensorSpec:  # type: ignore[override]
+        return self.of.spec
+
+    def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
+        return full(self.of.tensor(find))
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        self.of.read(source, offset, into)  # files hold whole tensors
+
+    def text(self) -> str:
+        return f"gather({self.of.text()})"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed(Unary):
+    """Sharded over a mesh. Nothing is communicated: each rank keeps its part."""
+
+    of: Value
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+    @property
+    def spec(self) -> TensorSpec:  # type: ignore[override]
+        return self.of.spec
+
+    def tensor(self, find: Callable[[str], Tensor]) -> DTensor:
+        return distribute_tensor(self.of.tensor(find), self.mesh, self.placements, src_data_rank=None)
+
+    def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
+        self.of.read(source, offset, into)
+
+    def text(self) -> str:
+        return f"distribute({self.of.text()}, {', '.join(map(str, self.placements))})"

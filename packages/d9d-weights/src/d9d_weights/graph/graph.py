@@ -1,0 +1,119 @@
+"""A mapper bound to what a checkpoint holds: everything is decided, nothing has been read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from d9d_core.types import TensorSpec
+from torch import Tensor
+
+from d9d_weights.graph.base import Mapper, Scope, raise_if
+from d9d_weights.graph.expressions import Placed, Source, Value
+from d9d_weights.graph.groups import Group, group_values
+
+
+class StateGraph:
+    """What each output consists of. Equal on all ranks, whatever the hashes of strings are.
+
+    Attributes:
+        sources: the tensors there are.
+        outputs: name -> value, in order.
+        fresh: names of outputs that have no source on purpose.
+
+    Args:
+        mapper: how names and shapes change.
+        sources: shape and dtype of each tensor there is.
+
+    Raises:
+        CheckpointError: names are missing, taken or made twice, left over, in a cycle, or shapes do not fit; the text
+            lists them.
+    """
+
+    def __init__(self, mapper: Mapper, sources: Mapping[str, TensorSpec]) -> None:
+        self.sources = dict(sources)
+        problems: list[str] = []
+        effect = mapper.apply(Scope(_source_values(self.sources), problems))
+        if not problems:  # else most of them follow from the others
+            left = [name for name in self.sources if name not in effect.taken]
+            problems += [f"nothing takes '{name}'; name it in a Drop if it is not needed" for name in left]
+        for name, value in effect.made.items():
+            if name in effect.fresh:
+                problems.append(f"'{name}' is made, and declared Fresh")
+            if not _ends_placed(value):
+                problems.append(f"'{name}': Distribute must come last")
+        raise_if(problems, "the state graph does not fit the checkpoint:")
+        self.outputs: dict[str, Value] = effect.made
+        self.fresh = frozenset(effect.fresh)
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of each output."""
+        return {name: value.spec for name, value in self.outputs.items()}
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The outputs that hang together, in a fixed order."""
+        return group_values(self.outputs)
+
+    def check(self, expected: Mapping[str, TensorSpec], ours: str = "the model") -> None:
+        """Compare the outputs' names and shapes with what is wanted.
+
+        Raises:
+            CheckpointError: they differ; the text lists how.
+        """
+        problems = [
+            f"{ours} needs '{name}', which the checkpoint does not give"
+            for name in expected
+            if name not in self.outputs and name not in self.fresh
+        ]
+        problems += [
+            f"the checkpoint gives '{name}', which {ours} does not have" for name in self._made if name not in expected
+        ]
+        for name, value in self.outputs.items():
+            if name in expected and expected[name].shape != value.spec.shape:
+                have, want = list(value.spec.shape), list(expected[name].shape)
+                problems.append(f"'{name}' has the shape {have} there ({value.text()}), and {want} in {ours}")
+        raise_if(problems, f"the checkpoint does not fit {ours}:")
+
+    @property
+    def _made(self) -> list[str]:
+        return [*self.outputs, *sorted(self.fresh)]
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute all outputs from whole tensors; views of them where it can be. Collective where tensors are gathered.
+
+        Raises:
+            CheckpointError: a tensor has another shape or dtype than it was declared with.
+        """
+        raise_if(list(_surprises(self.sources, tensors)), "the tensors are not those that the graph was made for:")
+        return {name: value.tensor(tensors.__getitem__) for name, value in self.outputs.items()}
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+    """Shape and dtype of tensors."""
+    return {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def map_tensors(mapper: Mapper, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bind a mapper to tensors and compute all outputs at once."""
+    return StateGraph(mapper, specs_of(tensors)).apply(tensors)
+
+
+def _surprises(sources: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]) -> Iterable[str]:
+    for name, spec in sources.items():
+        if name not in tensors:
+            yield f"'{name}' is missing"
+        elif TensorSpec(tuple(tensors[name].shape), tensors[name].dtype) != spec:
+            yield f"'{name}' is {tensors[name].dtype} {list(tensors[name].shape)}, not {spec.dtype} {list(spec.shape)}"
+
+
+def _source_values(specs: Mapping[str, TensorSpec]) -> dict[str, Value]:
+    """The tensors of a checkpoint as values."""
+    return {name: Source(name, spec) for name, spec in specs.items()}
+
+
+def _ends_placed(value: Value) -> bool:
+    """Whether sharding, if any, comes last."""
+    inner: Sequence[Value] = value.parts
+    return all(not isinstance(part, Placed) and _ends_placed(part) for part in inner)

@@ -1,0 +1,271 @@
+"""Mappers of one tensor at a time. Where a name is asked for, a pattern will do: ``layers.{layer}.norm.weight``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from d9d_core.errors import CheckpointError
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
+
+from d9d_weights.graph.base import Effect, Mapper, Scope
+from d9d_weights.graph.expressions import Placed, Value, Whole
+from d9d_weights.graph.pattern import Pattern
+from d9d_weights.graph.simplify import converted, permuted, squeezed, unsqueezed
+
+
+class PerTensor(Mapper):
+    """Takes each tensor that fits a name or pattern, and makes one of it.
+
+    Subclasses are frozen dataclasses that have the fields ``name``, ``to`` (by default the same) and ``optional``.
+    """
+
+    name: str
+    to: str | None = None
+    optional: bool = False
+
+    @abstractmethod
+    def change(self, value: Value) -> Value:
+        """What becomes of it.
+
+        Raises:
+            ValueError: its shape does not allow that; the text says why.
+        """
+
+    def label(self) -> str:
+        """How messages call this leaf."""
+        return f"{type(self).__name__}('{self.name}')"
+
+    def apply(self, scope: Scope) -> Effect:
+        effect = Effect()
+        places, kept = (Pattern(name).places for name in (self.name, self.to or self.name))
+        if places != kept:
+            scope.complain(f"{self.label()}: '{self.to}' has other places in braces, so its names are not known")
+            return effect
+        for source, target in self._matches(scope):
+            effect.taken[source] = self.label()
+            if target in effect.made:
+                scope.complain(f"{self.label()} makes '{scope.path}{target}' twice, the second time of '{source}'")
+            try:
+                effect.made[target] = self.change(scope.values[source])
+            except ValueError as error:
+                shape = list(scope.values[source].spec.shape)
+                scope.complain(f"{self.label()}: '{scope.path}{source}' has the shape {shape}: {error}")
+        return effect
+
+    def _matches(self, scope: Scope) -> Iterator[tuple[str, str]]:
+        pattern, target = Pattern(self.name), Pattern(self.to or self.name)
+        if not pattern.places:
+            if not self.optional or self.name in scope.values:
+                for _ in scope.find([self.name], self.label()) or ():
+                    yield self.name, target.text
+            return
+        found = False
+        for name in scope.values:
+            places = pattern.match(name)
+            if places is not None:
+                found = True
+                yield name, target.fill(places)
+        if not found and not self.optional:
+            scope.complain(f"{self.label()} fits no name that starts with '{scope.path}'")
+
+
+@dataclass(frozen=True)
+class Identity(Mapper):
+    """Takes tensors and leaves them as they are: those named, or all that its neighbours leave.
+
+    Attributes:
+        names: which; none means the rest.
+    """
+
+    names: tuple[str, ...] = ()
+
+    def apply(self, scope: Scope) -> Effect:
+        names = self.names or tuple(scope.values)
+        values = scope.find(names, "Identity") or []
+        return Effect(dict.fromkeys(names, "Identity"), dict(zip(names, values, strict=False)))
+
+    def inverse(self) -> Mapper:
+        return self
+
+    def rest(self) -> bool:
+        return not self.names
+
+
+@dataclass(frozen=True)
+class Rename(PerTensor):
+    """Another name.
+
+    Attributes:
+        name: the old one, or a pattern.
+        to: the new one, with the same places.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    to: str
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        if Pattern(self.name).places != Pattern(self.to).places:
+            raise CheckpointError(f"Rename: '{self.name}' and '{self.to}' have different places in braces")
+
+    def change(self, value: Value) -> Value:
+        return value
+
+    def inverse(self) -> Mapper:
+        return Rename(self.to, self.name, self.optional)
+
+
+@dataclass(frozen=True)
+class Transpose(PerTensor):
+    """Dimensions in another order.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        dims: dimension ``k`` of the result is ``dims[k]`` of the original; the last two swapped by default.
+        to: new name, by default the same.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    dims: tuple[int, ...] | None = None
+    to: str | None = None
+    optional: bool = False
+
+    def change(self, value: Value) -> Value:
+        ndim = len(value.spec.shape)
+        dims = self.dims or (*range(ndim - 2), ndim - 1, ndim - 2)
+        if ndim < 2 or sorted(dims) != list(range(ndim)):
+            raise ValueError(f"its dimensions cannot be ordered as {dims}")
+        return permuted(value, dims)
+
+    def inverse(self) -> Mapper:
+        dims = self.dims and tuple(self.dims.index(dim) for dim in range(len(self.dims)))
+        return Transpose(self.to or self.name, dims, self.name, self.optional)
+
+
+@dataclass(frozen=True)
+class Squeeze(PerTensor):
+    """Without a dimension of size one.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        dim: which one; counts from 0.
+        to: new name, by default the same.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    dim: int
+    to: str | None = None
+    optional: bool = False
+
+    def change(self, value: Value) -> Value:
+        if not 0 <= self.dim < len(value.spec.shape) or value.spec.shape[self.dim] != 1:
+            raise ValueError(f"dimension {self.dim} is not of size 1")
+        return squeezed(value, self.dim)
+
+    def inverse(self) -> Mapper:
+        return Unsqueeze(self.to or self.name, self.dim, self.name, self.optional)
+
+
+@dataclass(frozen=True)
+class Unsqueeze(PerTensor):
+    """With a new dimension of size one.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        dim: where; counts from 0.
+        to: new name, by default the same.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    dim: int
+    to: str | None = None
+    optional: bool = False
+
+    def change(self, value: Value) -> Value:
+        if not 0 <= self.dim <= len(value.spec.shape):
+            raise ValueError(f"there is no place {self.dim} for a new dimension")
+        return unsqueezed(value, self.dim)
+
+    def inverse(self) -> Mapper:
+        return Squeeze(self.to or self.name, self.dim, self.name, self.optional)
+
+
+@dataclass(frozen=True)
+class Cast(PerTensor):
+    """Another number format.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        dtype: the new one.
+        back: the old one, if the inverse is wanted.
+        to: new name, by default the same.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    dtype: torch.dtype
+    back: torch.dtype | None = None
+    to: str | None = None
+    optional: bool = False
+
+    def change(self, value: Value) -> Value:
+        return converted(value, self.dtype)
+
+    def inverse(self) -> Mapper:
+        if self.back is None:
+            raise CheckpointError(f"{self.label()} has no inverse: give the original number format as 'back'")
+        return Cast(self.to or self.name, self.back, self.dtype, self.name, self.optional)
+
+
+@dataclass(frozen=True)
+class Gather(PerTensor):
+    """The whole of a tensor that is sharded over ranks. Collective over its mesh when it is computed.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        to: new name, by default the same.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    to: str | None = None
+    optional: bool = False
+
+    def change(self, value: Value) -> Value:
+        return Whole(value)
+
+    def inverse(self) -> Mapper:
+        raise CheckpointError(f"{self.label()} has no inverse: say with Distribute how the tensor is sharded")
+
+
+@dataclass(frozen=True)
+class Distribute(PerTensor):
+    """Sharded over a mesh: the result is a DTensor, of which each rank computes its part. Must be the last leaf.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        mesh: ranks.
+        placements: one for each dimension of the mesh.
+        to: new name, by default the same.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    to: str | None = None
+    optional: bool = False
+
+    def change(self, value: Value) -> Value:
+        return Placed(value, self.mesh, self.placements)
+
+    def inverse(self) -> Mapper:
+        return Gather(self.to or self.name, self.name, self.optional)

@@ -1,0 +1,130 @@
+"""State graphs for people: as text, and as a Mermaid picture. Layers that do the same share a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from d9d_core.types import TensorSpec
+
+from d9d_weights.graph.expressions import Source, Value
+from d9d_weights.graph.graph import StateGraph
+
+#: How pictures call what a value does.
+_VERBS = {
+    "Permuted": "transpose",
+    "Unsqueezed": "unsqueeze",
+    "Squeezed": "squeeze",
+    "Sliced": "slice",
+    "Joined": "concatenate",
+    "Converted": "cast",
+    "Whole": "gather",
+    "Placed": "distribute",
+    "Computed": "compute",
+}
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
+
+
+@dataclass
+class Line:
+    """Outputs that differ in indices only.
+
+    Attributes:
+        value: the first of them.
+        spec: its shape and dtype.
+        names: all of them.
+        formula: what they are made of; ``None`` if that is not asked.
+    """
+
+    value: Value | None
+    spec: TensorSpec
+    names: list[str]
+    formula: str | None = None
+
+    @property
+    def name(self) -> str:
+        """``layers.{0..27}.norm.weight``."""
+        return _collapsed(self.names)
+
+
+def graph_lines(graph: StateGraph) -> list[Line]:
+    """The outputs of a graph, alike ones together, in order."""
+    found: dict[tuple[object, ...], Line] = {}
+    for name, value in graph.outputs.items():
+        formula = value.text()
+        key = (_skeleton(name), _skeleton(formula), value.spec)
+        line = found.setdefault(key, Line(value, value.spec, [], _skeleton(formula)))
+        line.names.append(name)
+    return list(found.values())
+
+
+def tensor_lines(specs: Mapping[str, TensorSpec]) -> list[Line]:
+    """Tensors, alike ones together, in order."""
+    found: dict[tuple[object, ...], Line] = {}
+    for name, spec in specs.items():
+        found.setdefault((_skeleton(name), spec), Line(None, spec, [])).names.append(name)
+    return list(found.values())
+
+
+def graph_text(graph: StateGraph) -> str:
+    """One line for each kind of output: name, shape, dtype, and what it is made of."""
+    rows = [
+        f"{line.name}  {list(line.spec.shape)} {str(line.spec.dtype).removeprefix('torch.')}\n    = {line.formula}"
+        for line in graph_lines(graph)
+    ]
+    rows += [f"{name}\n    stays as it was initialised" for name in sorted(graph.fresh)]
+    return "\n".join(rows)
+
+
+def graph_mermaid(graph: StateGraph) -> str:
+    """A flow chart from the checkpoint's tensors to the model's, for anything that draws Mermaid."""
+    nodes: dict[str, str] = {}
+    edges: dict[str, None] = {}
+
+    def node(key: str, label: str, shape: str = "[]") -> str:
+        name = nodes.setdefault(key, f"n{len(nodes)}")
+        edges.setdefault(f'    {name}{shape[0]}"{_escaped(label)}"{shape[1]}', None)
+        return name
+
+    def visit(value: Value) -> str:
+        if isinstance(value, Source):
+            return node(f"source {_skeleton(value.name)}", _skeleton(value.name))
+        here = node(f"value {_skeleton(value.text())}", _VERBS[type(value).__name__], "()")
+        for part in value.parts:
+            edges.setdefault(f"    {visit(part)} --> {here}", None)
+        return here
+
+    for line in graph_lines(graph):
+        assert line.value is not None
+        target = node(f"target {_skeleton(line.names[0])} {line.formula}", line.name)
+        edges.setdefault(f"    {visit(line.value)} --> {target}", None)
+    return "\n".join(["flowchart LR", *edges]) + "\n"
+
+
+def _skeleton(text: str) -> str:
+    return _INDEX.sub("{n}", text)
+
+
+def _collapsed(names: list[str]) -> str:
+    """Each index that varies as a range, if the indices are all there; else as ``{n}``."""
+    if len(names) == 1:
+        return names[0]
+    columns = list(zip(*(_INDEX.findall(name) for name in names), strict=True))
+    parts = _INDEX.split(names[0])
+    return "".join(part + place for part, place in zip(parts, [*_places(columns), ""], strict=True))
+
+
+def _places(columns: list[tuple[str, ...]]) -> Iterator[str]:
+    for column in columns:
+        numbers = sorted({int(number) for number in column})
+        if len(numbers) == 1:
+            yield str(numbers[0])
+        elif numbers == list(range(numbers[0], numbers[-1] + 1)):
+            yield f"{{{numbers[0]}..{numbers[-1]}}}"
+        else:
+            yield "{n}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace('"', "#quot;")

@@ -1,0 +1,149 @@
+"""Mappers that decide which tensors there are, and under how many names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from d9d_core.errors import CheckpointError
+
+from d9d_weights.graph.base import Effect, Mapper, Scope
+from d9d_weights.graph.mappers import Rename
+from d9d_weights.graph.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Share(Mapper):
+    """One tensor under several names, such as an embedding that is also the head.
+
+    Attributes:
+        name: of the tensor.
+        targets: its new names; the inverse keeps the first.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+
+    def apply(self, scope: Scope) -> Effect:
+        label = f"Share('{self.name}')"
+        values = scope.find([self.name], label) or []
+        scope.are_targets(self.targets, label)
+        return Effect({self.name: label}, {target: value for value in values for target in self.targets})
+
+    def inverse(self) -> Mapper:
+        from d9d_weights.graph.compose import Parallel
+
+        return Parallel(Rename(self.targets[0], self.name), *(Drop(other) for other in self.targets[1:]))
+
+
+@dataclass(frozen=True)
+class Select(Mapper):
+    """The tensors below a module, under another module: ``Select("model", "backbone")``. All others are left out.
+
+    Attributes:
+        module: name of the module, ``""`` for the model itself.
+        to: its new name.
+    """
+
+    module: str
+    to: str = ""
+
+    def apply(self, scope: Scope) -> Effect:
+        old, new = (f"{module}." if module else "" for module in (self.module, self.to))
+        label = f"Select('{self.module}')"
+        below = scope.below(old)
+        if not below:
+            scope.complain(f"{label} finds nothing below '{scope.path}{old}'")
+        return Effect(dict.fromkeys(scope.values, label), {new + name: value for name, value in below.items()})
+
+    def inverse(self) -> Mapper:
+        return Select(self.to, self.module)
+
+
+@dataclass(frozen=True)
+class Drop(Mapper):
+    """Takes tensors that nobody needs, such as a copy of a tied head. Its inverse does nothing.
+
+    Attributes:
+        name: of the tensor, or a pattern.
+        optional: whether it may be absent.
+    """
+
+    name: str
+    optional: bool = False
+
+    def apply(self, scope: Scope) -> Effect:
+        label = f"Drop('{self.name}')"
+        pattern = Pattern(self.name)
+        if not pattern.places:
+            absent = self.optional and self.name not in scope.values
+            taken = [self.name] if not absent and scope.find([self.name], label) else []
+        else:
+            taken = [name for name in scope.values if pattern.match(name) is not None]
+            if not taken and not self.optional:
+                scope.complain(f"{label} fits no name that starts with '{scope.path}'")
+        return Effect(dict.fromkeys(taken, label))
+
+    def inverse(self) -> Mapper:
+        return _Nothing()
+
+
+@dataclass(frozen=True)
+class Fresh(Mapper):
+    """Names that the checkpoint does not hold on purpose, such as a new head: they stay as they were initialised.
+
+    Attributes:
+        names: of the tensors.
+    """
+
+    names: tuple[str, ...]
+
+    def apply(self, scope: Scope) -> Effect:  # noqa: ARG002 - takes nothing
+        return Effect(fresh=dict.fromkeys(self.names, "Fresh"))
+
+    def inverse(self) -> Mapper:
+        from d9d_weights.graph.compose import Parallel
+
+        return Parallel(*(Drop(name) for name in self.names))
+
+
+class Either(Mapper):
+    """The first of several mappers that finds all its tensors: for checkpoints that come in more than one layout.
+
+    If none does, the complaints are those of the one that finds most of its tensors. What the others would have taken
+    is left, so a checkpoint that holds two layouts at once is refused. A mapper whose tensors may all be absent always
+    fits: give it last.
+
+    Args:
+        mappers: in order of preference; the inverse is that of the first.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        if not mappers:
+            raise CheckpointError("Either needs at least one mapper")
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        nearest, most = self.mappers[0], 0
+        for mapper in self.mappers:
+            attempt: list[str] = []
+            effect = mapper.apply(Scope(scope.values, attempt, scope.path, hints=False))
+            if not attempt:
+                return effect
+            found = len(effect.taken.keys() & scope.values.keys())
+            if found > most:
+                nearest, most = mapper, found
+        return nearest.apply(scope)
+
+    def inverse(self) -> Mapper:
+        return self.mappers[0].inverse()
+
+    def rest(self) -> bool:
+        return any(mapper.rest() for mapper in self.mappers)
+
+
+class _Nothing(Mapper):
+    def apply(self, scope: Scope) -> Effect:  # noqa: ARG002 - takes nothing
+        return Effect()
+
+    def inverse(self) -> Mapper:
+        return self

@@ -1,0 +1,200 @@
+"""Reading models in Hugging Face layout: windows of tensors, straight into the memory they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import torch
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+from torch import Tensor
+
+from d9d_weights.files.places import Place, open_place
+from d9d_weights.files.safetensors import TensorFile
+from d9d_weights.hugging_face.blocks import BlockBuffer
+from d9d_weights.hugging_face.index import check_index, read_object, weight_map
+from d9d_weights.hugging_face.layout import (
+    CONFIG,
+    SAFETENSORS,
+    find_index,
+    find_weights,
+    is_plain_name,
+    passed_through,
+    refuse_pickles,
+)
+
+#: What git leaves in the place of a large file that was not downloaded: a note of this size at most.
+_LFS = b"version https://git-lfs"
+_LFS_BYTES = 1024
+
+
+class ModelDirectory:
+    """A model in Hugging Face layout: config.json, safetensors files with or without an index. Get one by :meth:`open`.
+
+    Args:
+        place: where it lies.
+        files: the weight files, by name, in order.
+        resources: closed with the directory.
+        on_bytes: told how many bytes of the files a part of a read has covered, in the thread that reads.
+
+    Raises:
+        CheckpointError: two files hold a tensor of the same name.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        files: Mapping[str, TensorFile],
+        resources: ExitStack,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        self._place = place
+        self._resources = resources
+        self._on_bytes = on_bytes
+        self._buffer = BlockBuffer()
+        self._closed = False
+        self._held: dict[str, str] = {}
+        self._files = files
+        specs: dict[str, TensorSpec] = {}
+        for file, opened in files.items():
+            for name, entry in sorted(opened.entries.items(), key=lambda item: (item[1].start, item[0])):
+                if name in specs:
+                    raise CheckpointError(
+                        f"{place} holds '{name}' twice, in {self._held[name]} and in {file}: "
+                        "remove the file that does not belong to the model, or name one file instead of the directory"
+                    )
+                specs[name] = TensorSpec(entry.shape, entry.dtype)
+                self._held[name] = file
+        #: Every tensor: shape and dtype, in the order in which they lie in the files.
+        self.specs: Mapping[str, TensorSpec] = MappingProxyType(specs)
+
+    @classmethod
+    def open(cls, location: str | Path, on_bytes: Callable[[int], None] | None = None) -> Self:
+        """Open a model and check it: headers, index and names, but no tensor is read.
+
+        Args:
+            location: a directory, or one ``.safetensors`` file; a local path or an fsspec address.
+            on_bytes: told how many bytes of the files a part of a read has covered, in the thread that reads.
+
+        Raises:
+            CheckpointError: it is no model, or damaged, or in pickle files.
+        """
+        place, file = _split(location)
+        resources = ExitStack()
+        try:
+            if file is not None:
+                return cls(place, {file: _opened(place, file, resources)}, resources, on_bytes)
+            names = place.names()
+            index = find_index(str(place), names)
+            if index is None:
+                shards, table = find_weights(str(place), names), None
+            else:
+                table = weight_map(f"{place}/{index}", place.read(index), names)
+                shards = sorted(set(table.values()))
+            directory = cls(place, {shard: _opened(place, shard, resources) for shard in shards}, resources, on_bytes)
+            if table is not None:
+                check_index(f"{place}/{index}", table, directory._held)
+        except BaseException:
+            resources.close()
+            raise
+        return directory
+
+    @property
+    def location(self) -> str:
+        """Where it lies."""
+        return str(self._place)
+
+    def config(self) -> dict[str, Any]:
+        """What config.json holds.
+
+        Raises:
+            CheckpointError: there is none, or it holds no JSON object.
+        """
+        return read_object(f"{self._place}/{CONFIG}", self.read_file(CONFIG))
+
+    def other_files(self) -> list[str]:
+        """The files that a conversion passes on as they are: tokenizer, chat template, how to generate."""
+        return passed_through(self._place.names())
+
+    def read_file(self, name: str) -> bytes:
+        """The content of a file directly in the directory.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        if not is_plain_name(name):
+            raise CheckpointError(f"'{name}' is no file directly in {self._place}: name one that is")
+        return self._place.read(name)
+
+    def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
+        """Fill a tensor with the window of a model's tensor that begins at ``offset``. Threads may read at once.
+
+        Only bytes of the window's rows are read. Apart from ``into``, a thread needs a buffer of fixed size.
+
+        Args:
+            name: which tensor.
+            offset: first index in each dimension.
+            into: the shape of the window; any strides, device and dtype that the tensor's can be cast to.
+
+        Raises:
+            CheckpointError: there is no such tensor or window, or the file cannot be read.
+        """
+        spec = self.specs.get(name)
+        if spec is None or self._closed:
+            raise CheckpointError(f"{self._place} {'was closed' if self._closed else f'holds no tensor {name!r}'}")
+        file = self._files[self._held[name]]
+        if not file.entries[name].has_window(offset, into.shape) or not torch.can_cast(spec.dtype, into.dtype):
+            raise CheckpointError(
+                f"'{name}' of {self._place} is {spec.dtype} {list(spec.shape)}: "
+                f"it has no window {list(into.shape)} at {list(offset)} that fills a {into.dtype} tensor"
+            )
+        for start, part in self._buffer.views(into.detach(), spec.dtype.itemsize):
+            at = [first + more for first, more in zip(offset, start, strict=True)]
+            if part.device.type == "cpu" and part.dtype == spec.dtype and part.is_contiguous():
+                file.read(name, at, part)
+            else:
+                block = self._buffer.take(part, spec.dtype)
+                file.read(name, at, block)
+                part.copy_(block.to(part.device))  # moved first: a GPU casts faster
+            if self._on_bytes is not None:
+                self._on_bytes(part.numel() * spec.dtype.itemsize)
+
+    def close(self) -> None:
+        """Close the files. No thread may be reading."""
+        self._closed = True
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _split(location: str | Path) -> tuple[Place, str | None]:
+    """The directory, and the file if one was named."""
+    remote = isinstance(location, str) and "://" in location
+    text = str(location).rstrip("/")
+    is_file = text.endswith(SAFETENSORS) if remote else Path(location).is_file()
+    if not is_file:
+        return open_place(location), None
+    refuse_pickles(text, [text])
+    if not text.endswith(SAFETENSORS):
+        raise CheckpointError(f"{text} is no {SAFETENSORS} file: name one, or the directory of a model")
+    parent, _, file = text.rpartition("/")
+    return open_place(parent if remote else Path(location).parent), file
+
+
+def _opened(place: Place, name: str, resources: ExitStack) -> TensorFile:
+    source = place.open(name)
+    resources.callback(source.close)
+    if source.size() < _LFS_BYTES and place.read(name).startswith(_LFS):
+        raise CheckpointError(f"{place}/{name} is a note by Git LFS, not the file itself: run 'git lfs pull' there")
+    try:
+        return TensorFile(source, f"{place}/{name}")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; copy or download it again") from error

@@ -1,0 +1,119 @@
+"""Writing a model in another layout: one group of tensors after the other, never the whole model in one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.tensors import full
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_weights.graph import StateGraph
+from d9d_weights.hugging_face.shard import ShardWriter
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.sharding.agreement import on_all, on_main
+from d9d_weights.sharding.stage_holders import StageHolders
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What lies beside the tensors.
+
+    Attributes:
+        config_json: contents of ``config.json``.
+        others: name -> contents, such as ``generation_config.json`` and an earlier tokenizer's.
+        save_assets: writes further files, such as the tokenizer's, into the directory it is given; these count.
+    """
+
+    config_json: Mapping[str, Any]
+    others: Mapping[str, bytes] = field(default_factory=dict)
+    save_assets: Callable[[Path], None] | None = None
+
+
+def export_model(
+    writer: ModelWriter,
+    graph: StateGraph,
+    tensors: Mapping[str, Tensor],
+    files: ModelFiles,
+    group: dist.ProcessGroup | None = None,
+    spread: StageHolders | None = None,
+) -> None:
+    """Compute the graph's outputs from tensors in memory and write them. Collective over ``group``.
+
+    Each rank writes files of its own. Tensors are gathered one after the other, in the graph's order on every rank; no
+    more than one group of outputs is in the host's memory at a time.
+
+    Args:
+        writer: made from the graph's ``specs``, equally on all ranks; all see its directory.
+        graph: over these tensors, or over those of the whole model if they are spread.
+        tensors: plain ones, or DTensors.
+        files: what else belongs to the model.
+        group: all ranks that hold a part; ``None`` stands for one process.
+        spread: who holds what, if pipeline ranks hold different tensors.
+
+    Raises:
+        CheckpointError: something could not be written, or a rank lacks what it should hold; nothing is left then.
+    """
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    mine = frozenset(file for number, file in enumerate(writer.files) if number % ranks == rank)
+    whole_of: Callable[[str], Tensor] = lambda name: full(tensors[name])  # noqa: E731
+    if spread is not None:
+        on_all(partial(spread.check, tensors), group)
+        whole_of = partial(spread.full, tensors=tensors)
+    try:
+        on_main(writer.start, group)
+        failed: list[Exception] = []
+        with torch.no_grad():
+            _write(writer, graph, whole_of, mine, failed)
+        on_all(lambda: _raise(failed), group)
+        on_main(lambda: writer.publish(files.config_json, files.others, files.save_assets), group)
+    except BaseException:
+        if rank == 0:
+            writer.discard()
+        raise
+
+
+def _write(
+    writer: ModelWriter,
+    graph: StateGraph,
+    whole_of: Callable[[str], Tensor],
+    mine: frozenset[str],
+    failed: list[Exception],
+) -> None:
+    """A rank that fails goes on gathering, because the others need it to."""
+    with ExitStack() as opened:
+        shards: dict[str, ShardWriter] = {}
+        for group in graph.groups:
+            wanted = [] if failed else [name for name in group.outputs if writer.file_of(name) in mine]
+            here: dict[str, Tensor] = {}
+            for name in group.inputs:
+                whole = whole_of(name)
+                if wanted:
+                    here[name] = whole.detach().cpu()
+                del whole
+            try:
+                for name in wanted:
+                    file = writer.file_of(name)
+                    if file not in shards:
+                        shards[file] = opened.enter_context(writer.open_shard(file))
+                    shards[file].write(name, graph.outputs[name].tensor(here.__getitem__))
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            opened.pop_all()  # incomplete files are discarded, not checked
+            return
+        try:
+            opened.close()
+        except Exception as error:
+            failed.append(error)
+
+
+def _raise(failed: list[Exception]) -> None:
+    if failed:
+        raise failed[0]

@@ -1,0 +1,38 @@
+"""Format of a model in Hugging Face layout: ``config.json``, names and layouts of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from d9d_weights.graph.base import Mapper
+
+
+class HuggingFaceFormat(Protocol):
+    """How a model is written in Hugging Face layout."""
+
+    def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
+        """The contents of ``config.json`` for a model of this config, with parameters of ``dtype`` (``"float32"``)."""
+        ...
+
+    def config_from_json(self, data: Mapping[str, Any]) -> Any:
+        """The config of the model that a ``config.json`` describes.
+
+        Raises:
+            CheckpointError: it describes another architecture, or a variant that this model does not compute.
+        """
+        ...
+
+    def importer(self, config: Any, stored: Any) -> Mapper:
+        """From the names and layouts in Hugging Face files to those of the model.
+
+        Args:
+            config: of the model to be filled.
+            stored: what :meth:`config_from_json` made of the files' ``config.json``; it may differ from ``config``, for
+                example in its heads. What the files lack on purpose is declared with ``Fresh``.
+        """
+        ...
+
+    def exporter(self, config: Any) -> Mapper:
+        """From the model's names and layouts to those of Hugging Face. Tied weights appear once."""
+        ...

@@ -1,0 +1,78 @@
+"""The index of a sharded model: tensor name -> file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from d9d_core.errors import CheckpointError
+
+from d9d_weights.hugging_face.layout import SAFETENSORS, is_plain_name, refuse_pickles, some
+
+_AGAIN = "copy or download the model again"
+
+
+def read_object(file: str, content: bytes) -> dict[str, Any]:
+    """The JSON object that a file consists of.
+
+    Args:
+        file: what errors call it.
+        content: its bytes.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no JSON ({error}): {_AGAIN}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object but a {type(value).__name__}: {_AGAIN}")
+    return value
+
+
+def weight_map(file: str, content: bytes, names: Iterable[str]) -> dict[str, str]:
+    """The table of an index, whose files all exist.
+
+    Args:
+        file: what errors call the index.
+        content: its bytes.
+        names: files of the directory.
+
+    Raises:
+        CheckpointError: it is damaged, leaves the directory, or names files that do not exist or are pickles.
+    """
+    table = read_object(file, content).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(shard, str) for shard in table.values()):
+        raise CheckpointError(f"{file} has no weight_map from tensor names to files: {_AGAIN}")
+    shards = sorted(set(table.values()))
+    for shard in shards:
+        if not is_plain_name(shard):
+            raise CheckpointError(f"{file} names '{shard}', which is no file directly in that directory: {_AGAIN}")
+    refuse_pickles(file, shards)
+    if others := [shard for shard in shards if not shard.endswith(SAFETENSORS)]:
+        raise CheckpointError(f"{file} names {some(others)}, which is no {SAFETENSORS} file: {_AGAIN}")
+    if missing := sorted(set(shards) - set(names)):
+        raise CheckpointError(f"{file} names {some(missing)}, which is not there: {_AGAIN}")
+    return table
+
+
+def check_index(file: str, table: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Compare an index with what its files hold.
+
+    Args:
+        file: what errors call the index.
+        table: tensor -> file, as the index has it.
+        held: tensor -> file, as the files have it.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if wrong := [f"'{name}' in {shard}" for name, shard in table.items() if held.get(name) != shard]:
+        raise CheckpointError(f"{file} promises {some(wrong)}, but that file does not hold it: {_AGAIN}")
+    if extra := [f"'{name}' in {shard}" for name, shard in held.items() if name not in table]:
+        raise CheckpointError(
+            f"{file} does not name {some(extra)}, so it is unclear whether that belongs to the model: "
+            "add it to the index, or write the file again without it"
+        )

@@ -1,0 +1,131 @@
+"""Filling a model's tensors from a checkpoint in another layout: each rank reads what its shards need, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+
+import torch
+from d9d_core.tensors import local
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from d9d_weights.graph import StateGraph
+from d9d_weights.graph.expressions import TensorSource, Value
+from d9d_weights.sharding.agreement import on_all
+from d9d_weights.sharding.shards import Piece, describe
+
+#: Larger windows are cut for several threads.
+_TASK_BYTES = 1 << 26
+
+
+def load_tensors(
+    graph: StateGraph,
+    source: TensorSource,
+    targets: Mapping[str, Tensor],
+    *,
+    threads: int = 4,
+    once: bool = False,
+    copies: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None = None,
+    on_bytes: Callable[[int], None] = lambda _count: None,
+) -> None:
+    """Fill each target with the graph's output of its name, converted to its dtype.
+
+    The host's memory holds no more than the source's buffers, one for each thread, unless the graph computes something
+    from whole tensors.
+
+    Args:
+        graph: whose outputs contain the targets.
+        source: what the graph's inputs are read from; used by several threads.
+        targets: plain tensors or DTensors on any device; equally named on all ranks.
+        threads: that read at a time.
+        once: of the ranks that hold the same numbers, one reads and sends them to the others; by default each reads.
+            Collective over the ranks of the targets' meshes, and of ``copies``.
+        copies: the ranks that hold the same plain tensors, for ``once``.
+        group: the ranks that learn together whether it worked, collective over them; with ``once``, all that load, or
+            those who were sent nothing would go on.
+        on_bytes: told how many bytes of the graph's outputs are filled, by any thread.
+
+    Raises:
+        CheckpointError: something cannot be read, on any rank; some targets are filled then.
+    """
+    on_all(lambda: _load(graph, source, targets, threads, once, copies, on_bytes), group)
+
+
+def _load(
+    graph: StateGraph,
+    source: TensorSource,
+    targets: Mapping[str, Tensor],
+    threads: int,
+    once: bool,
+    copies: dist.ProcessGroup | None,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """A rank that fails reads no more, but goes on sending, because the others wait for it."""
+    parts = describe(targets)
+    failed: list[BaseException] = []
+    with torch.no_grad(), ThreadPoolExecutor(threads, thread_name_prefix="d9d-load") as pool:
+        pending: dict[str, list[Future[None]]] = {}
+        try:
+            for name, target in targets.items():
+                if not once or _reads(target, copies):
+                    windows = [window for piece in parts[name].pieces for window in _tasks(graph.outputs[name], piece)]
+                    pending[name] = [pool.submit(_fill, graph.outputs[name], source, w, on_bytes) for w in windows]
+            for name, target in targets.items():
+                for future in pending.pop(name, ()):
+                    try:
+                        future.result()
+                    except CancelledError:
+                        pass  # the first error counts
+                    except Exception as error:
+                        failed.append(error)
+                        pool.shutdown(wait=False, cancel_futures=True)
+                if once:
+                    _send(target, copies)
+        finally:  # whatever interrupts this must not wait for the rest of the files
+            pool.shutdown(cancel_futures=True)
+    if failed:
+        raise failed[0]
+
+
+def _fill(value: Value, source: TensorSource, window: Piece, on_bytes: Callable[[int], None]) -> None:
+    value.read(source, window.offset, window.tensor)
+    on_bytes(window.tensor.numel() * value.spec.dtype.itemsize)
+
+
+def _tasks(value: Value, piece: Piece) -> Iterator[Piece]:
+    """The windows that are read one by one; cut by rows only where rows of the source stay together."""
+    tensor = piece.tensor
+    row = math.prod(tensor.shape[1:]) * tensor.itemsize if tensor.ndim else 0
+    if not value.keeps_rows or row == 0 or len(tensor) * row <= _TASK_BYTES:
+        yield piece
+        return
+    rows = max(1, _TASK_BYTES // row)
+    for first in range(0, len(tensor), rows):
+        yield Piece((piece.offset[0] + first, *piece.offset[1:]), tensor[first : first + rows])
+
+
+def _groups(target: Tensor, copies: dist.ProcessGroup | None) -> Sequence[tuple[dist.ProcessGroup, int]]:
+    """The groups over which a tensor is repeated, and this rank's place in each."""
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        repeated = [dim for dim, placement in enumerate(target.placements) if placement.is_replicate()]
+        return [(mesh.get_group(dim), mesh.get_local_rank(dim)) for dim in repeated if mesh.size(dim) > 1]
+    return [] if copies is None else [(copies, dist.get_rank(copies))]
+
+
+def _reads(target: Tensor, copies: dist.ProcessGroup | None) -> bool:
+    return all(place == 0 for _, place in _groups(target, copies))
+
+
+def _send(target: Tensor, copies: dist.ProcessGroup | None) -> None:
+    """Along one group after the other: after each, the ranks that agreed in the places before hold the numbers."""
+    tensor = local(target)
+    whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+    for group, _ in _groups(target, copies):
+        dist.broadcast(whole, group_src=0, group=group)
+    if whole is not tensor:
+        tensor.copy_(whole)

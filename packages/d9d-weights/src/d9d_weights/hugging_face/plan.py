@@ -1,0 +1,48 @@
+"""Which tensor goes into which file of a model, from shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+
+from d9d_weights.hugging_face.layout import WEIGHTS
+
+
+def plan_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, dict[str, TensorSpec]]:
+    """Fill files one after the other, in the order given.
+
+    Args:
+        specs: the tensors of a model.
+        shard_bytes: most bytes of tensors in a file; a tensor larger than that gets a file of its own.
+
+    Returns:
+        File name -> its tensors, widest dtype first, so that all are aligned.
+
+    Raises:
+        CheckpointError: there are no tensors, or the limit is no size.
+    """
+    if not specs:
+        raise CheckpointError("a model without tensors cannot be written: check what selects them")
+    if shard_bytes < 1:
+        raise CheckpointError(f"files of {shard_bytes} bytes cannot hold a model: choose a larger size")
+    shards: list[dict[str, TensorSpec]] = [{}]
+    filled = 0
+    for name, spec in specs.items():
+        size = spec_bytes(spec)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = spec
+        filled += size
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    ordered = [dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards]
+    return dict(zip(names if count > 1 else [WEIGHTS], ordered, strict=True))
+
+
+def spec_bytes(spec: TensorSpec) -> int:
+    """Size of a tensor."""
+    return math.prod(spec.shape) * spec.dtype.itemsize

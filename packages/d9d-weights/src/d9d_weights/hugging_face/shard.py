@@ -1,0 +1,86 @@
+"""Writing one weight file, each tensor at its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import BinaryIO
+
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+from torch import Tensor
+
+from d9d_weights.files.safetensors import Layout, memory_of
+from d9d_weights.hugging_face.blocks import BlockBuffer
+from d9d_weights.hugging_face.layout import some
+
+
+class ShardWriter:
+    """A file whose tensors come in any order. For one thread.
+
+    Args:
+        file: empty, can be positioned.
+        name: what errors call it.
+        specs: the tensors to come.
+        layout: where they stand.
+        buffer: what tensors pass that are not plain memory of the host.
+        on_bytes: told how many bytes each part of a tensor had.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        name: str,
+        specs: Mapping[str, TensorSpec],
+        layout: Layout,
+        buffer: BlockBuffer,
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self._file = file
+        self._name = name
+        self._specs = specs
+        self._layout = layout
+        self._buffer = buffer
+        self._on_bytes = on_bytes
+        self._missing = dict.fromkeys(specs)  # an ordered set
+        file.write(layout.header)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor; afterwards its memory may change.
+
+        Args:
+            name: one of the file's.
+            tensor: of the planned shape and dtype; any strides and device.
+
+        Raises:
+            CheckpointError: it does not belong here, is not as planned, or was written before.
+        """
+        spec = self._specs.get(name)
+        if spec is None:
+            raise CheckpointError(f"'{name}' does not belong into {self._name}: ask file_of() for its file")
+        if name not in self._missing:
+            raise CheckpointError(f"'{name}' was already written to {self._name}: write each tensor once")
+        if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+            raise CheckpointError(
+                f"'{name}' was planned as {spec.dtype} {list(spec.shape)} in {self._name} "
+                f"and comes as {tensor.dtype} {list(tensor.shape)}"
+            )
+        self._file.seek(self._layout.starts[name])
+        for _, part in self._buffer.views(tensor.detach(), spec.dtype.itemsize):
+            if part.device.type != "cpu" or not part.is_contiguous():
+                block = self._buffer.take(part, spec.dtype)
+                block.copy_(part)
+            else:
+                block = part
+            self._file.write(memory_of(block))
+            if self._on_bytes is not None:
+                self._on_bytes(block.nbytes)
+        del self._missing[name]
+
+    def check_complete(self) -> None:
+        """Make sure that the file is whole.
+
+        Raises:
+            CheckpointError: tensors are missing.
+        """
+        if self._missing:
+            raise CheckpointError(f"{self._name} is not complete: {some(list(self._missing))} was never written")

@@ -1,0 +1,141 @@
+"""Writing models in Hugging Face layout, by one process or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+
+from d9d_weights.files.atomic import json_bytes
+from d9d_weights.files.safetensors import Layout, plan_layout
+from d9d_weights.files.targets import open_target
+from d9d_weights.hugging_face.blocks import BlockBuffer
+from d9d_weights.hugging_face.layout import CONFIG, INDEX, is_plain_name, some
+from d9d_weights.hugging_face.plan import plan_files, spec_bytes
+from d9d_weights.hugging_face.shard import ShardWriter
+
+#: As transformers limits its files.
+SHARD_BYTES = 5 * 10**9
+#: What transformers wants to see in a header.
+_NOTES = {"format": "pt"}
+
+
+class ModelWriter:
+    """Writes a model directory whose content is known beforehand. Many ranks may write, each its own files.
+
+    One rank calls :meth:`start`; then every rank writes files with :meth:`open_shard`; then one rank calls
+    :meth:`publish`. The caller keeps these apart, such as by barriers.
+
+    Args:
+        directory: a local path, replaced as a whole, or an fsspec address.
+        specs: every tensor of the model, equal on all ranks.
+        shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
+        on_bytes: told how many bytes a part of a tensor had when it was written.
+
+    Raises:
+        CheckpointError: there is nothing to write, a dtype that the format lacks, or no such kind of address.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        specs: Mapping[str, TensorSpec],
+        shard_bytes: int = SHARD_BYTES,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        self._directory = directory
+        self._target = open_target(directory)
+        self._on_bytes = on_bytes
+        self._buffer = BlockBuffer()
+        self._plan = plan_files(specs, shard_bytes)
+        self._layouts: dict[str, Layout] = {file: plan_layout(part, _NOTES) for file, part in self._plan.items()}
+        self._file_of = {name: file for file, part in self._plan.items() for name in part}
+        #: The weight files: numbered, or one.
+        self.files: Sequence[str] = tuple(self._plan)
+
+    def file_of(self, name: str) -> str:
+        """The file that a tensor goes into.
+
+        Raises:
+            CheckpointError: the model has no such tensor.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(f"'{name}' is no tensor of the model that is written to {self._directory}")
+        return self._file_of[name]
+
+    def tensors_of(self, file: str) -> Mapping[str, TensorSpec]:
+        """The tensors of a file, in the order of their places.
+
+        Raises:
+            CheckpointError: the model has no such file.
+        """
+        if file not in self._plan:
+            raise CheckpointError(f"'{file}' is no weight file of {self._directory}: it has {some(self.files)}")
+        return self._plan[file]
+
+    def start(self) -> None:
+        """Prepare the place. One rank, before any file is opened."""
+        self._target.start()
+
+    @contextmanager
+    def open_shard(self, file: str) -> Iterator[ShardWriter]:
+        """Write a file; it is on the disk when the block is left.
+
+        Args:
+            file: one of :attr:`files`; no other rank opens it.
+
+        Raises:
+            CheckpointError: there is no such file, or tensors of it were not written.
+        """
+        specs = self.tensors_of(file)
+        with self._target.create(file) as out:
+            shard = ShardWriter(out, file, specs, self._layouts[file], self._buffer, self._on_bytes)
+            yield shard
+            shard.check_complete()
+
+    def publish(
+        self,
+        config_json: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        save_assets: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Add the rest and have the model exist. One rank, when all files are written.
+
+        Args:
+            config_json: contents of config.json.
+            files: further small files, by name, such as those beside the weights that training started from.
+            save_assets: writes further files, such as the tokenizer's, into the directory that it is given; these
+                count, and no file of another tokenizer stays beside them.
+
+        Raises:
+            CheckpointError: a weight file is missing, or a further file has a name that is taken.
+        """
+        taken = [name for name in files if not is_plain_name(name) or name in {CONFIG, INDEX, *self.files}]
+        if taken:
+            raise CheckpointError(f"{some(taken)} cannot be added to {self._directory}: no plain name, or taken")
+        for file, layout in self._layouts.items():
+            if (size := self._target.size(file)) != layout.bytes:
+                raise CheckpointError(
+                    f"{self._directory} is not complete: {file} has {size or 'no'} bytes of {layout.bytes}; "
+                    "every file must be written, and all processes must see the same directory"
+                )
+        last = {CONFIG: _json(CONFIG, config_json)}
+        if len(self.files) > 1:
+            total = sum(spec_bytes(spec) for part in self._plan.values() for spec in part.values())
+            last[INDEX] = _json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._file_of})
+        self._target.publish(files, last, save_assets)
+
+    def discard(self) -> None:
+        """Remove what was written but not published. One rank, when no other writes any more; never fails."""
+        self._target.discard()
+
+
+def _json(file: str, value: Any) -> bytes:
+    try:
+        return json_bytes(value)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be written: {error}") from error

@@ -1,0 +1,1 @@
+"""Local shards of tensors on several ranks, and agreement between these ranks."""

@@ -1,0 +1,93 @@
+"""All ranks learn together whether something worked: what fails on one of them fails on all, with one text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from d9d_core.errors import CheckpointError
+from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from d9d_weights.sharding.collectives import all_gather_objects
+
+T = TypeVar("T")
+
+
+def on_all(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run on every rank. Collective over ``group``; ``None`` stands for one process.
+
+    Raises:
+        CheckpointError: it failed somewhere; the same text on every rank.
+    """
+    result, error = _attempt(action)
+    texts = all_gather_objects(None if error is None else _said(error, group), group)
+    problems = [text for text in texts if text is not None]
+    if problems:
+        raise CheckpointError(_joined(problems)) from error
+    return result  # type: ignore[return-value] # nothing failed
+
+
+def on_main(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Run on the first rank; all get its JSON value. Collective over ``group``; ``None`` stands for one process.
+
+    Raises:
+        CheckpointError: it failed; the same text on every rank.
+    """
+    is_main = group is None or dist.get_rank(group) == 0
+    result, error = _attempt(action) if is_main else (None, None)
+    text = json.dumps([result, None if error is None else reason(error)])
+    value, problem = json.loads(text if group is None else _broadcast(text, group))
+    if problem is not None:
+        raise CheckpointError(problem) from error
+    return value
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line: its kind too unless it was raised on purpose, its rank if torch collected it."""
+    if isinstance(error, CheckpointException):
+        return _joined(_ranked(failure, rank) for rank, (failure, _) in sorted(error.failures.items()))
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CheckpointError | OSError) and text else f"{type(error).__name__}: {text}"
+
+
+def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bool:
+    """Whether what came out of torch's checkpoint functions failed on some rank, in the checkpoint itself.
+
+    With several ranks, torch collects such failures on all of them. Anything else is the connection to another rank,
+    which may have died: no error of the checkpoint, and a reason to start again.
+    """
+    return isinstance(error, CheckpointException) or (group is None and isinstance(error, Exception))
+
+
+def _broadcast(text: str, group: dist.ProcessGroup) -> str:
+    """The first rank's text."""
+    content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([len(content)])
+    dist.broadcast(size, group=group, group_src=0)
+    if dist.get_rank(group):
+        content = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, group=group, group_src=0)
+    return content.numpy().tobytes().decode()
+
+
+def _said(error: Exception, group: dist.ProcessGroup | None) -> str:
+    return reason(error) if group is None else _ranked(error, dist.get_rank(group))
+
+
+def _ranked(error: BaseException, rank: int) -> str:
+    # Our own texts say where; "no space left on device" does not.
+    return reason(error) if isinstance(error, CheckpointError) else f"rank {rank}: {reason(error)}"
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        return None, error

@@ -1,0 +1,42 @@
+"""The tensors of a model that are worth keeping, under one canonical name each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.tensors import full
+from torch import Tensor, nn
+
+from d9d_weights.sharding.stage_holders import StageHolders
+
+
+def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by qualified name; a tied parameter appears once, under its first name."""
+    parameters = dict(stage.named_parameters())
+    aliases = dict(stage.named_parameters(remove_duplicate=False))
+    persistent = stage.state_dict(keep_vars=True)
+    buffers = {name: tensor for name, tensor in persistent.items() if name not in aliases}
+    return {**parameters, **buffers}
+
+
+def gathered(tensors: Mapping[str, Tensor], keep: bool, spread: StageHolders | None = None) -> dict[str, Tensor]:
+    """Whole tensors in the host's memory, one after the other.
+
+    Collective over the ranks of DTensors' meshes, and of ``spread``.
+
+    Args:
+        tensors: equally named on all ranks, or on all that hold the same stages if there is a spread.
+        keep: whether this rank wants the result; the others return nothing.
+        spread: of the model, if pipeline ranks hold different tensors. Those that any of them has here are gathered, in
+            the model's order.
+
+    Raises:
+        CheckpointError: the model of ``spread`` has no tensor of that name, or ranks hold different ones.
+    """
+    whole = {}
+    there = None if spread is None else spread.among(tensors)
+    for name in tensors if there is None else there.specs:
+        value = full(tensors[name]) if there is None else there.full(name, tensors)
+        if keep:
+            whole[name] = value.detach().cpu()
+    return whole
