@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.tensors import local
+from d9d_core.extend import local
+from d9d_engine.api import Job
 from d9d_engine.build import compose as build
-from d9d_engine.job import Job
 from d9d_engine.step import gradients, loss
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.ownership import Ownership

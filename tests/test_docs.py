@@ -18,12 +18,11 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from d9d_core.config.base import PluginConfig, Section
-from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
+from d9d_core.extend import TRAITS, PluginConfig, Section
 from d9d_core.plugin import ANCHORS, KINDS, ConfiguredSpec, PluginPolicy, Registry, discover
-from d9d_core.traits import TRAITS
-from d9d_engine.job import Job
+from d9d_core.testing import Document
+from d9d_engine.api import Job
 from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).parents[1]
@@ -220,7 +219,7 @@ def test_the_quickstarts_can_run_and_the_readme_names_them(file: Path, installed
 
 @pytest.mark.parametrize("text", ["optimizer: {name: adamw, rate: 1}", "modell: {}", "steps: 0", "task: nothing"])
 def test_wrong_job_examples_are_recognised(text: str, installed: Registry, tmp_path: Path) -> None:
-    from d9d_core.errors import JobError
+    from d9d_core.extend import JobError
 
     with pytest.raises(JobError):
         load(Block(ROOT / "README.md", "yaml", text, 1), tmp_path, installed)
@@ -279,7 +278,7 @@ def test_the_reference_names_every_choice() -> None:
 
 
 def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
-    from d9d_core.events import CATALOGUE
+    from d9d_core.extend import CATALOGUE
 
     rows = [(quoted(event)[0], quoted(fields)) for event, _, fields in tables(CORE, "event", "when", "fields")]
     assert rows == [(event.__name__, [field.name for field in dataclasses.fields(event)]) for event in CATALOGUE]

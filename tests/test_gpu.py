@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import NonFiniteError
-from d9d_engine.job import Job
-from d9d_engine.run.trainer import Trainer
+from d9d_core.extend import NonFiniteError
+from d9d_engine.api import Job, Trainer
 
 Write = Callable[..., Path]
 pytestmark = [

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.document import Document
-from d9d_engine.verify.compare import Verdict, compare
-from d9d_engine.verify.layouts import Layout
-from d9d_engine.verify.measure import Measurement, measure
+from d9d_core.testing import Document
+from d9d_engine.api import Layout, Verdict
+from d9d_engine.testing import Measurement, compare, measure
 from d9d_testing.layouts import assert_passed, job_of, topology_here
 from d9d_testing.world import World
 

@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
 from d9d_core.plugin import Registry
-from d9d_engine.job import Job
-from d9d_engine.verify.layouts import Layout
+from d9d_engine.api import Job, Layout
 from d9d_nn import plugin as nn_plugin
 from d9d_qwen3 import plugin as qwen3_plugin
 from d9d_testing.layouts import Harness, assert_passed
@@ -76,7 +73,7 @@ def test_a_first_loss_is_that_of_transformers_and_the_export_loads_there(publish
 
     fields = values(published, steps=1, export=True, run={"dir": str(tmp_path)})
     registry = Registry.of(nn_plugin, qwen3_plugin, toy_plugin)
-    job = validate(Job, Document(fields), registry).use(registry)
+    job = Job.from_values(fields, registry=registry)
     trainer = job.build(lambda _note: None)
     pack = trainer.feed.next()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(published)

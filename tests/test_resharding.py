@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core import events as ev
-from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_engine.testing import CheckpointStore
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from torch import Tensor

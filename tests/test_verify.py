@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from d9d_engine.job import Job
-from d9d_engine.verify.compare import compare
-from d9d_engine.verify.layouts import layout_values, own_layout, parse_layout, scaled_values
-from d9d_engine.verify.measure import Measurement
-from d9d_engine.verify.run import verify
+from d9d_engine.api import Job, own_layout, parse_layout, verify
+from d9d_engine.testing import Measurement, compare
+from d9d_engine.verify.layouts import layout_values, scaled_values
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from d9d_engine.verify.compare import Verdict, compare
-from d9d_engine.verify.layouts import Layout
+from d9d_engine.api import Layout, Verdict
+from d9d_engine.testing import compare
 from d9d_testing.layouts import Harness
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -23,7 +23,7 @@ def surface() -> dict[str, Any]:
     """Everything that users and plugin authors may rely on."""
     import d9d_core.plugin
     from d9d_core import events, protocols, traits
-    from d9d_core.plugin.hooks import API_VERSION, KINDS
+    from d9d_core.plugin import API_VERSION, KINDS
     from d9d_engine import api
 
     return {
@@ -61,8 +61,8 @@ def _signature(member: Any) -> str:
 
 
 def _sections() -> dict[str, Any]:
-    from d9d_core.config.base import Section
     from d9d_core.config.job import JobConfig
+    from d9d_core.extend import Section
 
     def walk(section: type[Section]) -> dict[str, Any]:
         fields: dict[str, Any] = {}

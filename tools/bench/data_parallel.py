@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
 from d9d_core.plugin import Registry
-from d9d_engine.job import Job
+from d9d_engine.api import Job
 from here import topology_of
 from plain_fsdp2 import plain_step
 from random_tokens import Synthetic
@@ -58,7 +56,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
     import importlib
 
     registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
-    return validate(Job, Document(values), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 def _synchronise() -> None:
@@ -111,8 +109,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--reduce", default="float32", help="number format in which both sum gradients over ranks")
     options = parser.parse_args()
+    from d9d_engine.api import Topology
     from d9d_engine.build.plan import circumstances
-    from d9d_engine.distributed.mesh import Topology
 
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -23,11 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
 from d9d_core.plugin import Registry
-from d9d_engine.job import Job
-from d9d_engine.run.trainer import Trainer
+from d9d_engine.api import Job, Trainer
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.exchange import Sizes, send_rows
 from d9d_moe.routing import Routing
@@ -66,7 +63,7 @@ def job_of(options: argparse.Namespace, directory: str, ep: int) -> Job:
         "export": False,
     }  # fmt: skip
     registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
-    return validate(Job, Document(values), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 def trainer_of(job: Job, device: torch.device) -> Trainer:

@@ -18,9 +18,18 @@ import time
 from pathlib import Path
 
 import torch
-from d9d_weights.graph import Concatenate, Mapper, Parallel, Prefix, Rename, Stack, StateGraph, Transpose
-from d9d_weights.hugging_face.directory import ModelDirectory
-from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights import (
+    Concatenate,
+    Mapper,
+    ModelDirectory,
+    Parallel,
+    Prefix,
+    Rename,
+    Stack,
+    StateGraph,
+    Transpose,
+    load_tensors,
+)
 from read_model import GIB, write_model
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

@@ -24,13 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
 from d9d_core.plugin import Registry
-from d9d_engine.job import Job
-from d9d_engine.run.trainer import Trainer
-from d9d_weights.graph.graph import map_tensors
-from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_engine.api import Job, Trainer
+from d9d_weights import map_tensors, model_tensors
 from random_tokens import Synthetic
 from torch import nn
 
@@ -69,7 +65,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
         "export": False,
     }  # fmt: skip
     registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
-    return validate(Job, Document(values), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Callable[[], Any]:

@@ -29,14 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
+from d9d_core.extend import Stage
 from d9d_core.plugin import Registry
-from d9d_core.protocols.model import Stage
+from d9d_engine.api import Job, Topology
 from d9d_engine.build.initialise import initialise
 from d9d_engine.build.kernels import bind_kernels
-from d9d_engine.distributed.mesh import Topology
-from d9d_engine.job import Job
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
@@ -82,7 +79,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
         "export": False,
     }  # fmt: skip
     registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
-    return validate(Job, Document(values), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 def stages_of(options: argparse.Namespace, job: Job, topology: Topology) -> dict[int, nn.Module]:

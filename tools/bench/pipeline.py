@@ -24,15 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
+from d9d_core.extend import DefersWeights, HasOps, Pack, modules_with
 from d9d_core.plugin import Registry
-from d9d_core.traits import DefersWeights, HasOps, modules_with
-from d9d_core.types import Pack
-from d9d_engine.distributed.devices import load_kernels_eagerly
-from d9d_engine.job import Job
-from d9d_engine.run.trainer import Trainer
+from d9d_engine.api import Job, Trainer
 from d9d_engine.step.executor import Executor
+from d9d_engine.testing import load_kernels_eagerly
 from here import synchronise, topology_of
 from random_tokens import Synthetic
 from stage_costs import Run, predicted, stage_costs, timed, transfer_ms
@@ -79,7 +75,7 @@ def job_of(options: argparse.Namespace, directory: str, schedule: str) -> Job:
         "export": False,
     }  # fmt: skip
     registry = Registry.of(*map(importlib.import_module, MODULES), Synthetic())
-    return validate(Job, Document(values), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 def trainer_of(job: Job, device: torch.device) -> Trainer:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.extend import DataContext, Pack
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
-from d9d_core.protocols.data import DataContext
-from d9d_core.types import Pack
 
 
 class Synthetic:
@@ -31,7 +30,7 @@ class Synthetic:
 def _config() -> Any:
     from typing import Literal
 
-    from d9d_core.config.base import PluginConfig
+    from d9d_core.extend import PluginConfig
 
     class RandomTokensConfig(PluginConfig):
         """Random tokens."""

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from d9d_core.types import TensorSpec
-from d9d_weights.graph import Concatenate, Mapper, Parallel, Prefix, Rename, Stack, StateGraph, Transpose
+from d9d_core.extend import TensorSpec
+from d9d_weights import Concatenate, Mapper, Parallel, Prefix, Rename, Stack, StateGraph, Transpose
 
 #: Tensors of a layer.
 WIDTH = 10

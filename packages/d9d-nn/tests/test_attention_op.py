@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import JobError
-from d9d_core.ops import Decision, OpSignature
+from d9d_core.extend import Decision, JobError, OpSignature
 from d9d_nn.ops import flex, sdpa
 from d9d_nn.ops.attention import attention, visible
 from d9d_nn.ops.attention_slot import AttentionSlot

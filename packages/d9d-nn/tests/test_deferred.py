@@ -7,9 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral
-from d9d_core.ops import OpSignature
-from d9d_core.traits import DefersWeights
+from d9d_core.extend import Deferral, DefersWeights, OpSignature
 from d9d_nn.linear import Linear
 from d9d_nn.ops import grouped_linear_torch
 from d9d_nn.ops.grouped_linear import grouped_linear

@@ -7,10 +7,8 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.extend import PluginConfig, Program, Reduce, parse_programs
 from d9d_core.plugin import Ref, ScheduleSpec, hookimpl
-from d9d_core.program.actions import Program, Reduce
-from d9d_core.program.text import parse_programs
 
 Fault = Literal[
     "none",

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from d9d_core.config.base import PluginConfig
-from d9d_core.errors import BuildError
+from d9d_core.extend import Applied, BuildError, GradientOwner, PluginConfig
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
-from d9d_core.protocols.strategy import Applied, GradientOwner
-from d9d_engine.distributed.mesh import Topology
+from d9d_engine.api import Topology
 from torch import nn
 
 Fault = Literal[

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_engine.verify.layouts import Layout
+from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.suites.strategy import StrategySuite
 

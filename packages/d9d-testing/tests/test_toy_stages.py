@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.protocols.model import Stage
-from d9d_core.traits import PipelineStage
-from d9d_core.types import TensorSpec
+from d9d_core.extend import BuildError, PipelineStage, Stage, TensorSpec
 from d9d_engine.build.initialise import initialise
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.tolerances import assert_close_values

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.protocols.data import DataContext
+from d9d_core.extend import DataContext
 from d9d_data.config import TextConfig
 from d9d_data.stream import TextStream, build_text
 

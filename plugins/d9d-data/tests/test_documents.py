@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataContext
+from d9d_core.extend import DataContext, DataError
 from d9d_data.config import DocumentsConfig
 from d9d_data.corpus import Corpus
 from d9d_data.documents import DocumentStream, build_documents

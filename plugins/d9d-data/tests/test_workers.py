@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataContext
+from d9d_core.extend import DataContext, DataError
 from d9d_data.config import DocumentsConfig, TextConfig
 from d9d_data.documents import build_documents
 from d9d_data.stream import CorpusStream, build_text

@@ -14,9 +14,9 @@ from d9d_core.plugin.capabilities import Chosen, Circumstances, judge
 from d9d_deepep.config import DeepEPConfig
 from d9d_deepep.dispatcher import DeepEPDispatcher
 from d9d_deepep.strategy import DeepEP
-from d9d_engine.distributed.mesh import Topology
-from d9d_engine.distributed.simulate import simulated_world
+from d9d_engine.api import Topology
 from d9d_engine.plugin import d9d_views
+from d9d_engine.testing import simulated_world
 from d9d_moe.dispatch import LocalDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel

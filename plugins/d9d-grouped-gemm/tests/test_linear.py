@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral
-from d9d_core.errors import BuildError
-from d9d_core.ops import OpSignature, OpSlot
+from d9d_core.extend import BuildError, Deferral, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Circumstances, Judge
 from d9d_engine.build.kernels import bind_kernels
 from d9d_grouped_gemm.linear import build, supports

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from d9d_moe.all_to_all import AllToAllDispatcher
 from d9d_moe.dispatch import Dispatcher, LocalDispatcher
 from d9d_moe.experts import GroupedSwiGLU

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.base import Section
-from d9d_core.errors import BuildError
-from d9d_core.traits import Adapts, AddsLosses, HasTallies, LossTerm
+from d9d_core.extend import Adapts, AddsLosses, BuildError, HasTallies, LossTerm, Section
 from d9d_moe.balancing.base import Balancer, BalancingLoss, Choice
 from d9d_moe.balancing.bias import SignUpdate
 from d9d_moe.balancing.build import balancers

@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 import d9d_testing.toy.plugin as toy
 import pytest
-from d9d_core.config.base import ModelConfig
-from d9d_core.config.schema import job_schema
-from d9d_core.errors import JobError
+from d9d_core.extend import JobError, ModelConfig
 from d9d_core.plugin import ModelSpec, Ref, Registry, hookimpl
-from d9d_engine.job import Job
+from d9d_engine.api import Job, job_schema
 from d9d_moe.balancing.config import AuxiliaryLossConfig, Balancing, BiasUpdateConfig, ZLossConfig
 from pydantic import TypeAdapter
 

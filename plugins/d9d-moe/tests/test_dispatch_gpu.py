@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_core.ops import OpSignature
+from d9d_core.extend import OpSignature
 from d9d_moe.dispatch import LocalDispatcher
 from d9d_moe.experts import GroupedSwiGLU
 from d9d_moe.layer import MoELayer

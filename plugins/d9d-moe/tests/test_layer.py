@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.deferral import Deferral
-from d9d_core.errors import BuildError
-from d9d_core.ops import OpSignature
-from d9d_core.traits import HasExperts
+from d9d_core.extend import BuildError, Deferral, HasExperts, OpSignature
 from d9d_engine.build.kernels import bind_kernels
 from d9d_moe.dispatch import LocalDispatcher
 from d9d_moe.experts import GroupedSwiGLU

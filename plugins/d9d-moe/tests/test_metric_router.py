@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from d9d_core.errors import BuildError, JobError
-from d9d_core.protocols.metric import StageMetric, Table
-from d9d_core.traits import HasTallies, modules_with
+from d9d_core.extend import BuildError, HasTallies, JobError, StageMetric, Table, modules_with
 from d9d_engine.step.metrics import Statistics
 from d9d_moe.metric import RouterMetric
 from d9d_moe.metric_config import RouterMetricConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from d9d_moe.router import TopKRouter
 from d9d_moe.routing import Routing, count_rows
 from d9d_moe.selection import beyond

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.traits import HasTallies, modules_with
+from d9d_core.extend import HasTallies, modules_with
 from d9d_moe.balancing.bias import SignUpdate
 from d9d_moe.balancing.losses import BatchBalance, ZLoss
 from d9d_moe.metric import RouterMetric

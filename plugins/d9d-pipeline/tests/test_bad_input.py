@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.errors import D9dError
+from d9d_core.extend import D9dError
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy import plugin as toy_plugin
 from d9d_testing.world import RankFailedError, World

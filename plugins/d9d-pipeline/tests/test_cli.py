@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from d9d_core.errors import BuildError, JobError, PluginError
+from d9d_core.extend import BuildError, JobError, PluginError
 from d9d_pipeline.cli import app
 from typer.testing import CliRunner
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import inf
 
 import pytest
-from d9d_core.program.actions import (
+from d9d_core.extend import (
     Action,
     Backward,
     Forward,
@@ -14,9 +14,10 @@ from d9d_core.program.actions import (
     Program,
     ReceiveActivation,
     ReceiveGradient,
+    format_programs,
+    parse_programs,
+    validate,
 )
-from d9d_core.program.text import format_programs, parse_programs
-from d9d_core.program.validation import validate
 from d9d_pipeline.communication import connect, just_in_time
 from d9d_pipeline.pace import starts
 from d9d_pipeline.placement import loop, vee

@@ -6,7 +6,7 @@ from collections import Counter
 from xml.etree import ElementTree as ET
 
 import pytest
-from d9d_core.program.text import parse_programs
+from d9d_core.extend import parse_programs
 from d9d_pipeline.picture import draw
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.one_forward_one_backward import one_forward_one_backward

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 
 import pytest
-from d9d_core.errors import BuildError
-from d9d_core.program.actions import (
+from d9d_core.extend import (
     Action,
     Backward,
+    BuildError,
     Forward,
     InputBackward,
     Overlap,
@@ -20,8 +20,8 @@ from d9d_core.program.actions import (
     SendGradient,
     WeightBackward,
     compute_parts,
+    parse_programs,
 )
-from d9d_core.program.text import parse_programs
 from d9d_pipeline.schedule.breadth_first import looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.inference import inference

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from d9d_core.program.actions import Backward, Forward, InputBackward, Program, WeightBackward
+from d9d_core.extend import Backward, Forward, InputBackward, Program, WeightBackward
 from d9d_engine.step.executor import Executor, StepState, Visit
 from d9d_pipeline.executor import SplitActions
 from d9d_testing.toy.deferring import Deferring

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from d9d_core.program.actions import Program
+from d9d_core.extend import Program
 from d9d_pipeline.foreign import from_torch
 from d9d_pipeline.placement import loop, vee
 

@@ -10,14 +10,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
-from d9d_core.errors import JobError
+from d9d_core.extend import DataContext, JobError, Pack, PluginConfig, State
 from d9d_core.plugin import DatasetSpec, Ref, Registry, hookimpl
-from d9d_core.protocols.data import DataContext
-from d9d_core.types import Pack, State
-from d9d_engine.job import Job
+from d9d_engine.api import Job
 from d9d_qwen3.config import tiny
 
 
@@ -87,7 +82,7 @@ def job(directory: Path, **sections: Any) -> Job:
         **sections,
     }
     values["model"] = {**tiny().model_dump(), "initialization": {"std": 0.1}, **sections["model"]}
-    return validate(Job, Document(values), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 TOPIC = {"kind": "classification", "num_classes": 3}

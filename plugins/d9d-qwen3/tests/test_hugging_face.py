@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import CheckpointError
+from d9d_core.extend import CheckpointError
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, EmbeddingHeadConfig
 from d9d_nn.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from d9d_qwen3.config import Qwen3Config, tiny
@@ -17,10 +17,7 @@ from d9d_qwen3.hugging_face import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.model import export_to
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, compare_directions
-from d9d_weights.graph import StateGraph
-from d9d_weights.graph.graph import map_tensors, specs_of
-from d9d_weights.hugging_face.directory import ModelDirectory
-from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights import ModelDirectory, StateGraph, load_tensors, map_tensors, specs_of
 from torch import Tensor, nn
 
 FORMAT = Qwen3HuggingFace()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.config.document import Document
-from d9d_engine.verify.layouts import Layout
+from d9d_core.testing import Document
+from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
 
 README = Path(__file__).parents[1] / "README.md"

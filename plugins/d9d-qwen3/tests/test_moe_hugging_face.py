@@ -11,12 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.job import JobConfig
-from d9d_core.config.load import validate
-from d9d_core.errors import CheckpointError
+from d9d_core.extend import CheckpointError, JobFile, TensorSpec
 from d9d_core.plugin import Registry
-from d9d_core.types import TensorSpec
 from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
 from d9d_nn.rope_scaling import YarnScaling
@@ -30,13 +26,17 @@ from d9d_testing.tolerances import (
     assert_close_values,
     compare_directions,
 )
-from d9d_weights.graph import StateGraph
-from d9d_weights.graph.graph import map_tensors, specs_of
-from d9d_weights.hugging_face.directory import ModelDirectory
-from d9d_weights.hugging_face.export import ModelFiles, export_model
-from d9d_weights.hugging_face.load import load_tensors
-from d9d_weights.hugging_face.writer import ModelWriter
-from d9d_weights.sharding.model_tensors import model_tensors
+from d9d_weights import (
+    ModelDirectory,
+    ModelFiles,
+    ModelWriter,
+    StateGraph,
+    export_model,
+    load_tensors,
+    map_tensors,
+    model_tensors,
+    specs_of,
+)
 from torch import Tensor, nn
 
 FORMAT = Qwen3MoeHuggingFace()
@@ -298,7 +298,7 @@ def test_a_job_takes_its_sizes_from_published_weights(tmp_path: Path, transforme
     fields = {"name": "qwen3_moe", "pretrained": str(tmp_path), "balancing": [{"name": "z_loss"}]}
     values = {"model": fields, "task": "causal_lm", "data": "toy_tokens", "optimizer": "toy_optimizer", "steps": 1}
     names = ("d9d_moe.plugin", "d9d_nn.plugin", "d9d_testing.toy.plugin", "d9d_qwen3.plugin")
-    job = validate(JobConfig, Document(values), Registry.of(*map(importlib.import_module, names)))
+    job = JobFile.from_values(values, registry=Registry.of(*map(importlib.import_module, names)))
     assert job.model == changed(renormalise=False, pretrained=str(tmp_path), balancing=[{"name": "z_loss"}])
 
 

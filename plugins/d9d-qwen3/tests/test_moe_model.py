@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.job import JobConfig
-from d9d_core.config.load import validate
-from d9d_core.errors import JobError
+from d9d_core.extend import JobError, JobFile, Stage
 from d9d_core.plugin import Registry
-from d9d_core.protocols.model import Stage
 from d9d_moe.layer import MoELayer
 from d9d_nn.swiglu import SwiGLU
 from d9d_qwen3.flops import training_flops_per_token
@@ -141,7 +137,7 @@ def test_a_config_is_checked_and_its_flops_counted_without_torch() -> None:
     assert "torch" not in facts["d9d_qwen3.moe_config"].modules | facts["d9d_qwen3.flops"].modules
 
 
-def job(model: dict[str, Any]) -> JobConfig:
+def job(model: dict[str, Any]) -> JobFile:
     values = {
         "model": {"name": "qwen3_moe", **model},
         "task": "causal_lm",
@@ -150,7 +146,7 @@ def job(model: dict[str, Any]) -> JobConfig:
         "steps": 1,
     }
     names = ("d9d_moe.plugin", "d9d_nn.plugin", "d9d_testing.toy.plugin", "d9d_qwen3.plugin")
-    return validate(JobConfig, Document(values), Registry.of(*map(importlib.import_module, names)))
+    return JobFile.from_values(values, registry=Registry.of(*map(importlib.import_module, names)))
 
 
 def test_a_job_file_names_a_preset_and_the_resolved_job_holds_all_sizes() -> None:

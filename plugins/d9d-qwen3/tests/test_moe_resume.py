@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
-from d9d_core.errors import CheckpointError
+from d9d_core.extend import CheckpointError
 from d9d_core.plugin import Registry
-from d9d_engine.job import Job
+from d9d_engine.api import Job
 from d9d_qwen3.moe_config import tiny
 
 BIAS = {"name": "bias_update", "rate": 0.01}
@@ -35,7 +33,7 @@ def train(directory: Path, steps: int, **model: Any) -> list[str]:
         "export": False,
     }
     notes: list[str] = []
-    assert validate(Job, Document(values), registry).use(registry).build(notes.append).train().step == steps
+    assert Job.from_values(values, registry=registry).build(notes.append).train().step == steps
     return notes
 
 

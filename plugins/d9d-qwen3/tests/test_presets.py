@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.job import JobConfig
-from d9d_core.config.load import validate
-from d9d_core.errors import JobError
+from d9d_core.extend import JobError, JobFile
 from d9d_core.plugin import Registry
 from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.flops import training_flops_per_token
@@ -93,7 +90,7 @@ def test_presets_load_without_torch() -> None:
     assert "torch" not in import_fresh("d9d_qwen3.presets")["d9d_qwen3.presets"].modules
 
 
-def job(model: dict[str, Any]) -> JobConfig:
+def job(model: dict[str, Any]) -> JobFile:
     values = {
         "model": {"name": "qwen3", **model},
         "task": "causal_lm",
@@ -104,7 +101,7 @@ def job(model: dict[str, Any]) -> JobConfig:
     plugins = (
         importlib.import_module(name) for name in ("d9d_nn.plugin", "d9d_testing.toy.plugin", "d9d_qwen3.plugin")
     )
-    return validate(JobConfig, Document(values), Registry.of(*plugins))
+    return JobFile.from_values(values, registry=Registry.of(*plugins))
 
 
 def test_a_job_file_names_a_preset_and_the_resolved_job_holds_all_sizes() -> None:

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.protocols.model import Stage
-from d9d_core.traits import TensorStyle
-from d9d_core.types import TensorSpec
+from d9d_core.extend import BuildError, Stage, TensorSpec, TensorStyle
 from d9d_engine.build.initialise import initialise
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.model import Qwen3

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import PrivateAttr
 
 from d9d_core.config.document import Document
 from d9d_core.config.job import JobConfig
-from d9d_core.config.load import registry_for, validate
+from d9d_core.config.load import registry_for, validate_job
 from d9d_core.config.resolve import Resolution, resolve
 from d9d_core.grid import Grid
 from d9d_core.plugin.capabilities import Circumstances
@@ -53,7 +53,23 @@ class JobFile(JobConfig):
         """
         document = Document.read(Path(path)).override(overrides)
         registry = registry or registry_for(document, policy)
-        return validate(cls, document, registry).use(registry)
+        return validate_job(cls, document, registry).use(registry)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], *, registry: Registry | None = None) -> Self:
+        """Validate the values of a job file that were read or made elsewhere.
+
+        Args:
+            values: mappings, lists and scalars, as a file would hold them.
+            registry: meaning of names; by default, what is installed and the ``plugins`` section admits.
+
+        Raises:
+            JobError: a value is wrong; one line per problem.
+            PluginError: a required or single-file plugin cannot be loaded.
+        """
+        document = Document(dict(values))
+        registry = registry or registry_for(document)
+        return validate_job(cls, document, registry).use(registry)
 
     @property
     def registry(self) -> Registry:

@@ -1,6 +1,10 @@
-"""The public names for those who train; plugin authors find theirs in :mod:`d9d_core.plugin`.
+"""The public names for those who train; plugin authors find theirs in :mod:`d9d_core.extend`.
 
-Names are loaded when they are used, so that importing this module does not import torch.
+    from d9d_engine.api import Job
+
+    Job.load("job.yaml").build().train()
+
+Importing this module imports no torch; what needs it is imported when it is used.
 """
 
 from __future__ import annotations
@@ -8,69 +12,163 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from d9d_core.config.base import PluginConfig, Section
+from d9d_core.config.job import (
+    Batch,
+    Checkpoint,
+    Evaluation,
+    GradientClipping,
+    Gradients,
+    Loading,
+    Logging,
+    Mesh,
+    Plugins,
+    Precision,
+    Run,
+    Timeouts,
+)
+from d9d_core.config.schema import job_schema
+from d9d_core.errors import (
+    BuildError,
+    CheckpointError,
+    D9dError,
+    DataError,
+    JobError,
+    NonFiniteError,
+    PluginError,
+    TrainingError,
+)
+from d9d_core.events import (
+    CheckpointSaved,
+    CheckpointStarts,
+    DataReady,
+    EvaluationEnds,
+    EvaluationStarts,
+    ForwardBackwardEnds,
+    ForwardBackwardStarts,
+    JobConfigured,
+    ModelReady,
+    OptimizerReady,
+    OptimizerStepEnds,
+    OptimizerStepStarts,
+    SaveReport,
+    StepEnds,
+    StepResult,
+    StepStarts,
+    TrainingFailed,
+    TrainingFinished,
+    TrainingStarts,
+    TrainingStopped,
+    ValuesLogged,
+)
+from d9d_core.plugin import PluginPolicy, Registry, discover
+
+from d9d_engine.job import Job
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
+
 if TYPE_CHECKING:
-    from d9d_core.config.base import PluginConfig, Section
-    from d9d_core.config.schema import job_schema
-    from d9d_core.errors import (
-        BuildError,
-        CheckpointError,
-        D9dError,
-        DataError,
-        JobError,
-        NonFiniteError,
-        PluginError,
-        TrainingError,
-    )
-    from d9d_core.plugin import PluginPolicy, Registry, discover
+    from d9d_weights import ModelDirectory, StateGraph, export_model, load_tensors
 
-    from d9d_engine.build.plan import Plan
-    from d9d_engine.job import Job
+    from d9d_engine.build.plan import MemoryEstimate, Plan
+    from d9d_engine.distributed.mesh import Topology
     from d9d_engine.run.trainer import Outcome, Trainer
+    from d9d_engine.verify.compare import Verdict
+    from d9d_engine.verify.layouts import Layout, own_layout, parse_layout
+    from d9d_engine.verify.run import verify
 
-_HOMES = {
-    "BuildError": "d9d_core.errors",
-    "CheckpointError": "d9d_core.errors",
-    "D9dError": "d9d_core.errors",
-    "DataError": "d9d_core.errors",
-    "Job": "d9d_engine.job",
-    "JobError": "d9d_core.errors",
-    "NonFiniteError": "d9d_core.errors",
-    "Outcome": "d9d_engine.run.trainer",
+#: Module of the names that need torch; they are imported when they are used.
+_LAZY = {
+    "MemoryEstimate": "d9d_engine.build.plan",
     "Plan": "d9d_engine.build.plan",
-    "PluginConfig": "d9d_core.config.base",
-    "PluginError": "d9d_core.errors",
-    "PluginPolicy": "d9d_core.plugin",
-    "Registry": "d9d_core.plugin",
-    "Section": "d9d_core.config.base",
+    "Topology": "d9d_engine.distributed.mesh",
+    "Outcome": "d9d_engine.run.trainer",
     "Trainer": "d9d_engine.run.trainer",
-    "TrainingError": "d9d_core.errors",
-    "discover": "d9d_core.plugin",
-    "job_schema": "d9d_core.config.schema",
+    "Verdict": "d9d_engine.verify.compare",
+    "Layout": "d9d_engine.verify.layouts",
+    "own_layout": "d9d_engine.verify.layouts",
+    "parse_layout": "d9d_engine.verify.layouts",
+    "verify": "d9d_engine.verify.run",
+    "ModelDirectory": "d9d_weights",
+    "StateGraph": "d9d_weights",
+    "export_model": "d9d_weights",
+    "load_tensors": "d9d_weights",
 }
 
 __all__ = [
+    "Batch",
     "BuildError",
+    "Checkpoint",
     "CheckpointError",
+    "CheckpointSaved",
+    "CheckpointStarts",
+    "ConsoleConfig",
     "D9dError",
     "DataError",
+    "DataReady",
+    "Evaluation",
+    "EvaluationEnds",
+    "EvaluationStarts",
+    "ForwardBackwardEnds",
+    "ForwardBackwardStarts",
+    "GradientClipping",
+    "Gradients",
     "Job",
+    "JobConfigured",
     "JobError",
+    "JsonlConfig",
+    "Layout",
+    "Loading",
+    "Logging",
+    "MemoryEstimate",
+    "Mesh",
+    "ModelDirectory",
+    "ModelReady",
     "NonFiniteError",
+    "OptimizerReady",
+    "OptimizerStepEnds",
+    "OptimizerStepStarts",
     "Outcome",
     "Plan",
     "PluginConfig",
     "PluginError",
     "PluginPolicy",
+    "Plugins",
+    "Precision",
+    "ProcessEnv",
     "Registry",
+    "Run",
+    "SaveReport",
     "Section",
+    "StateGraph",
+    "StepEnds",
+    "StepResult",
+    "StepStarts",
+    "Timeouts",
+    "Topology",
     "Trainer",
     "TrainingError",
+    "TrainingFailed",
+    "TrainingFinished",
+    "TrainingStarts",
+    "TrainingStopped",
+    "ValuesLogged",
+    "Verdict",
     "discover",
+    "export_model",
     "job_schema",
+    "load_tensors",
+    "own_layout",
+    "parse_layout",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

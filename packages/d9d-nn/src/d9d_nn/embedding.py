@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.traits import TensorStyle
+from d9d_core.extend import TensorStyle
 from torch import Tensor, nn
 
 

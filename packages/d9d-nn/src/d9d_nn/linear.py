@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from d9d_core.deferral import Deferral
+from d9d_core.extend import Deferral
 from torch import Tensor, nn
 from torch.nn import functional
 

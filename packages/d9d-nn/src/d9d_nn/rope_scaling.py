@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from d9d_core.config.base import Section
-from d9d_core.errors import CheckpointError
+from d9d_core.extend import CheckpointError, Section
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 

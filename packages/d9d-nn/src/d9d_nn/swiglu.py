@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.ops import OpSlot
-from d9d_core.traits import TensorStyle
+from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.linear import Linear

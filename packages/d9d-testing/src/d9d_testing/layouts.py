@@ -14,17 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.config.document import Document
-from d9d_core.config.load import validate
 from d9d_core.plugin import Registry
-from d9d_core.plugin.single_file import file_plugin
-from d9d_engine.distributed.devices import load_kernels_eagerly
-from d9d_engine.distributed.mesh import Topology
-from d9d_engine.job import Job
-from d9d_engine.verify.compare import Verdict, compare
-from d9d_engine.verify.layouts import Layout
-from d9d_engine.verify.measure import Measurement, Witness, measure
-from d9d_engine.verify.run import narrowest_dtype
+from d9d_core.testing import Document, file_plugin
+from d9d_engine.api import Job, Layout, Topology, Verdict
+from d9d_engine.testing import Measurement, Witness, compare, load_kernels_eagerly, measure, narrowest_dtype
 from torch import distributed as dist
 
 from d9d_testing.world import World
@@ -162,7 +155,7 @@ def train_part(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, A
 def job_of(values: Mapping[str, Any], plugins: Sequence[str]) -> Job:
     """A validated job over exactly these plugins: modules, or paths of single-file plugins."""
     registry = Registry.of(*map(_plugin_module, plugins))
-    return validate(Job, Document(dict(values)), registry).use(registry)
+    return Job.from_values(values, registry=registry)
 
 
 def _plugin_module(plugin: str) -> object:

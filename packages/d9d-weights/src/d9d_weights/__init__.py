@@ -1,1 +1,122 @@
-"""Streaming of model weights: state graphs, Hugging Face files, sharded loading and saving."""
+"""State graphs and streaming of model weights: Hugging Face and safetensors files, into any sharding and out of it.
+
+A state graph says how the names and layouts of two forms of a model correspond, before any tensor is read:
+
+    from d9d_weights import Rename, Stack, StateGraph
+
+Names are imported when they are used, so that importing this package imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from d9d_weights.graph.base import Mapper
+    from d9d_weights.graph.compose import Connect, Parallel, Prefix, Sequential, Shard
+    from d9d_weights.graph.compute import Compute
+    from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
+    from d9d_weights.graph.groups import Group
+    from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
+    from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
+    from d9d_weights.graph.select import Drop, Either, Fresh, Select, Share
+    from d9d_weights.hugging_face.convert import convert
+    from d9d_weights.hugging_face.directory import ModelDirectory
+    from d9d_weights.hugging_face.export import ModelFiles, export_model
+    from d9d_weights.hugging_face.format import HuggingFaceFormat
+    from d9d_weights.hugging_face.load import load_tensors
+    from d9d_weights.hugging_face.writer import ModelWriter
+    from d9d_weights.sharding.model_tensors import model_tensors
+    from d9d_weights.sharding.stage_holders import StageHolders
+
+#: Module of the names that need torch; they are imported when they are used.
+_LAZY = {
+    "Mapper": "d9d_weights.graph.base",
+    "Connect": "d9d_weights.graph.compose",
+    "Parallel": "d9d_weights.graph.compose",
+    "Prefix": "d9d_weights.graph.compose",
+    "Sequential": "d9d_weights.graph.compose",
+    "Shard": "d9d_weights.graph.compose",
+    "Compute": "d9d_weights.graph.compute",
+    "StateGraph": "d9d_weights.graph.graph",
+    "map_tensors": "d9d_weights.graph.graph",
+    "specs_of": "d9d_weights.graph.graph",
+    "Group": "d9d_weights.graph.groups",
+    "Cast": "d9d_weights.graph.mappers",
+    "Distribute": "d9d_weights.graph.mappers",
+    "Gather": "d9d_weights.graph.mappers",
+    "Identity": "d9d_weights.graph.mappers",
+    "Rename": "d9d_weights.graph.mappers",
+    "Squeeze": "d9d_weights.graph.mappers",
+    "Transpose": "d9d_weights.graph.mappers",
+    "Unsqueeze": "d9d_weights.graph.mappers",
+    "Chunk": "d9d_weights.graph.merging",
+    "Concatenate": "d9d_weights.graph.merging",
+    "Stack": "d9d_weights.graph.merging",
+    "Unstack": "d9d_weights.graph.merging",
+    "Drop": "d9d_weights.graph.select",
+    "Either": "d9d_weights.graph.select",
+    "Fresh": "d9d_weights.graph.select",
+    "Select": "d9d_weights.graph.select",
+    "Share": "d9d_weights.graph.select",
+    "convert": "d9d_weights.hugging_face.convert",
+    "ModelDirectory": "d9d_weights.hugging_face.directory",
+    "ModelFiles": "d9d_weights.hugging_face.export",
+    "export_model": "d9d_weights.hugging_face.export",
+    "HuggingFaceFormat": "d9d_weights.hugging_face.format",
+    "load_tensors": "d9d_weights.hugging_face.load",
+    "ModelWriter": "d9d_weights.hugging_face.writer",
+    "model_tensors": "d9d_weights.sharding.model_tensors",
+    "StageHolders": "d9d_weights.sharding.stage_holders",
+}
+
+__all__ = [
+    "Cast",
+    "Chunk",
+    "Compute",
+    "Concatenate",
+    "Connect",
+    "Distribute",
+    "Drop",
+    "Either",
+    "Fresh",
+    "Gather",
+    "Group",
+    "HuggingFaceFormat",
+    "Identity",
+    "Mapper",
+    "ModelDirectory",
+    "ModelFiles",
+    "ModelWriter",
+    "Parallel",
+    "Prefix",
+    "Rename",
+    "Select",
+    "Sequential",
+    "Shard",
+    "Share",
+    "Squeeze",
+    "Stack",
+    "StageHolders",
+    "StateGraph",
+    "Transpose",
+    "Unsqueeze",
+    "Unstack",
+    "convert",
+    "export_model",
+    "load_tensors",
+    "map_tensors",
+    "model_tensors",
+    "specs_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

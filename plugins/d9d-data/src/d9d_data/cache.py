@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 
 MANIFEST = "manifest.json"
 _ABANDONED_AFTER = 24 * 3600  # seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from d9d_core.config.base import PluginConfig, Section, closest
+from d9d_core.extend import PluginConfig, Section, closest
 from pydantic import Field, field_validator, model_validator
 
 #: Texts that every Python installation brings along.

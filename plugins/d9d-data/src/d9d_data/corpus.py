@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 
 from d9d_data.cache import cached_directory, file_digests
 from d9d_data.config import CorpusConfig, DocumentsConfig

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataContext
-from d9d_core.types import State
+from d9d_core.extend import DataContext, DataError, State
 
 from d9d_data.config import DocumentsConfig
 from d9d_data.corpus import Corpus, prepare

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataContext
+from d9d_core.extend import DataContext, DataError
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from d9d_core.errors import DataError
-from d9d_core.types import Pack
+from d9d_core.extend import DataError, Pack
 from torch.utils.data import DataLoader, Dataset
 
 # Packs that a worker holds ready.

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from d9d_core.errors import DataError
-from d9d_core.protocols.data import DataContext
-from d9d_core.types import Pack, State
+from d9d_core.extend import DataContext, DataError, Pack, State
 
 from d9d_data.config import TextConfig
 from d9d_data.corpus import Corpus, prepare

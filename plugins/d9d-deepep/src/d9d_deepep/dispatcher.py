@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from d9d_moe.dispatch import Dispatched, sort_by_expert
 from d9d_moe.overlap import Departure
 from d9d_moe.permutation import gather_rows, weighted_sum

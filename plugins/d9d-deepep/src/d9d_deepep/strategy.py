@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from d9d_core.protocols.strategy import Applied
-from d9d_engine.distributed.mesh import Topology
+from d9d_core.extend import Applied
+from d9d_engine.api import Topology
 from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
 from torch import nn
 

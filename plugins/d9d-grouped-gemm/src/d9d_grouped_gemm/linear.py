@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.deferral import Deferral
-from d9d_core.ops import Decision, OpSignature
+from d9d_core.extend import Decision, Deferral, OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from torch import Tensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from torch import Tensor
 from torch import distributed as dist
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 

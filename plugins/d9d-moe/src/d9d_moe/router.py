@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from torch import Tensor, nn
 from torch.nn import functional
 

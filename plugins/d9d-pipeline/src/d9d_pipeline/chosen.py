@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.config.lookup import load_config
-from d9d_core.errors import JobError, PluginError
-from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.records import ScheduleSpec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry, plugin_error
-from d9d_core.program.actions import Program, Schedule
-from d9d_engine.job import Job
+from d9d_core.extend import (
+    FOREIGN_FAILURES,
+    JobError,
+    PluginConfig,
+    PluginError,
+    Program,
+    Schedule,
+    load_config,
+    plugin_error,
+)
+from d9d_core.plugin import Entry, PluginPolicy, Registry, ScheduleSpec
+from d9d_engine.api import Job
 from pydantic import ValidationError
 
 _JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")

@@ -9,12 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.errors import D9dError, JobError
-from d9d_core.plugin.loader import discover
-from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.registry import Registry
-from d9d_core.program.text import format_programs
-from d9d_core.program.validation import placement
+from d9d_core.extend import D9dError, JobError, format_programs, placement
+from d9d_core.plugin import PluginPolicy, Registry, discover
 
 from d9d_pipeline.chosen import by_name, from_job, is_job
 from d9d_pipeline.picture import draw

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.config.base import PluginConfig
-from d9d_core.program.actions import Action, Backward, Forward, InputBackward, Overlap, WeightBackward
-from d9d_engine.step.executor import Executor, Handler, StepState
+from d9d_core.extend import (
+    Action,
+    Backward,
+    Forward,
+    Handler,
+    InputBackward,
+    Overlap,
+    PluginConfig,
+    StepState,
+    WeightBackward,
+)
+from d9d_engine.step.executor import Executor
 
 from d9d_pipeline.overlap.handlers import overlapped
 from d9d_pipeline.overlap.sending import has_points

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from d9d_core.program.actions import (
-    Action,
-    Backward,
-    Forward,
-    InputBackward,
-    MicrobatchAction,
-    Overlap,
-    Program,
-    WeightBackward,
-)
+from d9d_core.extend import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, Program, WeightBackward
 
 from d9d_pipeline.communication import connect
 from d9d_pipeline.placement import Placement

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from d9d_core.program.actions import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
+from d9d_core.extend import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
 
 from d9d_pipeline.simulator.result import Simulation, Span
 

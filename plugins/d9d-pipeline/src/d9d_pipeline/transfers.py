@@ -7,17 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.program.actions import (
+from d9d_core.extend import (
     Action,
+    Arrival,
+    BuildError,
+    Handler,
     MicrobatchAction,
     ReceiveActivation,
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    StepState,
+    TensorSpec,
 )
-from d9d_core.types import TensorSpec
-from d9d_engine.step.executor import Arrival, Executor, Handler, StepState
+from d9d_engine.step.executor import Executor
 from torch import Tensor
 from torch import distributed as dist
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
-from d9d_core.errors import CheckpointError
-from d9d_weights.graph import Mapper
+from d9d_core.extend import CheckpointError
+from d9d_weights import Mapper
 from pydantic import ValidationError
 
 from d9d_qwen3.config import Qwen3Config

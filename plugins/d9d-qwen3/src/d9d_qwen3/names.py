@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.errors import CheckpointError
+from d9d_core.extend import CheckpointError
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
-from d9d_weights.graph import Chunk, Drop, Fresh, Mapper, Parallel, Rename, Share
+from d9d_weights import Chunk, Drop, Fresh, Mapper, Parallel, Rename, Share
 
 from d9d_qwen3.base_config import Qwen3Base
 from d9d_qwen3.configs import AnyQwen3Config

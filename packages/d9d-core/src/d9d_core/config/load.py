@@ -46,7 +46,7 @@ def registry_for(document: Document, extra: PluginPolicy | None = None) -> Regis
     return discover(plugin_policy(document, extra))
 
 
-def validate(config_class: type[Config], document: Document, registry: Registry) -> Config:
+def validate_job(config_class: type[Config], document: Document, registry: Registry) -> Config:
     """Resolve names and check every value.
 
     Raises:

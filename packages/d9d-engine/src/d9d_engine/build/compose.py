@@ -18,7 +18,8 @@ from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.step.boundary import Boundaries
 from d9d_engine.step.totals import Clipper
 from d9d_engine.run.evaluation import Evaluator
-from d9d_engine.step.executor import Executor, Handler
+from d9d_core.program.runner import Handler
+from d9d_engine.step.executor import Executor
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.run.interrupt import Interrupts

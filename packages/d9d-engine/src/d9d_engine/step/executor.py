@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -21,10 +21,11 @@ from d9d_core.program.actions import (
     compute_parts,
 )
 from d9d_core.program.placement import Pipeline
+from d9d_core.program.runner import Handler, StepState, Visit
 from d9d_core.protocols.task import Task
 from d9d_core.types import Microbatch, Pack
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
@@ -33,10 +34,6 @@ from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.randomness import seed_generators
 
-#: Stage and microbatch.
-Key = tuple[int, int]
-#: Named tensors that are there, or that are waited for when this is called.
-Arrival = Callable[[], Mapping[str, Tensor]]
 Outputs = Callable[[Mapping[str, Tensor], Microbatch], None]
 
 
@@ -45,63 +42,6 @@ class StageLoss:
     """This rank's share of the mean of each loss term, over the microbatches of one step; 0-d float32 on the device."""
 
     terms: Mapping[str, Tensor]
-
-
-@dataclass
-class Visit:
-    """One microbatch in one stage, from its forward to its backward.
-
-    Attributes:
-        leaves: what came from the previous stage; it collects the gradients that go back there.
-        roots: what goes to the next stage, by name, or the loss: where the backward starts.
-        dtypes: of the roots' gradients.
-    """
-
-    leaves: Mapping[str, Tensor]
-    roots: Mapping[str, GradientEdge]
-    dtypes: Mapping[str, torch.dtype]
-
-
-@dataclass
-class StepState:
-    """What the actions of one step share.
-
-    Attributes:
-        step: 0-based.
-        pack: microbatches on the device.
-        scale: term -> 1 / (its weight in the pack); empty in an evaluation.
-        visits: microbatches between forward and backward.
-        inputs: what a stage needs from the previous one, from its arrival to its use.
-        outputs: what a stage made for another rank, until it is sent.
-        gradients: those of a stage's outputs, from their arrival to their use.
-        input_gradients: those of a stage's inputs, until they are sent to another rank.
-        terms: stage -> term -> its share of the mean so far.
-        counted: what modules tallied, not yet seen by metrics.
-        backwards: how many backwards each stage still has to run.
-        split: stage -> the microbatches whose gradients of weights come apart from those of inputs, if it has any.
-        weights: what split backwards have left to do.
-        ends: called at the end of the step, such as to await what was sent.
-        evaluated: takes the outputs of the last stage in an evaluation.
-    """
-
-    step: int
-    pack: Pack
-    scale: Mapping[str, Tensor]
-    visits: dict[Key, Visit] = field(default_factory=dict)
-    inputs: dict[Key, Arrival] = field(default_factory=dict)
-    outputs: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
-    gradients: dict[Key, Arrival] = field(default_factory=dict)
-    input_gradients: dict[Key, Mapping[str, Tensor]] = field(default_factory=dict)
-    terms: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    counted: list[Mapping[str, Tensor]] = field(default_factory=list)
-    backwards: Counter[int] = field(default_factory=Counter)
-    split: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    weights: dict[Key, Callable[[], None]] = field(default_factory=dict)
-    ends: list[Callable[[], None]] = field(default_factory=list)
-    evaluated: Outputs | None = None
-
-
-Handler = Callable[[Action, StepState], None]
 
 
 class Executor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from d9d_core.ops import OpSlot
+from d9d_core.extend import OpSlot
 from torch import Tensor, nn
 
 from d9d_nn.attention.masks import AttentionMasks

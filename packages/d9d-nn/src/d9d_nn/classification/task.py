@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.errors import JobError
-from d9d_core.protocols.task import StageInputs
-from d9d_core.types import Microbatch, State
+from d9d_core.extend import JobError, Microbatch, StageInputs, State
 from torch import Tensor
 from torch.nn import functional
 

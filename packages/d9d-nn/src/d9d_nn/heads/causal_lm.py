@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.ops import OpSlot
-from d9d_core.traits import TensorStyle
+from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 from torch.nn import functional
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from d9d_core.config.base import closest
-from d9d_core.errors import JobError
-from d9d_core.types import State
+from d9d_core.extend import JobError, State, closest
 
 T = TypeVar("T")
 

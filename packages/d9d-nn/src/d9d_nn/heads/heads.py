@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.errors import BuildError
-from d9d_core.traits import TensorStyle
+from d9d_core.extend import BuildError, TensorStyle
 from torch import Tensor, nn
 
 from d9d_nn.heads.causal_lm import CausalLMHead

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from d9d_core.ops import OpSlot
+from d9d_core.extend import OpSlot
 from torch import Tensor
 
 from d9d_nn.ops.attention import attention

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from d9d_core.deferral import Deferral
-from d9d_core.ops import Decision, OpSignature
+from d9d_core.extend import Decision, Deferral, OpSignature
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from d9d_core.errors import JobError
-from d9d_core.ops import Decision, OpSignature
+from d9d_core.extend import Decision, JobError, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -12,27 +12,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.plugin import ModelSpec, Ref
-from d9d_core.protocols.model import Stage
-from d9d_core.traits import (
+from d9d_core.extend import (
     TRAITS,
+    BuildError,
     ContextParallelizable,
     HasBlocks,
     HasOps,
     LateInit,
     PipelineStage,
+    Stage,
     TensorParallelizable,
+    TensorSpec,
     TensorStyle,
     modules_with,
 )
-from d9d_core.types import TensorSpec
-from d9d_engine.verify.layouts import Layout
-from d9d_weights.graph import StateGraph
-from d9d_weights.graph.graph import map_tensors, specs_of
-from d9d_weights.hugging_face.export import ModelFiles, export_model
-from d9d_weights.hugging_face.format import HuggingFaceFormat
-from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_core.plugin import ModelSpec, Ref
+from d9d_engine.api import Layout
+from d9d_weights import HuggingFaceFormat, ModelFiles, ModelWriter, StateGraph, export_model, map_tensors, specs_of
 from torch import Tensor, nn
 
 from d9d_testing.layouts import Harness, assert_passed

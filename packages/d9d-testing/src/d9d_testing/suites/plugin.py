@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from d9d_core.plugin import API_VERSION, CapabilitySpec, ConfiguredSpec, Entry, ModelSpec, Registry, Spec
-from d9d_core.plugin.capabilities import MESH_AXES, MODEL_TRAITS
+from d9d_core.testing import MESH_AXES, MODEL_TRAITS
 
 from d9d_testing.suites.fresh import import_fresh
 
@@ -154,7 +154,7 @@ def _reference_problems(entry: Entry) -> Iterator[str]:
 
 
 def _config_problems(entry: Entry, config: Any) -> Iterator[str]:
-    from d9d_core.config.base import PluginConfig
+    from d9d_core.extend import PluginConfig
 
     if not (isinstance(config, type) and issubclass(config, PluginConfig)):
         yield f"{entry}: config is {config!r}, not a subclass of d9d_core.config.base.PluginConfig"

@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.config.job import Mesh
-from d9d_core.plugin.records import ModelSpec, StrategySpec
-from d9d_core.protocols.model import Stage
-from d9d_core.protocols.strategy import Applied
-from d9d_engine.distributed.mesh import Topology
-from d9d_engine.distributed.simulate import simulated_world
-from d9d_engine.verify.layouts import Layout
+from d9d_core.extend import Applied, Stage
+from d9d_core.plugin import ModelSpec, StrategySpec
+from d9d_core.testing import Mesh
+from d9d_engine.api import Layout, Topology
+from d9d_engine.testing import simulated_world
 
 from d9d_testing.layouts import Harness, assert_passed, job_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from d9d_core.config.base import ModelConfig, PluginConfig
+from d9d_core.extend import ModelConfig, PluginConfig
 
 
 class ToyModelConfig(ModelConfig):

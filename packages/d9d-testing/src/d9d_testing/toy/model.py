@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.protocols.model import Stage
-from d9d_core.types import TensorSpec
-from d9d_weights.graph import Mapper, Select
+from d9d_core.extend import BuildError, Stage, TensorSpec
+from d9d_weights import Mapper, Select
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyModelConfig

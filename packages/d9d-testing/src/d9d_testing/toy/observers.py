@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from d9d_core.events import CATALOGUE
-from d9d_core.protocols.tracker import RunInfo
-from d9d_core.types import State
+from d9d_core.extend import CATALOGUE, RunInfo, State
 
 from d9d_testing.toy.config import ToyRecorderConfig, ToyTrackerConfig
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 
 
 class Document(Protocol):

@@ -6,7 +6,7 @@ import glob
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 
 from d9d_data.sources import python
 from d9d_data.sources.document import Document, FileDocument, lines_of

@@ -11,7 +11,7 @@ import warnings
 from functools import cached_property
 from pathlib import Path
 
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 
 from d9d_data.sources.document import Document, FileDocument, InlineDocument
 

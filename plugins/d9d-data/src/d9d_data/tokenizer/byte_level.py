@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import tokenizers
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from d9d_data.tokenizer.base import Ids, TextTokenizer

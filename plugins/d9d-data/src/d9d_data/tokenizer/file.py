@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from d9d_core.errors import DataError
+from d9d_core.extend import DataError
 
 from d9d_data.tokenizer.base import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
 

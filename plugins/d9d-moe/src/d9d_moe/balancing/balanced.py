@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.traits import LossTerm
+from d9d_core.extend import BuildError, LossTerm
 from d9d_nn.added_loss import add_loss
 from torch import Tensor, nn
 

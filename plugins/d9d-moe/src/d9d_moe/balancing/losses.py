@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from d9d_core.traits import LossTerm
+from d9d_core.extend import LossTerm
 from torch import Tensor
 
 from d9d_moe.balancing.base import Choice

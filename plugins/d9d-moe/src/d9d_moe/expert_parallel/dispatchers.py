@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from d9d_core.errors import BuildError
-from d9d_core.traits import HasExperts, modules_with
+from d9d_core.extend import BuildError, HasExperts, modules_with
 from torch import nn
 
 from d9d_moe.dispatch import Dispatcher

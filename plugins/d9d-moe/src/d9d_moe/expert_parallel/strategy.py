@@ -11,10 +11,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.protocols.strategy import Applied, GradientOwner
-from d9d_core.traits import HasExperts, modules_with
-from d9d_engine.distributed.mesh import Topology
+from d9d_core.extend import Applied, BuildError, GradientOwner, HasExperts, modules_with
+from d9d_engine.api import Topology
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.tensors import local
+from d9d_core.extend import BuildError, local
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.config import OptimizerConfig

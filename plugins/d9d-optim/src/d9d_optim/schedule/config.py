@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_core.config.base import PluginConfig, Section
+from d9d_core.extend import PluginConfig, Section
 from pydantic import Field, field_validator, model_validator
 
 from d9d_optim.schedule.curves import CurveName

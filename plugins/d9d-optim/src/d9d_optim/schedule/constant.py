@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.protocols.optimizer import LrSchedule
+from d9d_core.extend import LrSchedule
 
 from d9d_optim.schedule.config import ConstantConfig
 

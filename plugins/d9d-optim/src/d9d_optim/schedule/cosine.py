@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.errors import JobError
-from d9d_core.protocols.optimizer import LrSchedule
+from d9d_core.extend import JobError, LrSchedule
 
 from d9d_optim.schedule.config import CosineConfig, Phase
 from d9d_optim.schedule.piecewise import Chain, Piece

@@ -9,8 +9,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from d9d_core.errors import JobError
-from d9d_core.protocols.optimizer import LrSchedule
+from d9d_core.extend import JobError, LrSchedule
 
 from d9d_optim.schedule.config import Phase, PiecewiseConfig
 from d9d_optim.schedule.curves import interpolate

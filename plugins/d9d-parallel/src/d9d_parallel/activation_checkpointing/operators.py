@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.extend import BuildError
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 

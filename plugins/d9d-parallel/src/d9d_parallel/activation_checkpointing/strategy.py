@@ -5,9 +5,8 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from d9d_core.errors import BuildError
-from d9d_core.protocols.strategy import Applied
-from d9d_engine.distributed.mesh import Topology
+from d9d_core.extend import Applied, BuildError
+from d9d_engine.api import Topology
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig

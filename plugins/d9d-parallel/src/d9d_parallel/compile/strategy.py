@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import torch
-from d9d_core.config.base import closest
-from d9d_core.errors import BuildError
-from d9d_core.protocols.strategy import Applied
-from d9d_engine.distributed.mesh import Topology
+from d9d_core.extend import Applied, BuildError, closest
+from d9d_engine.api import Topology
 from torch import nn
 
 from d9d_parallel.blocks import find_blocks

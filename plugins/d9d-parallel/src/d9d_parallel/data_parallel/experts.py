@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from d9d_core.errors import BuildError
-from d9d_core.tensors import local
-from d9d_core.traits import HasExperts, modules_with
-from d9d_engine.distributed.mesh import Topology
+from d9d_core.extend import BuildError, HasExperts, local, modules_with
+from d9d_engine.api import Topology
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from d9d_engine.compat import keep_fsdp_gradients, reduce_fsdp_gradients
+from d9d_engine.extend import keep_fsdp_gradients, reduce_fsdp_gradients
 from torch.distributed.fsdp import FSDPModule
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from d9d_core.errors import BuildError
-from d9d_core.protocols.strategy import Applied, GradientOwner
-from d9d_engine.compat import prepare_fsdp_gradients
-from d9d_engine.distributed.mesh import Topology
+from d9d_core.extend import Applied, BuildError, GradientOwner
+from d9d_engine.api import Topology
+from d9d_engine.extend import prepare_fsdp_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard

@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from functools import partial
 
 import torch
-from d9d_core.program.actions import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap
-from d9d_engine.step.executor import Arrival, Executor, Handler, StepState
+from d9d_core.extend import (
+    Action,
+    Arrival,
+    Backward,
+    Forward,
+    Handler,
+    InputBackward,
+    MicrobatchAction,
+    Overlap,
+    StepState,
+)
+from d9d_engine.step.executor import Executor
 from torch import Tensor
 
 from d9d_pipeline.overlap.duet import Duet

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from d9d_core.traits import HasExperts, modules_with
+from d9d_core.extend import HasExperts, modules_with
 from torch import Tensor, nn
 
 from d9d_pipeline.overlap.points import Points, Remove

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from d9d_core.program.actions import Action, InputBackward, WeightBackward
+from d9d_core.extend import Action, InputBackward, WeightBackward
 
 from d9d_pipeline.pace import starts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.program.actions import Action, Backward, Forward, Program
+from d9d_core.extend import Action, Backward, Forward, Program
 
 from d9d_pipeline.communication import connect
 from d9d_pipeline.placement import loop

@@ -1,0 +1,278 @@
+"""The one import of plugin authors: contracts of every extension point, and the helpers that go with them.
+
+Declarations (records, ``Ref``, ``hookimpl``) stand in :mod:`d9d_core.plugin`, which imports neither torch nor pydantic.
+Everything a component itself needs is here; importing this module imports no torch.
+
+| seam | names |
+|---|---|
+| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
+| errors | ``D9dError`` and its kinds |
+| tensors that cross seams | ``Microbatch``, ``Pack``, ``State``, ``Json``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
+| data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs`` |
+| model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
+| optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
+| strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
+| fine-tuning | ``PeftMethod`` |
+| kernel | ``OpSignature``, ``Decision`` |
+| metric, tracker, subscriber | ``Metric``, ``StageMetric``, ``Table``, ``Tracker``, ``TrackerRun``, ``Subscriber``, the events |
+| schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
+
+Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
+:mod:`d9d_weights`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from d9d_core.config.base import ModelConfig, PluginConfig, ScheduleConfig, Section, closest
+from d9d_core.config.lookup import load_config
+from d9d_core.errors import (
+    BuildError,
+    CheckpointError,
+    D9dError,
+    DataError,
+    JobError,
+    NonFiniteError,
+    PluginError,
+    TrainingError,
+)
+from d9d_core.events import (
+    CATALOGUE,
+    CheckpointSaved,
+    CheckpointStarts,
+    DataReady,
+    EvaluationEnds,
+    EvaluationStarts,
+    Events,
+    ForwardBackwardEnds,
+    ForwardBackwardStarts,
+    JobConfigured,
+    ModelReady,
+    OptimizerReady,
+    OptimizerStepEnds,
+    OptimizerStepStarts,
+    SaveReport,
+    StepEnds,
+    StepResult,
+    StepStarts,
+    TrainingFailed,
+    TrainingFinished,
+    TrainingStarts,
+    TrainingStopped,
+    ValuesLogged,
+)
+from d9d_core.grid import AXES, Grid
+from d9d_core.job import JobFile
+from d9d_core.ops import Decision, OpSignature, OpSlot
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import plugin_error
+from d9d_core.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Overlap,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    Reduce,
+    Schedule,
+    SendActivation,
+    SendGradient,
+    WeightBackward,
+    compute_parts,
+    count_stages,
+    forward_only,
+    single_stage,
+)
+from d9d_core.program.deadlock import awaited, find_deadlock
+from d9d_core.program.index import ProgramIndex
+from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
+from d9d_core.program.text import diff_programs, format_programs, parse_programs
+from d9d_core.program.validation import placement, problems_of, validate
+from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.health import Health
+from d9d_core.protocols.metric import Metric, StageMetric, Table
+from d9d_core.protocols.model import Stage
+from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.peft import PeftMethod
+from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
+from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.protocols.topology import Topology
+from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
+from d9d_core.traits import (
+    TRAITS,
+    Adapts,
+    AddsLosses,
+    ContextParallelizable,
+    DefersWeights,
+    Divisible,
+    HasBlocks,
+    HasExperts,
+    HasOps,
+    HasTallies,
+    LateInit,
+    LayoutDependent,
+    LossTerm,
+    PipelineStage,
+    TensorParallelizable,
+    TensorStyle,
+    modules_with,
+)
+from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec
+
+if TYPE_CHECKING:
+    from d9d_core.deferral import Deferral, DeferredWeights
+    from d9d_core.tensors import full, local, wide_dtype
+
+#: Module of the names that need torch; they are imported when they are used.
+_LAZY = {
+    "Deferral": "d9d_core.deferral",
+    "DeferredWeights": "d9d_core.deferral",
+    "full": "d9d_core.tensors",
+    "local": "d9d_core.tensors",
+    "wide_dtype": "d9d_core.tensors",
+}
+
+__all__ = [
+    "AXES",
+    "CATALOGUE",
+    "FOREIGN_FAILURES",
+    "TRAITS",
+    "Action",
+    "Adapts",
+    "AddsLosses",
+    "Applied",
+    "Arrival",
+    "Backward",
+    "BuildError",
+    "CheckpointError",
+    "CheckpointSaved",
+    "CheckpointStarts",
+    "ContextParallelizable",
+    "D9dError",
+    "DataContext",
+    "DataError",
+    "DataReady",
+    "DataStream",
+    "Decision",
+    "Deferral",
+    "DeferredWeights",
+    "DefersWeights",
+    "Divisible",
+    "EvaluationEnds",
+    "EvaluationStarts",
+    "Events",
+    "Forward",
+    "ForwardBackwardEnds",
+    "ForwardBackwardStarts",
+    "GradientOwner",
+    "Grid",
+    "Handler",
+    "HasBlocks",
+    "HasExperts",
+    "HasOps",
+    "HasTallies",
+    "Health",
+    "InputBackward",
+    "JobConfigured",
+    "JobError",
+    "JobFile",
+    "Json",
+    "LateInit",
+    "LayoutDependent",
+    "LossTerm",
+    "LrSchedule",
+    "Metric",
+    "Microbatch",
+    "MicrobatchAction",
+    "ModelConfig",
+    "ModelReady",
+    "NonFiniteError",
+    "OpSignature",
+    "OpSlot",
+    "Optimizer",
+    "OptimizerReady",
+    "OptimizerStepEnds",
+    "OptimizerStepStarts",
+    "Overlap",
+    "Pack",
+    "PeftMethod",
+    "PipelineStage",
+    "PluginConfig",
+    "PluginError",
+    "Program",
+    "ProgramIndex",
+    "ReceiveActivation",
+    "ReceiveGradient",
+    "Reduce",
+    "Reducer",
+    "RunInfo",
+    "SaveReport",
+    "Schedule",
+    "ScheduleConfig",
+    "Section",
+    "SendActivation",
+    "SendGradient",
+    "Stage",
+    "StageInputs",
+    "StageMetric",
+    "StageRunner",
+    "State",
+    "StepEnds",
+    "StepResult",
+    "StepStarts",
+    "StepState",
+    "Strategy",
+    "Subscriber",
+    "Table",
+    "TakesTables",
+    "Task",
+    "TensorParallelizable",
+    "TensorSpec",
+    "TensorStyle",
+    "Topology",
+    "Tracker",
+    "TrackerRun",
+    "TrainingError",
+    "TrainingFailed",
+    "TrainingFinished",
+    "TrainingStarts",
+    "TrainingStopped",
+    "ValuesLogged",
+    "Visit",
+    "WeightBackward",
+    "awaited",
+    "closest",
+    "compute_parts",
+    "count_stages",
+    "diff_programs",
+    "find_deadlock",
+    "format_programs",
+    "forward_only",
+    "full",
+    "load_config",
+    "local",
+    "modules_with",
+    "parse_programs",
+    "placement",
+    "plugin_error",
+    "problems_of",
+    "single_stage",
+    "validate",
+    "wide_dtype",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

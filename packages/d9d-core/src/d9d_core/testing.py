@@ -1,0 +1,21 @@
+"""What conformance suites need of core besides :mod:`d9d_core.extend`: reading job files, and the tables of names."""
+
+from __future__ import annotations
+
+from d9d_core.config.document import Document
+from d9d_core.config.job import Mesh
+from d9d_core.config.load import validate_job
+from d9d_core.plugin.capabilities import MESH_AXES, MODEL_TRAITS
+from d9d_core.plugin.installed import Candidate, scan
+from d9d_core.plugin.single_file import file_plugin
+
+__all__ = [
+    "MESH_AXES",
+    "MODEL_TRAITS",
+    "Candidate",
+    "Document",
+    "Mesh",
+    "file_plugin",
+    "scan",
+    "validate_job",
+]

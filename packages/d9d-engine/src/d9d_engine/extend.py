@@ -1,0 +1,35 @@
+"""Names of the engine for authors of strategies and of handlers of schedules, besides :mod:`d9d_core.extend`.
+
+Importing this module imports no torch; its names are imported when they are used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from d9d_engine.compat import keep_fsdp_gradients, prepare_fsdp_gradients, reduce_fsdp_gradients
+
+#: Module of the names that need torch; they are imported when they are used.
+_LAZY = {
+    "keep_fsdp_gradients": "d9d_engine.compat",
+    "prepare_fsdp_gradients": "d9d_engine.compat",
+    "reduce_fsdp_gradients": "d9d_engine.compat",
+}
+
+__all__ = [
+    "keep_fsdp_gradients",
+    "prepare_fsdp_gradients",
+    "reduce_fsdp_gradients",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,59 @@
+"""What conformance suites and tests need of the engine: measured runs of layouts, checkpoints, simulated worlds."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from d9d_engine.checkpoint.store import CheckpointStore
+    from d9d_engine.distributed.devices import load_kernels_eagerly
+    from d9d_engine.distributed.simulate import simulated_world
+    from d9d_engine.verify.compare import Verdict, compare
+    from d9d_engine.verify.layouts import Layout
+    from d9d_engine.verify.measure import Measurement, Witness, measure
+    from d9d_engine.verify.run import narrowest_dtype
+    from d9d_engine.verify.tolerances import TOLERANCES, Tolerance, compare_directions
+
+#: Module of the names that need torch; they are imported when they are used.
+_LAZY = {
+    "CheckpointStore": "d9d_engine.checkpoint.store",
+    "load_kernels_eagerly": "d9d_engine.distributed.devices",
+    "simulated_world": "d9d_engine.distributed.simulate",
+    "Verdict": "d9d_engine.verify.compare",
+    "compare": "d9d_engine.verify.compare",
+    "Layout": "d9d_engine.verify.layouts",
+    "Measurement": "d9d_engine.verify.measure",
+    "Witness": "d9d_engine.verify.measure",
+    "measure": "d9d_engine.verify.measure",
+    "narrowest_dtype": "d9d_engine.verify.run",
+    "TOLERANCES": "d9d_engine.verify.tolerances",
+    "Tolerance": "d9d_engine.verify.tolerances",
+    "compare_directions": "d9d_engine.verify.tolerances",
+}
+
+__all__ = [
+    "TOLERANCES",
+    "CheckpointStore",
+    "Layout",
+    "Measurement",
+    "Tolerance",
+    "Verdict",
+    "Witness",
+    "compare",
+    "compare_directions",
+    "load_kernels_eagerly",
+    "measure",
+    "narrowest_dtype",
+    "simulated_world",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
