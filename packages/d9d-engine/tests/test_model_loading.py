@@ -19,7 +19,7 @@ from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.job import Job
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.runs import final_tensors, metrics_of, noted, quiet
-from d9d_weights.graph import (
+from d9d_weights import (
     Cast,
     Chunk,
     Compute,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights.graph import (
+from d9d_weights import (
     Chunk,
     Connect,
     Drop,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from d9d_weights.graph import Chunk, Concatenate, Parallel, Prefix, Stack, StateGraph, Transpose
+from d9d_weights import Chunk, Concatenate, Parallel, Prefix, Stack, StateGraph, Transpose
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter

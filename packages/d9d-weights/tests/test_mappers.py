@@ -11,7 +11,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights.graph import (
+from d9d_weights import (
     Cast,
     Chunk,
     Compute,
@@ -431,7 +431,7 @@ def test_distribute_and_gather_are_inverse(world: Callable[..., object]) -> None
 
 
 ORDER = """
-from d9d_weights.graph import *
+from d9d_weights import *
 from d9d_core.types import TensorSpec
 import torch
 names = [f"m.{i}.{x}" for i in range(30) for x in "abc"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights.files import places
+from d9d_weights.files.local import LocalFile
 from d9d_weights.hugging_face.blocks import BLOCK, BlockBuffer, blocks
 from d9d_weights.hugging_face.directory import ModelDirectory
 from hypothesis import given, settings
@@ -291,13 +291,13 @@ def test_every_window_equals_a_slice_whatever_strides_dtype_and_block(
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What is read from files: start and size, in order."""
     reads: list[tuple[int, int]] = []
-    read_into: Callable[[Any, int, memoryview], int] = places.LocalFile.read_into
+    read_into: Callable[[Any, int, memoryview], int] = LocalFile.read_into
 
-    def read(self: places.LocalFile, start: int, view: memoryview) -> int:
+    def read(self: LocalFile, start: int, view: memoryview) -> int:
         reads.append((start, len(view)))
         return read_into(self, start, view)
 
-    monkeypatch.setattr(places.LocalFile, "read_into", read)
+    monkeypatch.setattr(LocalFile, "read_into", read)
     return reads
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_testing.world import World
-from d9d_weights.graph import Concatenate, Identity, Mapper, Parallel, StateGraph
+from d9d_weights import Concatenate, Identity, Mapper, Parallel, StateGraph
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter

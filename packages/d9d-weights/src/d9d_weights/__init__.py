@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from d9d_weights.graph.base import Mapper
-    from d9d_weights.graph.compose import Connect, Parallel, Prefix, Sequential, Shard
+    from d9d_weights.graph.base import Mapper, Parallel, Sequential
+    from d9d_weights.graph.compose import Connect, Prefix, Shard
     from d9d_weights.graph.compute import Compute
     from d9d_weights.graph.graph import StateGraph, map_tensors, specs_of
     from d9d_weights.graph.groups import Group
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
     "Mapper": "d9d_weights.graph.base",
+    "Parallel": "d9d_weights.graph.base",
+    "Sequential": "d9d_weights.graph.base",
     "Connect": "d9d_weights.graph.compose",
-    "Parallel": "d9d_weights.graph.compose",
     "Prefix": "d9d_weights.graph.compose",
-    "Sequential": "d9d_weights.graph.compose",
     "Shard": "d9d_weights.graph.compose",
     "Compute": "d9d_weights.graph.compute",
     "StateGraph": "d9d_weights.graph.graph",

@@ -46,7 +46,7 @@ from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.task import Task
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
-from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import StateGraph
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.model_tensors import model_tensors
 from d9d_engine.step.randomness import derive_seed

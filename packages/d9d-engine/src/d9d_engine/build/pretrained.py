@@ -22,7 +22,7 @@ from d9d_core.protocols.model import Stage
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.load import load_tensors
-from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import StateGraph
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.model_tensors import model_tensors
 from d9d_core.tensors import local

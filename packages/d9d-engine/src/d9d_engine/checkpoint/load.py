@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.files.safetensors import TensorFile
-from d9d_weights.files.storage import Storage
 from d9d_weights.sharding.shards import Part, dtype_name
 from torch import Tensor
 from torch import distributed as dist
@@ -122,7 +122,7 @@ class WindowReader(StorageReader):
         table: the entries to know of, from the manifest.
     """
 
-    def __init__(self, storage: Storage, name: str, table: Mapping[str, Any]) -> None:
+    def __init__(self, storage: DirectoryStore, name: str, table: Mapping[str, Any]) -> None:
         self._storage = storage
         self._name = name
         self._table = table

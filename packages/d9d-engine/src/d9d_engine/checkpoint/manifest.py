@@ -9,8 +9,8 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_weights.files.atomic import json_bytes
+from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.safetensors import Written
-from d9d_weights.files.storage import MANIFEST, Storage
 
 FORMAT = "d9d-checkpoint"
 #: Version 1 had whole tensors in one file; no release ever wrote it.
@@ -41,7 +41,7 @@ def manifest_bytes(
     return json_bytes({**content, "sha256": _digest(content)})
 
 
-def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
+def read_manifest(storage: DirectoryStore, name: str) -> dict[str, Any]:
     """Read and check a checkpoint's manifest, not the other files.
 
     Raises:
@@ -65,7 +65,7 @@ def read_manifest(storage: Storage, name: str) -> dict[str, Any]:
     return manifest
 
 
-def verify_file(storage: Storage, name: str, file: str, facts: Mapping[str, Any]) -> None:
+def verify_file(storage: DirectoryStore, name: str, file: str, facts: Mapping[str, Any]) -> None:
     """Compare a file's size and checksum with what the manifest says.
 
     Raises:

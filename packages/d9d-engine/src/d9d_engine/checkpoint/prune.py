@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from d9d_core.errors import CheckpointError
-from d9d_weights.files.storage import Storage
+from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import reason
 
 from d9d_engine.checkpoint.manifest import read_manifest
@@ -19,7 +19,7 @@ def folder(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
-def steps_in(storage: Storage) -> list[int]:
+def steps_in(storage: DirectoryStore) -> list[int]:
     """The steps of the checkpoints that exist, newest first, unverified."""
     numbers = [name.removeprefix(_PREFIX) for name in storage.names() if name.startswith(_PREFIX)]
     return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
@@ -33,7 +33,7 @@ class Pruner:
         retention: which ones stay.
     """
 
-    def __init__(self, storage: Storage, retention: Retention) -> None:
+    def __init__(self, storage: DirectoryStore, retention: Retention) -> None:
         self._storage = storage
         self._retention = retention
         self._scores: dict[int, float | None] = {}

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_weights.files.directory import MANIFEST, Draft
 from d9d_weights.files.safetensors import Written, write_tensors
-from d9d_weights.files.storage import Draft
 from d9d_weights.sharding.shards import Part, dtype_name
 from torch import Tensor
 from torch import distributed as dist
@@ -157,7 +157,7 @@ class PieceWriter(StorageWriter):
         with self._draft.create(VALUES) as out:
             out.write(self._values)
         files[VALUES] = Written(len(self._values), hashlib.sha256(self._values).hexdigest())
-        self._draft.publish(manifest_bytes(self._step, _table(metadata), files, self._facts))
+        self._draft.publish({MANIFEST: manifest_bytes(self._step, _table(metadata), files, self._facts)})
         metadata.planner_data = sum(written.bytes for written in files.values())  # travels to all ranks
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
-from d9d_weights.files.storage import Storage
+from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import is_known_to_all, reason
 from d9d_weights.sharding.shards import Part
 from torch import distributed as dist
@@ -33,7 +33,7 @@ class SaveJob:
         pruner: removes old checkpoints.
     """
 
-    storage: Storage
+    storage: DirectoryStore
     name: str
     step: int
     values: bytes

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
-from d9d_weights.files.storage import Storage
+from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import is_known_to_all, on_all, on_main, reason
 from d9d_weights.sharding.shards import describe
 from torch import Tensor
@@ -28,7 +28,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self, storage: Storage, name: str, manifest: Mapping[str, Any], group: dist.ProcessGroup | None
+        self, storage: DirectoryStore, name: str, manifest: Mapping[str, Any], group: dist.ProcessGroup | None
     ) -> None:
         self.name = name
         self.manifest = manifest

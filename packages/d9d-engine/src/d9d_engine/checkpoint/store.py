@@ -25,7 +25,7 @@ from typing import Any
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
 from d9d_weights.files.atomic import json_bytes
-from d9d_weights.files.storage import open_storage
+from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_all, on_main
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.shards import Owners, Part, check_memory, describe, signature
@@ -67,7 +67,7 @@ class CheckpointStore:
         self.topology = topology or Topology()
         self.retention = keep if isinstance(keep, Retention) else Retention(keep)
         self.asynchronous = asynchronous
-        self._storage = open_storage(directory)
+        self._storage = open_store(directory)
         self.group = _own_group(timeout) if self.topology.world_size > 1 else None
         self._pruner = Pruner(self._storage, self.retention)
         self._stager = Stager()

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
-from d9d_weights.files.places import open_place
+from d9d_weights.files.directory import MANIFEST, DirectoryStore
+from d9d_weights.files.open import open_directory, open_store
 from d9d_weights.files.safetensors import TensorFile
-from d9d_weights.files.storage import MANIFEST, Storage, open_storage
 from d9d_weights.hugging_face.layout import CONFIG
 from torch import Tensor
 
@@ -45,13 +45,13 @@ class CheckpointTensors:
         parent, _, name = text.rpartition("/")
         if not _is_folder(text):
             parent = _checkpoints_below(text)
-            storage = open_storage(parent)
+            storage = open_store(parent)
             found = (folder(step) for step in steps_in(storage))
             finished = next((folder for folder in found if _is_finished(storage, folder)), None)
             if finished is None:
                 raise CheckpointError(f"{parent} holds no checkpoint")
             name = finished
-        self._storage, self._name = open_storage(parent or "."), name
+        self._storage, self._name = open_store(parent or "."), name
         self.location = self._storage.location(name)
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
         table: Mapping[str, Any] = self.manifest["tensors"]
@@ -113,7 +113,7 @@ def is_checkpoint(location: str) -> bool:
     if _is_folder(text):
         return True
     if "://" in text:
-        return bool(steps_in(open_storage(text)))
+        return bool(steps_in(open_store(text)))
     path = Path(text)
     return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
 
@@ -125,12 +125,12 @@ def _is_folder(location: str) -> bool:
     if "://" not in location and Path(location, "checkpoints").is_dir():
         return False
     try:
-        return CONFIG not in open_place(location).names()
+        return CONFIG not in open_directory(location).names()
     except CheckpointError:  # absent: whoever opens it says so
         return True
 
 
-def _is_finished(storage: Storage, folder: str) -> bool:
+def _is_finished(storage: DirectoryStore, folder: str) -> bool:
     """Behind an address a folder may exist before its manifest."""
     try:
         with storage.open(folder, MANIFEST):

@@ -20,8 +20,10 @@ from d9d_core.errors import CheckpointError
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.types import TensorSpec
-from d9d_weights.files.places import open_place
-from d9d_weights.graph import Cast, Identity, Mapper, Parallel, StateGraph
+from d9d_weights.files.open import open_directory
+from d9d_weights.graph.base import Mapper, Parallel
+from d9d_weights.graph.graph import StateGraph
+from d9d_weights.graph.mappers import Cast, Identity
 from d9d_weights.graph.pictures import Line, graph_mermaid, graph_text, tensor_lines
 from d9d_weights.hugging_face.convert import convert, deviation
 from d9d_weights.hugging_face.directory import ModelDirectory
@@ -126,7 +128,7 @@ def _refuse_taken(target: str) -> None:
     """A directory is replaced as a whole; here it may be a run, or the source."""
     if "://" in target:
         try:
-            taken = bool(open_place(target).names())
+            taken = bool(open_directory(target).names())
         except CheckpointError:  # absent; what else may be wrong shows when it is written
             taken = False
     else:

@@ -1,4 +1,4 @@
-"""What all mappers share: they turn named values into other named values, without reading anything."""
+"""Mappers turn named values into other named values, without reading anything: base class and composition."""
 
 from __future__ import annotations
 
@@ -111,9 +111,74 @@ class Mapper(ABC):
 
     def __rshift__(self, other: Mapper) -> Mapper:
         """``first >> second``: one after the other."""
-        from d9d_weights.graph.compose import Sequential
-
         return Sequential(self, other)
+
+
+class Parallel(Mapper):
+    """Mappers side by side. Each takes its own tensors: none may be taken twice, none made twice.
+
+    Args:
+        mappers: in any order; results come in this order.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        together = Effect()
+        greedy = [mapper for mapper in self.mappers if mapper.rest()]
+        effects = {id(mapper): mapper.apply(scope) for mapper in self.mappers if not mapper.rest()}
+        if greedy:  # what the others leave
+            if len(greedy) > 1:
+                scope.complain("two neighbours take the rest; one must do")
+            taken = {name for effect in effects.values() for name in effect.taken}
+            left = {name: value for name, value in scope.values.items() if name not in taken}
+            effects[id(greedy[0])] = greedy[0].apply(scope.over(left))
+        for mapper in self.mappers:
+            if id(mapper) in effects:
+                _add(together, effects[id(mapper)], scope)
+        return together
+
+    def inverse(self) -> Mapper:
+        return Parallel(*(mapper.inverse() for mapper in self.mappers))
+
+    def rest(self) -> bool:
+        return any(mapper.rest() for mapper in self.mappers)
+
+
+class Sequential(Mapper):
+    """Mappers one after the other. What one of them does not take passes it by.
+
+    Args:
+        mappers: in order of application.
+    """
+
+    def __init__(self, *mappers: Mapper) -> None:
+        self.mappers = mappers
+
+    def apply(self, scope: Scope) -> Effect:
+        whole = Effect()
+        waiting = dict(scope.values)  # not taken yet
+        made: dict[str, Value] = {}
+        for mapper in self.mappers:
+            effect = mapper.apply(scope.over({**waiting, **made}))
+            for name in effect.taken:
+                if name in made:
+                    del made[name]
+                elif name in waiting:
+                    whole.taken[name] = effect.taken[name]
+                    del waiting[name]
+            check_new(effect.made, made, scope, "an earlier step")
+            made |= effect.made
+            whole.fresh |= effect.fresh
+        whole.made = made
+        return whole
+
+    def inverse(self) -> Mapper:
+        return Sequential(*(mapper.inverse() for mapper in reversed(self.mappers)))
+
+    def rest(self) -> bool:
+        return bool(self.mappers) and self.mappers[0].rest()
 
 
 def lines(problems: Sequence[str]) -> Iterator[str]:
@@ -132,3 +197,20 @@ def raise_if(problems: Sequence[str], what: str) -> None:
     """
     if problems:
         raise CheckpointError("\n".join([what, *(f"  {line}" for line in lines(problems))]))
+
+
+def _add(together: Effect, effect: Effect, scope: Scope) -> None:
+    for name, leaf in effect.taken.items():
+        if name in together.taken:
+            scope.complain(f"'{scope.path}{name}' is taken twice, by {together.taken[name]} and {leaf}; use Share")
+    check_new(effect.made, together.made, scope, "a neighbour")
+    together.taken |= effect.taken
+    together.made |= effect.made
+    together.fresh |= effect.fresh
+
+
+def check_new(made: Mapping[str, Value], before: Mapping[str, Value], scope: Scope, who: str) -> None:
+    """Complain about names that were made before."""
+    for name in made:
+        if name in before:
+            scope.complain(f"'{scope.path}{name}' is made twice, the first time by {who}")

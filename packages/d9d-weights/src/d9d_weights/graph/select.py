@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from d9d_core.errors import CheckpointError
 
-from d9d_weights.graph.base import Effect, Mapper, Scope
+from d9d_weights.graph.base import Effect, Mapper, Parallel, Scope
 from d9d_weights.graph.mappers import Rename
 from d9d_weights.graph.pattern import Pattern
 
@@ -30,8 +30,6 @@ class Share(Mapper):
         return Effect({self.name: label}, {target: value for value in values for target in self.targets})
 
     def inverse(self) -> Mapper:
-        from d9d_weights.graph.compose import Parallel
-
         return Parallel(Rename(self.targets[0], self.name), *(Drop(other) for other in self.targets[1:]))
 
 
@@ -101,8 +99,6 @@ class Fresh(Mapper):
         return Effect(fresh=dict.fromkeys(self.names, "Fresh"))
 
     def inverse(self) -> Mapper:
-        from d9d_weights.graph.compose import Parallel
-
         return Parallel(*(Drop(name) for name in self.names))
 
 

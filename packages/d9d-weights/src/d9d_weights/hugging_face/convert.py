@@ -12,8 +12,8 @@ from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from torch import Tensor
 
-from d9d_weights.graph import StateGraph
 from d9d_weights.graph.expressions import TensorSource
+from d9d_weights.graph.graph import StateGraph
 from d9d_weights.hugging_face.blocks import blocks
 from d9d_weights.hugging_face.shard import ShardWriter
 from d9d_weights.hugging_face.writer import ModelWriter

@@ -13,7 +13,8 @@ from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 from torch import Tensor
 
-from d9d_weights.files.places import Place, open_place
+from d9d_weights.files.directory import Directory
+from d9d_weights.files.open import open_directory
 from d9d_weights.files.safetensors import TensorFile
 from d9d_weights.hugging_face.blocks import BlockBuffer
 from d9d_weights.hugging_face.index import check_index, read_object, weight_map
@@ -47,7 +48,7 @@ class ModelDirectory:
 
     def __init__(
         self,
-        place: Place,
+        place: Directory,
         files: Mapping[str, TensorFile],
         resources: ExitStack,
         on_bytes: Callable[[int], None] | None = None,
@@ -175,21 +176,21 @@ class ModelDirectory:
         self.close()
 
 
-def _split(location: str | Path) -> tuple[Place, str | None]:
+def _split(location: str | Path) -> tuple[Directory, str | None]:
     """The directory, and the file if one was named."""
     remote = isinstance(location, str) and "://" in location
     text = str(location).rstrip("/")
     is_file = text.endswith(SAFETENSORS) if remote else Path(location).is_file()
     if not is_file:
-        return open_place(location), None
+        return open_directory(location), None
     refuse_pickles(text, [text])
     if not text.endswith(SAFETENSORS):
         raise CheckpointError(f"{text} is no {SAFETENSORS} file: name one, or the directory of a model")
     parent, _, file = text.rpartition("/")
-    return open_place(parent if remote else Path(location).parent), file
+    return open_directory(parent if remote else Path(location).parent), file
 
 
-def _opened(place: Place, name: str, resources: ExitStack) -> TensorFile:
+def _opened(place: Directory, name: str, resources: ExitStack) -> TensorFile:
     source = place.open(name)
     resources.callback(source.close)
     if source.size() < _LFS_BYTES and place.read(name).startswith(_LFS):

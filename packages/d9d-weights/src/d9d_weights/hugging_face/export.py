@@ -14,7 +14,7 @@ from d9d_core.tensors import full
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_weights.graph import StateGraph
+from d9d_weights.graph.graph import StateGraph
 from d9d_weights.hugging_face.shard import ShardWriter
 from d9d_weights.hugging_face.writer import ModelWriter
 from d9d_weights.sharding.agreement import on_all, on_main

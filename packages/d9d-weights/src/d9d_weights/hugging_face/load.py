@@ -12,8 +12,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from d9d_weights.graph import StateGraph
 from d9d_weights.graph.expressions import TensorSource, Value
+from d9d_weights.graph.graph import StateGraph
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.shards import Piece, describe
 

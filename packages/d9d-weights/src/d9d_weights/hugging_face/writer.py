@@ -11,10 +11,10 @@ from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 
 from d9d_weights.files.atomic import json_bytes
+from d9d_weights.files.open import open_draft
 from d9d_weights.files.safetensors import Layout, plan_layout
-from d9d_weights.files.targets import open_target
 from d9d_weights.hugging_face.blocks import BlockBuffer
-from d9d_weights.hugging_face.layout import CONFIG, INDEX, is_plain_name, some
+from d9d_weights.hugging_face.layout import CONFIG, INDEX, SAFETENSORS, is_plain_name, some, still_valid
 from d9d_weights.hugging_face.plan import plan_files, spec_bytes
 from d9d_weights.hugging_face.shard import ShardWriter
 
@@ -48,7 +48,7 @@ class ModelWriter:
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._directory = directory
-        self._target = open_target(directory)
+        self._draft = open_draft(directory, _of_a_model)
         self._on_bytes = on_bytes
         self._buffer = BlockBuffer()
         self._plan = plan_files(specs, shard_bytes)
@@ -79,7 +79,7 @@ class ModelWriter:
 
     def start(self) -> None:
         """Prepare the place. One rank, before any file is opened."""
-        self._target.start()
+        self._draft.start()
 
     @contextmanager
     def open_shard(self, file: str) -> Iterator[ShardWriter]:
@@ -92,7 +92,7 @@ class ModelWriter:
             CheckpointError: there is no such file, or tensors of it were not written.
         """
         specs = self.tensors_of(file)
-        with self._target.create(file) as out:
+        with self._draft.create(file) as out:
             shard = ShardWriter(out, file, specs, self._layouts[file], self._buffer, self._on_bytes)
             yield shard
             shard.check_complete()
@@ -118,7 +118,7 @@ class ModelWriter:
         if taken:
             raise CheckpointError(f"{some(taken)} cannot be added to {self._directory}: no plain name, or taken")
         for file, layout in self._layouts.items():
-            if (size := self._target.size(file)) != layout.bytes:
+            if (size := self._draft.size(file)) != layout.bytes:
                 raise CheckpointError(
                     f"{self._directory} is not complete: {file} has {size or 'no'} bytes of {layout.bytes}; "
                     "every file must be written, and all processes must see the same directory"
@@ -127,11 +127,18 @@ class ModelWriter:
         if len(self.files) > 1:
             total = sum(spec_bytes(spec) for part in self._plan.values() for spec in part.values())
             last[INDEX] = _json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._file_of})
-        self._target.publish(files, last, save_assets)
+        own = set() if save_assets is None else self._draft.add(save_assets)
+        self._draft.publish({**still_valid(files, own), **last})
 
     def discard(self) -> None:
         """Remove what was written but not published. One rank, when no other writes any more; never fails."""
-        self._target.discard()
+        self._draft.discard()
+
+
+def _of_a_model(names: list[str]) -> list[str]:
+    """Files of an earlier model; what makes it exist goes first, so that an interruption leaves none."""
+    ours = [name for name in names if name == CONFIG or name.endswith((SAFETENSORS, f"{SAFETENSORS}.index.json"))]
+    return sorted(ours, key=lambda name: name.endswith(SAFETENSORS))
 
 
 def _json(file: str, value: Any) -> bytes:

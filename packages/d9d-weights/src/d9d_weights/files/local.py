@@ -1,0 +1,189 @@
+"""Directories of this machine, or of a file system that all ranks see: they appear by one rename, on the disk before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from d9d_core.errors import CheckpointError
+
+from d9d_weights.files.atomic import exclusive, remove_leftovers, replace, sync
+from d9d_weights.files.directory import OpenFile
+from d9d_weights.files.failures import unreadable
+
+
+class LocalDirectory:
+    """A directory of this machine.
+
+    Args:
+        path: of the directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def names(self) -> list[str]:
+        """See :class:`~d9d_weights.files.directory.Directory`."""
+        with unreadable(self):
+            return sorted(path.name for path in self._path.iterdir() if path.is_file())
+
+    def read(self, name: str) -> bytes:
+        """See :class:`~d9d_weights.files.directory.Directory`."""
+        with unreadable(f"{self}/{name}"):
+            return (self._path / name).read_bytes()
+
+    def open(self, name: str) -> OpenFile:
+        """See :class:`~d9d_weights.files.directory.Directory`."""
+        with unreadable(f"{self}/{name}"):
+            return LocalFile(self._path / name)
+
+
+class LocalFile:
+    """A file that is read at a position given with each read, so threads do not wait for each other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def size(self) -> int:
+        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        return os.fstat(self._descriptor).st_size
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        with unreadable(self._path):
+            return os.preadv(self._descriptor, [view], start)
+
+    def close(self) -> None:
+        """See :class:`~d9d_weights.files.directory.OpenFile`."""
+        os.close(self._descriptor)
+
+
+class LocalDraft:
+    """A hidden directory beside the target that takes its place when it is complete.
+
+    Args:
+        target: replaced if it exists.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self._target = target.absolute()
+        self._draft = self._target.with_name(f".{self._target.name}.tmp")
+
+    def start(self) -> None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        shutil.rmtree(self._draft, ignore_errors=True)
+        self._draft.mkdir(parents=True)
+
+    @contextmanager
+    def create(self, file: str) -> Iterator[BinaryIO]:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        if not self._draft.is_dir():
+            raise CheckpointError(
+                f"{self._draft} is not there: one process calls start() first, and all must see the same directory"
+            )
+        path = self._draft / file
+        try:
+            with path.open("wb") as out:
+                yield out
+                out.flush()
+                os.fsync(out.fileno())
+        except BaseException:
+            path.unlink(missing_ok=True)  # with a hole in it, it would still have its full size
+            raise
+
+    def size(self, file: str) -> int | None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        path = self._draft / file
+        return path.stat().st_size if path.is_file() else None
+
+    def add(self, save: Callable[[Path], None]) -> set[str]:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        before = set(self._draft.rglob("*"))
+        save(self._draft)
+        for path in set(self._draft.rglob("*")) - before:
+            sync(path)
+        return {path.name for path in self._draft.iterdir()}
+
+    def publish(self, last: Mapping[str, bytes]) -> None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        for name, content in last.items():
+            with self.create(name) as out:
+                out.write(content)
+        sync(self._draft)
+        replace(self._target, self._draft)
+
+    def discard(self) -> None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        shutil.rmtree(self._draft, ignore_errors=True)
+
+
+class LocalStore:
+    """A directory of directories on a file system with atomic renames.
+
+    Args:
+        directory: created by :meth:`prepare` or by the first draft.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __str__(self) -> str:
+        return str(self.directory)
+
+    def prepare(self) -> None:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        probe = self.directory / ".probe.tmp"
+        probe.write_bytes(b"")
+        probe.unlink()
+
+    def is_visible(self) -> bool:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        return self.directory.is_dir()
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`. The lock goes with the process, however it ends."""
+        busy = f"{self.directory} is in use by another training run; stop it, or choose another run.name"
+        with exclusive(self.directory / ".lock", busy):
+            remove_leftovers(self.directory)
+            yield
+
+    def names(self) -> list[str]:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        if not self.directory.is_dir():
+            return []
+        return [path.name for path in self.directory.iterdir() if path.is_dir()]
+
+    def location(self, name: str) -> str:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        return str(self.directory / name)
+
+    def draft(self, name: str) -> LocalDraft:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        return LocalDraft(self.directory / name)
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        return (self.directory / name / file).open("rb")
+
+    def set_aside(self, name: str) -> str:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        target = self.directory / f"{name}.damaged"
+        shutil.rmtree(target, ignore_errors=True)
+        return str((self.directory / name).rename(target))
+
+    def remove(self, name: str) -> None:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        # Under this name, what remains of it is a leftover and no damaged checkpoint.
+        doomed = self.directory / f".{name}.tmp"
+        (self.directory / name).rename(doomed)
+        shutil.rmtree(doomed)

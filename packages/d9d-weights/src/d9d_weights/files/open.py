@@ -1,0 +1,62 @@
+"""Choice between local paths and fsspec addresses: a location with ``://`` is an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from d9d_core.errors import CheckpointError
+
+from d9d_weights.files.directory import Directory, DirectoryStore, Draft
+from d9d_weights.files.local import LocalDirectory, LocalDraft, LocalStore
+
+
+def open_directory(location: str | Path) -> Directory:
+    """A directory to read from.
+
+    Raises:
+        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+    """
+    if _is_address(location):
+        from d9d_weights.files.remote import RemoteDirectory  # fsspec takes a while to import
+
+        return RemoteDirectory(str(location))
+    return LocalDirectory(Path(location))
+
+
+def open_draft(location: str | Path, earlier: Callable[[list[str]], list[str]]) -> Draft:
+    """A directory to be written as a whole.
+
+    Args:
+        location: replaced if it exists.
+        earlier: behind an address, which of the files there belong to an earlier directory of this kind and are
+            removed, in this order.
+
+    Raises:
+        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+    """
+    if _is_address(location):
+        from d9d_weights.files.remote import remote_draft
+
+        return remote_draft(str(location), earlier)
+    return LocalDraft(Path(location))
+
+
+def open_store(location: str | Path) -> DirectoryStore:
+    """A place for named directories.
+
+    Raises:
+        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+    """
+    if _is_address(location):
+        from d9d_weights.files.remote import RemoteStore
+
+        try:
+            return RemoteStore(str(location))
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"checkpoints cannot be kept at {location}: {error}") from error
+    return LocalStore(Path(location))
+
+
+def _is_address(location: str | Path) -> bool:
+    return isinstance(location, str) and "://" in location

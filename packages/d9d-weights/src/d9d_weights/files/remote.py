@@ -1,0 +1,307 @@
+"""Directories behind an fsspec address, such as an object store: no rename, no lock, so the last file makes one exist."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from d9d_core.errors import CheckpointError
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+from d9d_weights.files.directory import OpenFile
+from d9d_weights.files.failures import as_os_error, unreadable, unwritable
+
+_OWNER = "owner.json"
+#: In a directory that was set aside: an object store cannot rename gigabytes.
+_DAMAGED = "damaged"
+
+
+class RemoteDirectory:
+    """A prefix of an object store, or any other place that fsspec reaches.
+
+    Args:
+        url: such as ``s3://bucket/model``.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        with unreadable(url):
+            self._files, self._root = url_to_fs(self._url)
+
+    def __str__(self) -> str:
+        return self._url
+
+    def names(self) -> list[str]:
+        """See :class:`~d9d_weights.files.directory.Directory`."""
+        with unreadable(self):
+            self._files.invalidate_cache()
+            found = self._files.ls(self._root, detail=True)
+            return sorted(entry["name"].rpartition("/")[2] for entry in found if entry["type"] == "file")
+
+    def read(self, name: str) -> bytes:
+        """See :class:`~d9d_weights.files.directory.Directory`."""
+        with unreadable(f"{self}/{name}"):
+            return cast("bytes", self._files.cat_file(f"{self._root}/{name}"))
+
+    def open(self, name: str) -> OpenFile:
+        """See :class:`~d9d_weights.files.directory.Directory`."""
+        with unreadable(f"{self}/{name}"):
+            # Windows are read once, so reading ahead would fetch bytes that nobody asked for.
+            return RemoteFile(self._files.open(f"{self._root}/{name}", "rb", cache_type="none"), f"{self}/{name}")
+
+
+class RemoteFile:
+    """A file with one position, so one thread reads at a time."""
+
+    def __init__(self, file: BinaryIO, name: str) -> None:
+        self._file: Any = file
+        self._name = name
+        self._lock = threading.Lock()
+
+    def size(self) -> int:
+        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        with self._lock, unreadable(self._name):
+            return int(self._file.seek(0, 2))
+
+    def read_into(self, start: int, view: memoryview) -> int:
+        """See :class:`~d9d_weights.files.safetensors.Source`."""
+        with self._lock, unreadable(self._name):
+            self._file.seek(start)
+            return int(self._file.readinto(view))
+
+    def close(self) -> None:
+        """See :class:`~d9d_weights.files.directory.OpenFile`."""
+        self._file.close()
+
+
+class RemoteDraft:
+    """Files under an address that mean nothing until the last one is there.
+
+    Args:
+        files: fsspec file system.
+        root: of the directory, as the file system wants it.
+        failures: says of a failure what it means.
+        earlier: which of the files that lie there belong to an earlier directory of this kind, in the order in which
+            :meth:`start` and :meth:`discard` remove them; ``None`` means all, and the directory itself.
+        positioned: whether :meth:`create` gives files that can be positioned. They are built in this machine's
+            directory for temporary files.
+        check_owner: raises if somebody else took the place over.
+    """
+
+    def __init__(
+        self,
+        files: Any,
+        root: str,
+        failures: Callable[[], AbstractContextManager[None]] = as_os_error,
+        earlier: Callable[[list[str]], list[str]] | None = None,
+        positioned: bool = False,
+        check_owner: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._files = files
+        self._root = root.rstrip("/")
+        self._failures = failures
+        self._earlier = earlier
+        self._positioned = positioned
+        self._check_owner = check_owner
+
+    def start(self) -> None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        self._check_owner()
+        with self._failures():
+            self._remove()
+            self._files.makedirs(self._root, exist_ok=True)
+
+    @contextmanager
+    def create(self, file: str) -> Iterator[BinaryIO]:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        if not self._positioned:
+            with self._failures(), self._files.open(f"{self._root}/{file}", "wb") as out:
+                yield out
+            return
+        with tempfile.NamedTemporaryFile(suffix=f".{file}") as out:
+            yield out  # type: ignore[misc] # a binary file in all but its class
+            out.flush()
+            with self._failures():
+                self._files.put_file(out.name, f"{self._root}/{file}")
+
+    def size(self, file: str) -> int | None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        with self._failures():
+            self._files.invalidate_cache()
+            try:
+                return int(self._files.size(f"{self._root}/{file}"))
+            except FileNotFoundError:
+                return None
+
+    def add(self, save: Callable[[Path], None]) -> set[str]:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        with tempfile.TemporaryDirectory() as directory:
+            save(Path(directory))
+            with self._failures():
+                for path in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
+                    target = f"{self._root}/{path.relative_to(directory).as_posix()}"
+                    self._files.makedirs(target.rpartition("/")[0], exist_ok=True)
+                    self._files.put_file(str(path), target)
+            return {path.name for path in Path(directory).iterdir()}
+
+    def publish(self, last: Mapping[str, bytes]) -> None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        self._check_owner()
+        with self._failures():
+            for name, content in last.items():
+                self._files.pipe_file(f"{self._root}/{name}", content)
+
+    def discard(self) -> None:
+        """See :class:`~d9d_weights.files.directory.Draft`."""
+        with contextlib.suppress(Exception):
+            self._check_owner()  # else it may be the new owner's
+            self._remove()
+
+    def _remove(self) -> None:
+        self._files.invalidate_cache()
+        if self._earlier is None:
+            if self._files.exists(self._root):
+                remove_directory(self._files, self._root)
+            return
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return
+        for name in self._earlier([path.rstrip("/").rpartition("/")[2] for path in found]):
+            self._files.rm_file(f"{self._root}/{name}")
+
+
+def remote_draft(url: str, earlier: Callable[[list[str]], list[str]]) -> RemoteDraft:
+    """A draft at an address of its own, which failures name; its files can be positioned.
+
+    Raises:
+        CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
+    """
+    with unwritable(url):
+        files, root = url_to_fs(url.rstrip("/"))
+    return RemoteDraft(files, root, lambda: unwritable(url), earlier, positioned=True)
+
+
+def remove_directory(files: Any, root: str) -> None:
+    """Remove a directory of a store; whatever remains of it, if that is interrupted, counts no more."""
+    files.pipe_file(f"{root}/{_DAMAGED}", b"set aside: a checkpoint before it was used instead")
+    files.rm(root, recursive=True)
+
+
+class RemoteStore:
+    """A prefix of an object store that holds directories.
+
+    Nobody can lock such a place. So whoever opens it last owns it, by a file with a random token, and whoever opened it
+    before is told so before anything of theirs appears.
+
+    Args:
+        url: such as ``s3://bucket/run/checkpoints`` or ``memory://run``.
+
+    Raises:
+        ImportError: the driver is not installed.
+        ValueError: there is no such kind of address.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.files, self._root = url_to_fs(self.url)
+        self._me: dict[str, Any] | None = None
+
+    def __str__(self) -> str:
+        return self.url
+
+    def path(self, *parts: str) -> str:
+        """Path as the file system wants it."""
+        return "/".join((self._root.rstrip("/"), *parts))
+
+    def prepare(self) -> None:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        with as_os_error():
+            self.files.makedirs(self.path(), exist_ok=True)
+            self.files.pipe_file(self.path("probe"), b"probe")
+            self.files.rm_file(self.path("probe"))
+
+    def is_visible(self) -> bool:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`. Object stores have no directories to be seen."""
+        return True
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        self._me = {"token": secrets.token_hex(8), "host": platform.node(), "process": os.getpid()}
+        with as_os_error():
+            self.files.pipe_file(self.path(_OWNER), json.dumps(self._me).encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):  # it may be gone, or somebody else's
+                self.check_owner()
+                self.files.rm_file(self.path(_OWNER))
+            self._me = None
+
+    def check_owner(self) -> None:
+        """Make sure that nobody else opened the place after this process did.
+
+        Raises:
+            CheckpointError: somebody did.
+        """
+        if self._me is None:
+            return
+        try:
+            owner = json.loads(self.files.cat_file(self.path(_OWNER)))
+        except FileNotFoundError:
+            owner = {}
+        if owner.get("token") != self._me["token"]:
+            raise CheckpointError(
+                f"{self.url} was taken over by another training run ({_named(owner)}); this one is "
+                f"{_named(self._me)}: stop one of them, or give it another run.name"
+            )
+
+    def names(self) -> list[str]:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        with as_os_error():
+            self.files.invalidate_cache()
+            try:
+                found = self.files.ls(self.path(), detail=True)
+            except FileNotFoundError:
+                return []
+            names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in found if entry["type"] == "directory"]
+            return [name for name in names if not self.files.exists(self.path(name, _DAMAGED))]
+
+    def location(self, name: str) -> str:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        return f"{self.url}/{name}"
+
+    def draft(self, name: str) -> RemoteDraft:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        return RemoteDraft(self.files, self.path(name), check_owner=self.check_owner)
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        with as_os_error():
+            # Windows are read once, so reading ahead would fetch bytes that belong to other ranks.
+            return cast("BinaryIO", self.files.open(self.path(name, file), "rb", cache_type="none"))
+
+    def set_aside(self, name: str) -> str:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        with as_os_error():
+            self.files.pipe_file(self.path(name, _DAMAGED), b"set aside: a checkpoint before it was used instead")
+        return self.location(name)
+
+    def remove(self, name: str) -> None:
+        """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        with as_os_error():
+            remove_directory(self.files, self.path(name))
+
+
+def _named(owner: dict[str, Any]) -> str:
+    return f"process {owner['process']} on {owner['host']}" if owner else "unknown; its owner.json is gone"
