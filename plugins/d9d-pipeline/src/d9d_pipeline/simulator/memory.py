@@ -1,4 +1,4 @@
-"""What a rank holds at most, from the order of its actions alone."""
+"""Peak memory of a rank, from the order of its actions alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d9d_core.loop.program import (
 def live(program: Program, weights: Sequence[float], training: bool = True) -> float:
     """Most activations held at a time.
 
-    They are held from a forward to the end of its backward, or of its gradients of weights if those come apart; without
+    They are held from a forward to the end of its backward, or of its weight gradients if those come apart; without
     training, while the forward runs.
 
     Args:
@@ -43,7 +43,7 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
 
 
 def inbox(program: Program) -> int:
-    """Most tensors that memory is offered for, and that no computation has taken yet."""
+    """Most received tensors that no computation has taken yet."""
     offered = most = 0
     waiting = set()
     for action in program:

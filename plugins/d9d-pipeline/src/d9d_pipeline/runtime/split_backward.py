@@ -1,4 +1,4 @@
-"""The backward of a stage in two phases: gradients of its inputs first, those of its weights at any later time."""
+"""Split backward of a stage: input gradients first, weight gradients at any later time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from d9d_core.deferral import Deferral, DeferredWeights
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from d9d_pipeline.foreign_weights import ForeignWeights
-from d9d_pipeline.graph_walk import LateSide, walk
+from d9d_pipeline.runtime.foreign_weights import ForeignWeights
+from d9d_pipeline.runtime.graph_walk import LateSide, divide_graph
 
 Roots = Sequence[GradientEdge | Tensor]
 
 
-class Weights:
-    """What an input phase left to do.
+class WeightPhase:
+    """Work that the input phase of a backward has deferred.
 
     Args:
         deferred: what ops left.
-        sides: what the walk left, one function for each part.
-        foreign: whose weights the walk left.
+        sides: functions of the graph walk, one function for each part.
+        foreign: foreign weights that these functions compute gradients of.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class Weights:
         self._foreign = foreign
 
     def run(self) -> None:
-        """The weight phase: afterwards ``.grad`` of all parameters is as after a whole backward. Once."""
+        """Run the weight phase, once: afterwards ``.grad`` of all parameters is as after a whole backward."""
         self._deferred.run()
         if self._foreign is not None:
-            with self._foreign.whole():
+            with self._foreign.unsharded():
                 while self._sides:
                     self._sides.pop(0)()
         self._foreign = None
@@ -67,11 +67,11 @@ class SplitBackward:
         self._foreign = ForeignWeights(stage, self._deferral, whole)
 
     def expect(self, split: bool) -> None:
-        """Whether what runs from here on belongs to a backward in two phases; so it is taken until this is called."""
+        """Set whether the ops that run from here on defer weight gradients; it holds until the next call."""
         self._deferral.wanted = split
 
     def backward(self, roots: Roots, gradients: Sequence[Tensor | None]) -> None:
-        """The whole backward.
+        """Run a whole backward.
 
         Args:
             roots: where it starts; those that need no gradient are skipped.
@@ -81,8 +81,8 @@ class SplitBackward:
         if edges:
             torch.autograd.backward(edges, seeds)
 
-    def inputs(self, roots: Roots, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Weights:
-        """The input phase: afterwards ``.grad`` of the leaves is as after a whole backward.
+    def inputs(self, roots: Roots, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> WeightPhase:
+        """Run the input phase: afterwards ``.grad`` of the leaves is as after a whole backward.
 
         Args:
             roots: where it starts; those that need no gradient are skipped.
@@ -95,10 +95,10 @@ class SplitBackward:
         edges, seeds = _edges(roots, gradients)
         with self._deferral.collect() as deferred:
             if not edges:
-                return Weights(deferred)
+                return WeightPhase(deferred)
             if not self._foreign.worthwhile or not any(leaf.requires_grad for leaf in leaves):
                 torch.autograd.backward(edges, seeds)
-                return Weights(deferred)
+                return WeightPhase(deferred)
             return self._walk(edges, seeds, leaves, deferred)
 
     def _walk(
@@ -107,13 +107,13 @@ class SplitBackward:
         seeds: list[Tensor | None],
         leaves: Sequence[Tensor],
         deferred: DeferredWeights,
-    ) -> Weights:
+    ) -> WeightPhase:
         inputs = {id(leaf) for leaf in leaves}
-        found = walk(edges, lambda leaf: id(leaf) not in inputs and self._foreign.is_late(leaf))
+        found = divide_graph(edges, lambda leaf: id(leaf) not in inputs and self._foreign.is_late(leaf))
         self._foreign.at_once(found.at_once)
         if not found.sides:
             torch.autograd.backward(edges, seeds)
-            return Weights(deferred)
+            return WeightPhase(deferred)
         apart = {index for side in found.sides for index in side.roots}
         sides = [_Side(side, edges, seeds, self._deferral) for side in found.sides]
         handles = [handle for side in sides for handle in side.watch()]
@@ -126,7 +126,7 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        return Weights(deferred, [side.run for side in sides], self._foreign)
+        return WeightPhase(deferred, [side.run for side in sides], self._foreign)
 
 
 class _Side:
@@ -148,11 +148,11 @@ class _Side:
         self._arrived: dict[int, tuple[Tensor | None, ...]] = {}
 
     def watch(self) -> list[torch.utils.hooks.RemovableHandle]:
-        """Have the coming backward note what arrives."""
+        """Have the coming backward record the gradients that arrive."""
         return [node.register_prehook(self._noting(index)) for index, node in enumerate(self._side.branching)]
 
     def run(self) -> None:
-        """From each branching node down to the parameters."""
+        """Run the backward from each branching node down to the late parameters."""
         nodes = self._side.branching
         starts: list[GradientEdge] = [edge for edge, _ in self._seeds]
         gradients = [gradient for _, gradient in self._seeds]

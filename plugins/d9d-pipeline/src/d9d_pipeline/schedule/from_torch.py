@@ -1,4 +1,4 @@
-"""Orders of other libraries as programs, to simulate them under the same rules."""
+"""Conversion of schedules of ``torch.distributed.pipelining``, to simulate them under the same rules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from d9d_core.loop.program import (
     WeightBackward,
 )
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import Placement
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import Placement
 
 _TYPES: Mapping[str, type[MicrobatchAction]] = {
     "F": Forward, "B": Backward, "I": InputBackward, "W": WeightBackward,
@@ -25,13 +25,13 @@ _TYPES: Mapping[str, type[MicrobatchAction]] = {
 
 
 def from_torch(pipeline_order: Mapping[int, Iterable[Any]], placement: Placement) -> list[Program]:
-    """What a schedule of ``torch.distributed.pipelining`` computes, with communication inserted by our pass.
+    """Programs with the order of computation of a torch schedule, and transfers inserted by our pass.
 
     Args:
         pipeline_order: rank -> the ``_Action`` of a schedule, or ``None`` for a pause, which says nothing here.
         placement: which rank has which stages.
     """
-    return connect([_translate(pipeline_order[rank]) for rank in range(len(placement))], placement)
+    return insert_transfers([_translate(pipeline_order[rank]) for rank in range(len(placement))], placement)
 
 
 def _translate(order: Iterable[Any]) -> list[Action]:

@@ -1,4 +1,4 @@
-"""What ``d9d pipeline`` prints."""
+"""Tables and JSON that ``d9d pipeline`` prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule in a comparison.
+    """Result of one schedule in a comparison.
 
     Attributes:
         name: of the schedule.
@@ -36,16 +36,16 @@ class Row:
 
     @property
     def too_large(self) -> bool:
-        """Whether a rank would hold more than it can."""
+        """Whether a rank would hold more than ``limit``."""
         return self.simulation is not None and self.limit is not None and max(self.simulation.peak_live) > self.limit
 
     @property
     def note(self) -> str:
-        """Why not this one."""
+        """Reason against this schedule; empty if there is none."""
         return self.problem or ("over the memory limit" if self.too_large else "")
 
     def order(self) -> tuple[bool, bool, float, float, str]:
-        """Those that fit first, the fastest first, of equally fast ones the smallest."""
+        """Sort key: schedules that fit first, then the fastest, then the one that holds least."""
         if self.simulation is None:
             return True, True, 0.0, 0.0, self.name
         # Sums of times differ in their last digits.
@@ -53,13 +53,13 @@ class Row:
         return False, self.too_large, time, max(self.simulation.peak_live), self.name
 
     def facts(self) -> dict[str, Any]:
-        """For JSON."""
+        """Numbers of the row for JSON."""
         facts = {"schedule": self.name, "stages_per_rank": self.stages, "note": self.note}
         return facts | (summary(self.simulation) if self.simulation else {})
 
 
 def summary(simulation: Simulation) -> dict[str, Any]:
-    """The numbers of a step."""
+    """Numbers of a step for JSON."""
     return {
         "time": simulation.makespan,
         "bubble": simulation.bubble,
@@ -72,7 +72,7 @@ def summary(simulation: Simulation) -> dict[str, Any]:
 
 
 def print_simulation(simulation: Simulation, title: str) -> None:
-    """The numbers of all ranks, or of those at both ends."""
+    """Print the numbers of all ranks of a step, or of those at both ends of a long pipeline."""
     console = _console()
     table = Table(box=None, header_style="bold", title=title, title_justify="left", title_style="bold")
     for name in ("rank", "stages", "computes", "idle", "holds", "offers", "sends"):
@@ -108,7 +108,7 @@ def print_simulation(simulation: Simulation, title: str) -> None:
 
 
 def print_comparison(rows: Sequence[Row], title: str, limit: float | None) -> None:
-    """One line for each schedule."""
+    """Print a table with one line for each schedule."""
     within = "" if limit is None else f", at most {limit:g} held"
     table = Table(box=None, header_style="bold", title=title + within, title_justify="left", title_style="bold")
     for name in ("", "schedule", "stages", "time", "bubble", "inner", "holds", "sends", "note"):

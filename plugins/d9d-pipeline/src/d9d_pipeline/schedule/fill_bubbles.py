@@ -1,4 +1,4 @@
-"""Gradients of weights, which nobody waits for, go where a rank would wait."""
+"""Weight gradients moved into the bubbles of an order of computation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from d9d_core.loop.program import Action, InputBackward, WeightBackward
 
-from d9d_pipeline.pace import starts
+from d9d_pipeline.schedule.ideal_timing import ideal_starts
 
 
-def weights_into_gaps(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """The same forwards and gradients of inputs in the same order, each as early as its inputs allow.
+def fill_bubbles(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Move weight gradients to where a rank would wait; everything else keeps its order.
 
     Activations are held for long, so this is for when there is memory for all of them.
 
@@ -20,7 +20,7 @@ def weights_into_gaps(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
     """
     others = [tuple(action for action in order if not isinstance(action, WeightBackward)) for order in orders]
     filled = []
-    for order, begins in zip(others, starts(others), strict=True):
+    for order, begins in zip(others, ideal_starts(others), strict=True):
         actions: list[Action] = []
         waiting: deque[WeightBackward] = deque()
         clock = 0.0

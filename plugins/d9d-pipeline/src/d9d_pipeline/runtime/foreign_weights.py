@@ -1,4 +1,4 @@
-"""Which weights of a stage leave their gradients for later by themselves, and which only a walk can leave."""
+"""Foreign weights: matrices of modules without ``DefersWeights``, which only a graph walk can defer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTABLE = 1 / 16
 
 
 class ForeignWeights:
-    """Attaches a stage's deferral where the trait is, and knows the matrices that are left.
+    """Foreign weights of a stage; attaches the stage's deferral to all modules with ``DefersWeights``.
 
     Args:
         stage: after all strategies were applied.
@@ -53,22 +53,22 @@ class ForeignWeights:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether a notable part of the matrices is foreign."""
+        """Whether a notable part of the stage's matrices is foreign."""
         return sum(self._sizes.values()) > self._least
 
     def is_late(self, leaf: Tensor) -> bool:
-        """Whether it is one of these matrices."""
+        """Whether ``leaf`` is one of these matrices, so that its gradient may be late."""
         known, name = self._leaves.get(id(leaf), (None, ""))
         return known is leaf and name in self._sizes
 
     def at_once(self, leaves: Sequence[Tensor]) -> None:
-        """The gradients of these come at once, whatever one does: they are late no more."""
+        """Exclude matrices whose gradients cannot be deferred."""
         for leaf in leaves:
             self._sizes.pop(self._leaves[id(leaf)][1], None)
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """The parameters hold their values inside, also those that FSDP2 shards. Collective over their ranks."""
+    def unsharded(self) -> Iterator[None]:
+        """Context in which the parameters are gathered, also if FSDP2 shards them. Collective over their ranks."""
         for unit in self._units.values():
             # Nodes that pass once more tell FSDP2 of a backward, at the end of which it would free what others need.
             unit.set_reshard_after_backward(False, recurse=False)
@@ -87,7 +87,7 @@ class ForeignWeights:
 
 
 def _unit_of(stage: nn.Module, path: str) -> dict[str, FSDPModule]:
-    """The unit of FSDP2 that gathers a module's parameters, by its name; nothing if there is none."""
+    """FSDP2 unit that gathers a module's parameters, by its name; empty if there is none."""
     parts = path.split(".")
     for length in range(len(parts), -1, -1):
         name = ".".join(parts[:length])

@@ -1,4 +1,4 @@
-"""What runs the actions of a pipeline that core does not run: sends, receives, split backwards and overlapped pairs."""
+"""Handlers of the actions that core does not run: sends, receives, split backwards and overlapped pairs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from d9d_core.loop.program import (
     WeightBackward,
 )
 
-from d9d_pipeline.overlap.handlers import overlapped
-from d9d_pipeline.overlap.sending import has_points
-from d9d_pipeline.split_backward import SplitBackward
-from d9d_pipeline.transfers import Transfers
+from d9d_pipeline.overlap.handlers import overlap_handlers
+from d9d_pipeline.overlap.yielding_dispatcher import has_yield_points
+from d9d_pipeline.runtime.split_backward import SplitBackward
+from d9d_pipeline.runtime.transfers import Transfers
 
 
 def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], Handler]:  # noqa: ARG001
-    """The handlers of a rank, for any schedule. Collective over the ranks along ``pp``.
+    """Handlers of a rank, for any schedule. Collective over the ranks along ``pp``.
 
     Args:
         config: of the schedule.
@@ -32,17 +32,17 @@ def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], 
     if executor.pipeline.ranks > 1:
         found |= Transfers(executor).handlers()
     if InputBackward in executor.pipeline.kinds:
-        split = SplitActions(executor)
+        split = SplitBackwardHandlers(executor)
         found |= split.handlers()
     if Overlap not in executor.pipeline.kinds:
         return found
-    if has_points(executor.stages.values()):
-        return overlapped(executor, found)
-    return found | {Overlap: OneAfterTheOther(found).overlap}
+    if has_yield_points(executor.stages.values()):
+        return overlap_handlers(executor, found)
+    return found | {Overlap: SequentialPairs(found).overlap}
 
 
-class OneAfterTheOther:
-    """The handler of overlapped pairs where nothing inside a stage is worth hiding.
+class SequentialPairs:
+    """Handler of overlapped pairs where a stage has no communication to hide.
 
     Args:
         handlers: of all other actions.
@@ -58,8 +58,8 @@ class OneAfterTheOther:
             self._handlers[type(part)](part, state)
 
 
-class SplitActions:
-    """Handlers of stages with split backwards.
+class SplitBackwardHandlers:
+    """Handlers of the computations of stages with split backwards.
 
     Args:
         executor: whose stages these are.
@@ -73,7 +73,7 @@ class SplitActions:
         }
 
     def handlers(self) -> dict[type[Action], Handler]:
-        """Of all that a stage computes. Its ops take part in deferring where the backward comes in two phases."""
+        """Handler of each kind of computation; ops defer only where the backward comes in two phases."""
         return {
             Forward: self.forward,
             Backward: self.backward,
@@ -82,7 +82,7 @@ class SplitActions:
         }
 
     def forward(self, action: Action, state: StepState) -> None:
-        """Run a stage on a microbatch."""
+        """Run a stage forward on a microbatch."""
         assert isinstance(action, Forward)
         self._stages[action.stage].expect(action.microbatch in state.split.get(action.stage, ()))
         self._executor.forward(action, state)
@@ -95,7 +95,7 @@ class SplitActions:
         self._executor.backward(action, state)
 
     def inputs(self, action: Action, state: StepState) -> None:
-        """Compute the gradients of a stage's inputs, and hand them back."""
+        """Compute the input gradients of a stage."""
         assert isinstance(action, InputBackward)
         self._stages[action.stage].expect(True)
         visit, gradients = self._executor.open_backward(action, state)
@@ -106,7 +106,7 @@ class SplitActions:
         self._executor.close_backward(action, visit, state)
 
     def weights(self, action: Action, state: StepState) -> None:
-        """Compute the gradients of a stage's weights that are left."""
+        """Compute the deferred weight gradients of a stage."""
         assert isinstance(action, WeightBackward)
         self._stages[action.stage].expect(True)
         state.weights.pop((action.stage, action.microbatch))()

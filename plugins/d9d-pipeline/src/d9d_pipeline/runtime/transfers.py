@@ -1,4 +1,4 @@
-"""Tensors between the ranks of a pipeline, started when a program says so and awaited when they are needed."""
+"""Transfers of activations and gradients between pipeline ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from d9d_core.traits import TensorSpec
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_pipeline.communication import just_in_time
+from d9d_pipeline.schedule.insert_transfers import just_in_time
 
 #: Thread blocks of a transfer's kernel. It holds them while it waits for the other rank, and matrix products that find
 #: processors taken may last much longer; but few of them fill only part of a link.
@@ -29,7 +29,7 @@ _BLOCKS = 8
 
 
 class Transfers:
-    """Handlers of sends and receives.
+    """Handlers of sends and receives, started by the program and awaited where the tensors are needed.
 
     What goes to higher ranks and what goes to lower ones has a process group, and on GPUs a communicator and a stream
     for each pair of ranks, of its own: neither waits for the other, nor for what the model's own collectives do. Within
@@ -53,13 +53,13 @@ class Transfers:
             raise BuildError(f"{topology} has no process group, which a pipeline needs; start the job with d9d train")
         self._up, self._down = groups[0], groups[1]
         self._leaving: list[tuple[dist.Work, Tensor]] = []
-        self._offers: dict[int, deque[_Offer]] = {}
+        self._offers: dict[int, deque[_PendingReceive]] = {}
         self._late = cache(self._receives_just_in_time)
         if topology.device.type != "cpu":
             self._open()
 
     def handlers(self) -> dict[type[Action], Handler]:
-        """One for each kind of send and receive."""
+        """Handler of each kind of send and receive."""
         return {
             SendActivation: self._send_activation,
             ReceiveActivation: self._receive_activation,
@@ -108,7 +108,9 @@ class Transfers:
     def _receive(self, specs: Mapping[str, TensorSpec], stage: int, action: Action, state: StepState) -> Arrival:
         place = self._executor.pipeline.hosts[stage]
         group = self._down if place > self._place else self._up
-        offer = _Offer(specs, partial(dist.irecv, group=group, group_src=place), self._executor.topology.device)
+        offer = _PendingReceive(
+            specs, partial(dist.irecv, group=group, group_src=place), self._executor.topology.device
+        )
         waiting = self._offers.setdefault(place, deque())
         waiting.append(offer)
         if action not in self._late(len(state.pack)):
@@ -126,7 +128,7 @@ class Transfers:
         self._leaving = []
 
     def _open(self) -> None:
-        """Let every pair of neighbours meet, in one order on all ranks.
+        """Open the connection of every pair of neighbours, in one order on all ranks.
 
         A device's backend connects two ranks when they first send, and holds both until then: in the middle of a
         program that could be in a circle.
@@ -143,8 +145,8 @@ class Transfers:
                 dist.recv(token, group=group, group_src=source)
 
 
-class _Offer:
-    """Memory for tensors from another rank.
+class _PendingReceive:
+    """Receive of tensors from another rank, and the memory for them.
 
     Args:
         specs: of the tensors.
@@ -161,26 +163,26 @@ class _Offer:
         self.posted = False
 
     def post(self) -> None:
-        """Begin to receive."""
+        """Allocate the memory and start to receive."""
         self.posted = True
         for name, spec in self._specs.items():
             self._tensors[name] = torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
             self._works.append(self._receive(self._tensors[name]))
 
     def wait(self) -> dict[str, Tensor]:
-        """What has arrived."""
+        """Wait for the tensors."""
         for work in self._works:
             if work is not None:
                 work.wait()
         return self._tensors
 
 
-def _post(waiting: deque[_Offer], offer: _Offer) -> None:
-    """Receive it, and before it what was sent before it."""
+def _post(waiting: deque[_PendingReceive], offer: _PendingReceive) -> None:
+    """Post a receive, and before it those of what was sent before it."""
     while not offer.posted:
         waiting.popleft().post()
 
 
-def _arrived(waiting: deque[_Offer], offer: _Offer) -> dict[str, Tensor]:
+def _arrived(waiting: deque[_PendingReceive], offer: _PendingReceive) -> dict[str, Tensor]:
     _post(waiting, offer)
     return offer.wait()

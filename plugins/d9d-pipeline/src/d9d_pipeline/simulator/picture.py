@@ -1,4 +1,4 @@
-"""The timeline of a simulated step as one SVG file that needs nothing else.
+"""Timeline of a simulated step as one SVG file that needs nothing else.
 
 Ranks are rows, time runs to the right, numbers are microbatches. The first stage of a rank is pale, its last one dark.
 """
@@ -13,7 +13,7 @@ from d9d_core.loop.program import Action, Backward, Forward, InputBackward, Micr
 from d9d_pipeline.simulator.result import Simulation, Span
 
 #: Type -> its letter in class names, what the legend says, and the colours of the first and the last stage of a rank.
-_INKS: dict[type[Action], tuple[str, str, str, str]] = {
+_COLOURS: dict[type[Action], tuple[str, str, str, str]] = {
     Forward: ("f", "forward", "#a9cdf4", "#2f6fb7"),
     Backward: ("b", "backward", "#b4e0b0", "#3b8f49"),
     InputBackward: ("i", "gradients of inputs", "#9fe0d8", "#1f857d"),
@@ -26,7 +26,7 @@ _WIDEST, _BOX = 2400, 17.0
 
 
 def draw(simulation: Simulation, title: str) -> str:
-    """The picture.
+    """Draw the timeline of a step.
 
     Args:
         simulation: of all ranks.
@@ -81,7 +81,7 @@ def _styles(depth: int) -> Iterator[str]:
     yield ".n{text-anchor:middle;dominant-baseline:central}.s{font-size:9px}.d{fill:#fff}"
     yield ".axis{stroke:#999;stroke-width:1}.tick{text-anchor:middle;fill:#666;font-size:10px}"
     yield ".box{stroke:#fff;stroke-width:0.8}.key{fill:#444}"
-    for letter, _, pale, dark in _INKS.values():
+    for letter, _, pale, dark in _COLOURS.values():
         for place in range(depth):
             yield f".{letter}{place}{{fill:{_mix(pale, dark, place / max(1, depth - 1))}}}"
 
@@ -103,7 +103,7 @@ def _box(span: Span, scale: float, y: float, places: dict[int, int]) -> Iterator
     x, width, height = _LEFT + span.begin * scale, (span.end - span.begin) * scale, _ROW / len(halves)
     depth = max(places.values(), default=0)
     for row, half in enumerate(halves):
-        letter, place = _INKS[type(half)][0], places[half.stage]
+        letter, place = _COLOURS[type(half)][0], places[half.stage]
         top, number = y + row * height, str(half.microbatch)
         tip = f"<title>{escape(str(span.action))}: {span.begin:.6g} to {span.end:.6g}</title>"
         area = f'x="{x:.2f}" y="{top:.2f}" width="{width:.2f}" height="{height:.2f}"'
@@ -125,14 +125,14 @@ def _axis(makespan: float, scale: float, y: float) -> Iterator[str]:
 
 
 def _round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is not below ``least``."""
+    """Smallest 1, 2 or 5 times a power of ten that is not below ``least``."""
     power = 10.0 ** (len(f"{int(least)}") - 1) if least >= 1 else 10.0 ** -len(str(int(1 / least)))
     return next(factor * power for factor in (1, 2, 5, 10, 20) if factor * power >= least)
 
 
 def _legend(kinds: set[type[MicrobatchAction]], depth: int, y: float) -> Iterator[str]:
     x = float(_LEFT)
-    for kind, (letter, name, _, _) in _INKS.items():
+    for kind, (letter, name, _, _) in _COLOURS.items():
         if kind in kinds:
             for place in range(depth):
                 yield f'<rect class="{letter}{place}" x="{x + place * 14:.0f}" y="{y - 11}" width="14" height="14"/>'

@@ -1,4 +1,4 @@
-"""Which nodes of an autograd graph lie before which gradients: the map for a split backward of foreign modules.
+"""Division of an autograd graph into what input gradients need and what only late weight gradients need.
 
 A node is *on the way* if gradients that are due at once (of inputs, and of all parameters that are not late) need it. A
 *branching* node is on the way, and has a side that leads to late parameters only. Each late side is reached through
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 @dataclass
 class LateSide:
-    """Late parameters, and everything their gradients come through. No two sides share a node.
+    """Subgraph that ends in late parameters only. No two sides share a node.
 
     Attributes:
         branching: nodes on the way that lead to it.
@@ -32,8 +32,8 @@ class LateSide:
 
 
 @dataclass(frozen=True)
-class Walk:
-    """A graph, divided.
+class DividedGraph:
+    """Division of an autograd graph for a backward in two phases.
 
     Attributes:
         due: leaf tensors whose gradients are due at once.
@@ -46,7 +46,7 @@ class Walk:
     sides: Sequence[LateSide]
 
 
-def walk(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor], bool]) -> Walk:
+def divide_graph(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor], bool]) -> DividedGraph:
     """Divide the graph of ``roots``.
 
     What lies behind a custom autograd Function is due at once. Such a function computes all of its gradients in one go,
@@ -68,7 +68,7 @@ def walk(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor], bool]) 
     late = candidates - behind
     on_the_way = _on_the_way(nodes, late)
     at_once = [leaves[node] for node in candidates - late]
-    return Walk([leaves[n] for n in leaves if n not in late], at_once, _sides(nodes, roots, on_the_way, leaves))
+    return DividedGraph([leaves[n] for n in leaves if n not in late], at_once, _sides(nodes, roots, on_the_way, leaves))
 
 
 def _sides(
@@ -85,7 +85,7 @@ def _sides(
 
 
 class _Sides:
-    """Sides that grow together where they share a node."""
+    """Late sides that merge where they share a node."""
 
     def __init__(self, leaves: Mapping[Node, Tensor]) -> None:
         self.sides: dict[int, LateSide] = {}
@@ -94,7 +94,7 @@ class _Sides:
         self._numbers = count()
 
     def side_with(self, nodes: set[Node]) -> LateSide:
-        """The side that these belong to."""
+        """Late side that ``nodes`` belong to, merged from all sides that they touch."""
         known = {node for node in nodes if node in self._side_of}
         side, number = LateSide(), next(self._numbers)
         for old in sorted({self._side_of[node] for node in known}):
@@ -134,7 +134,7 @@ def _below(starts: Sequence[Node]) -> set[Node]:
 
 
 def _successors_first(starts: Sequence[Node]) -> list[Node]:
-    """All nodes that ``starts`` lead to, themselves included, each after all that it leads to."""
+    """All nodes reachable from ``starts``, themselves included, each after all that it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()
     for start in starts:

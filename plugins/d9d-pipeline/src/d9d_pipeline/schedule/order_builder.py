@@ -1,4 +1,4 @@
-"""An order of computation written stage by stage: microbatches are counted along."""
+"""Builder of a rank's order of computation, which counts the microbatches of each stage."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections import Counter, deque
 from d9d_core.loop.program import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
 
 
-class Counted:
-    """Actions, each about the next microbatch of its stage.
+class OrderBuilder:
+    """Order of computation of a rank; each action is about the next microbatch of its stage.
 
     Args:
         limit: microbatches from this one on are counted but left out.
@@ -24,47 +24,47 @@ class Counted:
         self._open: deque[tuple[int, int]] = deque()
 
     def count(self, kind: type[Action], stage: int) -> int:
-        """How many microbatches of the stage have had that; a whole backward counts as both of its halves."""
+        """Number of microbatches of the stage that had this action; a whole backward counts as both halves."""
         return self._counts[kind, stage]
 
     def forward(self, stage: int) -> None:
-        """Run the stage forward."""
+        """Append a forward of the stage."""
         self._add(Forward, stage, self._next(Forward, stage))
 
     def backward(self, stage: int) -> None:
-        """Run the stage backward as a whole."""
+        """Append a whole backward of the stage."""
         self._add(Backward, stage, self._next_backward(stage))
 
     def both_halves(self, stage: int) -> None:
-        """Run the stage backward in two actions, so that whoever waits for the first need not wait for the second."""
+        """Append a backward of the stage in two actions, so that its input gradients leave before the second."""
         self._add(InputBackward, stage, self._next(InputBackward, stage))
         self._add(WeightBackward, stage, self._next(WeightBackward, stage))
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Run one stage forward and, at the same time, one backward as a whole."""
+        """Append an overlapped pair of a forward of one stage and a whole backward of another."""
         ahead = Forward(forward, self._next(Forward, forward))
         self.actions.append(Overlap(ahead, Backward(backward, self._next_backward(backward))))
 
     def input_backward(self, stage: int) -> None:
-        """Gradients of inputs; :meth:`weight_backward` later."""
+        """Append the input gradients of the stage; :meth:`weight_backward` comes later."""
         microbatch = self._next(InputBackward, stage)
         self._add(InputBackward, stage, microbatch)
         self._open.append((stage, microbatch))
 
     def weight_backward(self) -> None:
-        """Gradients of weights where they have waited longest; nothing if none wait."""
+        """Append the weight gradients that have waited longest; nothing if none wait."""
         if self._open:
             self._weights(*self._open.popleft())
 
     def weight_backward_of(self, stage: int) -> None:
-        """Gradients of weights where they have waited longest in this stage."""
+        """Append the weight gradients that have waited longest in this stage."""
         unit = next(unit for unit in self._open if unit[0] == stage)
         self._open.remove(unit)
         self._weights(*unit)
 
     @property
     def open(self) -> int:
-        """How many gradients of weights wait."""
+        """Number of weight gradients that wait."""
         return len(self._open)
 
     def _next_backward(self, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""The pass that makes programs of orders of computation: adds sends, receives and reductions."""
+"""Pass that completes orders of computation to programs: adds sends, receives and reductions."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from d9d_core.loop.program import (
     compute_parts,
 )
 
-from d9d_pipeline.pace import starts
-from d9d_pipeline.placement import Placement
+from d9d_pipeline.schedule.ideal_timing import ideal_starts
+from d9d_pipeline.schedule.placement import Placement
 
 
-def connect(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Program]:
-    """Complete the programs of all ranks.
+def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Program]:
+    """Add sends, receives and reductions to the orders of computation of all ranks.
 
     - A tensor is sent right after the action that makes it.
     - Memory for it is offered when it is sent, as far as can be foreseen, and at the latest one computation before the
@@ -43,7 +43,7 @@ def connect(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Pr
     """
     computes = [tuple(order) for order in orders]
     hosts = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
-    begins = starts(computes)
+    begins = ideal_starts(computes)
     sends, channels = _sends(computes, hosts)
     offers = _offers(begins, channels)
     programs = []
@@ -62,13 +62,13 @@ def connect(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Pr
 
 
 def just_in_time(programs: Sequence[Program]) -> list[set[Action]]:
-    """For each rank, the receives whose tensors are likely to arrive no sooner than their computation may begin.
+    """Receives of each rank whose tensors are likely to arrive no sooner than their computation may begin.
 
     To offer memory for them earlier gains no time, as far as can be foreseen.
     """
     computes = [tuple(a for a in program if isinstance(a, _COMPUTATIONS)) for program in programs]
     hosts = {part.stage: r for r, order in enumerate(computes) for action in order for part in compute_parts(action)}
-    begins = starts(computes)
+    begins = ideal_starts(computes)
     found: list[set[Action]] = [set() for _ in programs]
     for (source, target), arrivals in _sends(computes, hosts)[1].items():
         for receive, sender, user in arrivals:
@@ -86,7 +86,7 @@ _Channels = dict[tuple[int, int], list[tuple[Action, int, int]]]
 
 
 def _sends(computes: Sequence[Program], hosts: dict[int, int]) -> tuple[_Insertions, _Channels]:
-    """What is sent after which computation, and what that means for the other side."""
+    """Sends after each computation, and the arrivals that they cause on the other rank."""
     forwards: dict[tuple[int, int], int] = {}
     backwards: dict[tuple[int, int], int] = {}
     sends: _Insertions = [{} for _ in computes]
@@ -118,7 +118,7 @@ def _sends(computes: Sequence[Program], hosts: dict[int, int]) -> tuple[_Inserti
 
 
 def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertions:
-    """Before which computation each receive goes."""
+    """Receives before each computation."""
     offers: _Insertions = [{} for _ in begins]
     for (source, target), arrivals in channels.items():
         there, here = begins[source], begins[target]
@@ -134,12 +134,12 @@ def _offers(begins: Sequence[Sequence[float]], channels: _Channels) -> _Insertio
 
 
 def _sent(begins: Sequence[float], sender: int) -> float:
-    """When a computation's result is on its way: once the next one may begin."""
+    """Time when a computation's result is sent: once the next one may begin."""
     return begins[sender + 1] if sender + 1 < len(begins) else inf
 
 
 def _last_gradients(order: Program) -> dict[int, int]:
-    """Stage -> position of its last gradients."""
+    """Position of the last gradients of each stage."""
     return {
         part.stage: at
         for at, action in enumerate(order)

@@ -1,4 +1,4 @@
-"""When each computation starts if all go on as fast as they can, without time for communication."""
+"""Ideal start times of computations: each starts as soon as it can, and transfers take no time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d9d_core.loop.program import Backward, Forward, Overlap, Program, WeightBac
 _COSTS = {Forward: 1, Backward: 2}
 
 
-def starts(orders: Sequence[Program]) -> list[list[float]]:
+def ideal_starts(orders: Sequence[Program]) -> list[list[float]]:
     """Start of each computation of each rank; infinite for those that wait for one another forever.
 
     Args:

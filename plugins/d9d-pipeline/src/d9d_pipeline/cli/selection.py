@@ -1,4 +1,4 @@
-"""The schedule that a command is about, by its name or by a job file."""
+"""Selection of the schedule that a command is about, by its name or by a job file."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 
 @dataclass(frozen=True)
-class ChosenSchedule:
-    """A schedule and how large a step of it is.
+class SelectedSchedule:
+    """A schedule with the numbers of ranks and microbatches of a step.
 
     Attributes:
         name: of the record.
@@ -36,12 +36,12 @@ class ChosenSchedule:
     ranks: int = 8
     microbatches: int = 32
 
-    def at(self, ranks: int | None, microbatches: int | None) -> ChosenSchedule:
-        """The same with other numbers, where they are given."""
+    def at(self, ranks: int | None, microbatches: int | None) -> SelectedSchedule:
+        """Copy with other numbers, where they are given."""
         return replace(self, ranks=ranks or self.ranks, microbatches=microbatches or self.microbatches)
 
     def programs(self) -> Sequence[Program]:
-        """One for each rank.
+        """Generate the program of each rank.
 
         Raises:
             JobError: the schedule cannot do that.
@@ -53,12 +53,12 @@ class ChosenSchedule:
 
 
 def is_job(target: str) -> bool:
-    """Whether that names a file rather than a schedule."""
+    """Whether ``target`` names a job file rather than a schedule."""
     return target.endswith(_JOB_SUFFIXES) or Path(target).is_file()
 
 
-def by_name(registry: Registry, name: str, overrides: Sequence[str]) -> ChosenSchedule:
-    """A schedule of an installed plugin.
+def by_name(registry: Registry, name: str, overrides: Sequence[str]) -> SelectedSchedule:
+    """Select a schedule of an installed plugin.
 
     Raises:
         PluginError: there is none, several, or it does not load.
@@ -71,11 +71,11 @@ def by_name(registry: Registry, name: str, overrides: Sequence[str]) -> ChosenSc
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors(include_url=False)]
         raise JobError(f"schedule {entry.spec.key}: {'; '.join(lines)}; give fields with --set") from error
-    return ChosenSchedule(entry.spec.key, _build(entry, config))
+    return SelectedSchedule(entry.spec.key, _build(entry, config))
 
 
-def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> ChosenSchedule:
-    """The schedule of a job file, at the size of its mesh and batch.
+def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> SelectedSchedule:
+    """Select the schedule of a job file, at the size of its mesh and batch.
 
     Raises:
         JobError: the file is wrong, or names no schedule.
@@ -84,7 +84,7 @@ def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> Chos
     if job.pipeline is None:
         raise JobError(f"{path} names no schedule; add 'pipeline: 1f1b', or show a schedule by its name")
     entry = job.registry.find("schedule", job.pipeline.selector)
-    return ChosenSchedule(entry.spec.key, _build(entry, job.pipeline), job.mesh.pp, job.microbatches)
+    return SelectedSchedule(entry.spec.key, _build(entry, job.pipeline), job.mesh.pp, job.microbatches)
 
 
 def _field(override: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Two threads of which exactly one runs, and which take turns where they say so.
+"""Strict alternation of two threads: exactly one runs, and it yields to the other at fixed points.
 
 So what both launch has one order, the same on every rank: it follows from the program and not from the clock.
 """
@@ -10,23 +10,23 @@ from enum import Enum
 
 
 class Side(Enum):
-    """Who holds the baton. The forward begins."""
+    """The two sides of a pair. The forward begins."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
 
     @property
     def other(self) -> Side:
-        """The one that waits."""
+        """The side that waits while this one runs."""
         return Side.BACKWARD if self is Side.FORWARD else Side.FORWARD
 
 
 class AbortedError(BaseException):
-    """The other side failed. Not an ``Exception``: nothing on the way out may take it for one of its own."""
+    """Failure of the other side. Not an ``Exception``: no handler on the way out may take it for one of its own."""
 
 
-class Baton:
-    """Made for one pair, by the thread that runs the forward.
+class Turns:
+    """Turns of the two sides of one pair; made by the thread that runs the forward.
 
     The backward is all that runs in other threads: the one that called it, and those in which autograd runs nodes and
     repeats forwards.
@@ -35,7 +35,7 @@ class Baton:
     def __init__(self) -> None:
         self._forward_thread = threading.get_ident()
         self._changed = threading.Condition()
-        self._holder = Side.FORWARD
+        self._current = Side.FORWARD
         self._running = set(Side)
         self._failed = False
 
@@ -48,7 +48,7 @@ class Baton:
         with self._changed:
             self._wait(side)
 
-    def hand_over(self, side: Side) -> None:
+    def yield_turn(self, side: Side) -> None:
         """Let the other side run to its next point. Returns at once if it has ended, or if this is not ``side``.
 
         Raises:
@@ -58,19 +58,19 @@ class Baton:
             return  # a forward that is repeated inside the backward, or a backward inside the forward
         with self._changed:
             if side.other in self._running:
-                self._holder = side.other
+                self._current = side.other
                 self._changed.notify_all()
             self._wait(side)
 
     def end(self, side: Side, *, failed: bool) -> None:
-        """This side does not run any more; the other one goes on alone, or stops where it waits if this one failed."""
+        """End this side; the other one goes on alone, or stops where it waits if this one failed."""
         with self._changed:
             self._running.discard(side)
             self._failed |= failed
-            self._holder = side.other
+            self._current = side.other
             self._changed.notify_all()
 
     def _wait(self, side: Side) -> None:
-        self._changed.wait_for(lambda: self._holder is side)
+        self._changed.wait_for(lambda: self._current is side)
         if self._failed:
             raise AbortedError

@@ -1,4 +1,4 @@
-"""``d9d pipeline``: show a schedule, compare schedules. No GPU, no torch."""
+"""Commands ``d9d pipeline show`` and ``d9d pipeline compare``; they need no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
 
-from d9d_pipeline.chosen import by_name, from_job, is_job
-from d9d_pipeline.picture import draw
-from d9d_pipeline.report import Row, print_comparison, print_simulation, summary
+from d9d_pipeline.cli.report import Row, print_comparison, print_simulation, summary
+from d9d_pipeline.cli.selection import by_name, from_job, is_job
 from d9d_pipeline.schedule.inference import inference
 from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.picture import draw
 from d9d_pipeline.simulator.run import simulate
 
 app = typer.Typer(
