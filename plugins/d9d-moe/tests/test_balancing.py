@@ -10,12 +10,10 @@ import torch
 from d9d_core.config.base import Section
 from d9d_core.errors import BuildError
 from d9d_core.traits import Adapts, AddsLosses, HasTallies, LossTerm
+from d9d_moe.balancing.balancers import BatchBalance, SequenceBalance, SignUpdate, ZLoss, build_balancers
 from d9d_moe.balancing.base import Balancer, BalancingLoss, Choice
-from d9d_moe.balancing.bias import SignUpdate
-from d9d_moe.balancing.build import balancers
 from d9d_moe.balancing.config import Balancing
-from d9d_moe.balancing.losses import BatchBalance, SequenceBalance, ZLoss
-from d9d_moe.router import TopKRouter
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -350,7 +348,7 @@ def test_balancers_are_chosen_by_name() -> None:
         {"name": "z_loss"},
         {"name": "bias_update", "rate": 0.5},
     ]
-    made = balancers(Model.model_validate({"balancing": chosen}).balancing)
+    made = build_balancers(Model.model_validate({"balancing": chosen}).balancing)
     assert made == (SequenceBalance(0.01), BatchBalance(0.02), ZLoss(1e-3), SignUpdate(0.5))
 
 

@@ -12,9 +12,9 @@ from d9d_core.errors import BuildError, JobError
 from d9d_core.loop.statistics import Statistics
 from d9d_core.protocols import StageMetric, Table
 from d9d_core.traits import HasTallies, modules_with
-from d9d_moe.metric import RouterMetric
-from d9d_moe.metric_config import RouterMetricConfig
-from d9d_moe.router import TopKRouter
+from d9d_moe.router.metric import RouterMetric
+from d9d_moe.router.metric_config import RouterMetricConfig
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.world import World
 from torch import Tensor, nn
 

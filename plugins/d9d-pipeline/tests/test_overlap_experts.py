@@ -25,9 +25,9 @@ class Block(nn.Module):
     """``x + moe(x)``, or a dense layer."""
 
     def __init__(self, dispatcher: Any, *, shared: bool, capacity: float | None) -> None:
-        from d9d_moe.experts import GroupedSwiGLU
-        from d9d_moe.layer import MoELayer
-        from d9d_moe.router import TopKRouter
+        from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+        from d9d_moe.experts.layer import MoELayer
+        from d9d_moe.router.top_k import TopKRouter
         from d9d_nn.swiglu import SwiGLU
 
         super().__init__()
@@ -136,7 +136,7 @@ def outcome(
 
 
 def experts(change: str, capacity: float | None) -> dict[str, Any]:
-    from d9d_moe.all_to_all import AllToAllDispatcher
+    from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 
     def stages() -> dict[int, nn.Module]:
         torch.manual_seed(0)
@@ -195,7 +195,7 @@ def test_pairs_with_experts_on_several_ranks_compute_the_same_in_one_order(
 
 def turns() -> list[str]:
     """What rank 0 starts to send in one pair."""
-    from d9d_moe.all_to_all import AllToAllDispatcher
+    from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 
     stages = {index: Chain(AllToAllDispatcher(dist.group.WORLD, EXPERTS), 2, None) for index in range(2)}
     for layer in stages[0].layers:

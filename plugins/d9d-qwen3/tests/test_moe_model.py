@@ -12,7 +12,7 @@ from d9d_core.config.load import validate
 from d9d_core.errors import JobError
 from d9d_core.plugin import Registry
 from d9d_core.protocols import Stage
-from d9d_moe.layer import MoELayer
+from d9d_moe.experts.layer import MoELayer
 from d9d_nn.swiglu import SwiGLU
 from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from d9d_moe.balancing.build import balancers
-from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
+from d9d_moe.balancing.balancers import build_balancers
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.swiglu import SwiGLU
 
 from d9d_qwen3.configs import AnyQwen3Config
@@ -35,7 +35,7 @@ def _experts(config: Qwen3MoeConfig) -> MoELayer:
         config.experts_per_token,
         std=std,
         renormalise=config.renormalise,
-        balancing=balancers(config.balancing),
+        balancing=build_balancers(config.balancing),
         capacity=config.capacity,
     )
     bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, experts, std=std, output_std=output_std)

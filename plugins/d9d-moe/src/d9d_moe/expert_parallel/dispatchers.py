@@ -1,4 +1,4 @@
-"""Giving the layers of a stage another dispatcher."""
+"""Replacement of the dispatchers of a stage."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Callable
 from functools import cache
 
 from d9d_core.errors import BuildError
-from d9d_core.traits import HasExperts, modules_with
+from d9d_core.traits import Dispatcher, HasExperts, modules_with
 from torch import nn
-
-from d9d_moe.dispatch import Dispatcher
 
 
 def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> tuple[str, ...]:
-    """Let every layer with experts send its tokens by a dispatcher; layers of equally many experts share one. In place.
+    """Replace the dispatcher of every layer with experts, in place; layers of equally many experts share one.
 
     For strategies at the anchor ``expert``, position ``after``: what they replace is that of ``expert_parallel``.
 
@@ -32,7 +30,7 @@ def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> 
 
 
 def experts_of(layer: HasExperts) -> int:
-    """The number of experts on all ranks.
+    """Number of experts of a layer on all ranks.
 
     Raises:
         BuildError: parameters disagree about it.

@@ -1,7 +1,6 @@
 """Dispatcher of experts that yields where tokens, outputs or their gradients have just been sent.
 
-A dispatcher is what :class:`d9d_core.traits.HasExperts` holds: ``dispatch(tokens, routing)`` and
-``combine(outputs, handle)`` start a transfer, whose ``wait()`` returns what has arrived.
+It wraps the :class:`~d9d_core.traits.Dispatcher` of a layer with the trait ``HasExperts``.
 """
 
 from __future__ import annotations
@@ -9,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from d9d_core.traits import HasExperts, modules_with
+from d9d_core.traits import Dispatched, Dispatcher, HasExperts, Routing, Transfer, modules_with
 from torch import Tensor, nn
 
 from d9d_pipeline.overlap.yield_points import Remove, YieldPoints
 
 
-def reaches_other_ranks(dispatcher: Any) -> bool:
+def reaches_other_ranks(dispatcher: Dispatcher) -> bool:
     """Whether the dispatcher sends tokens to other ranks: those that do have these as ``group``."""
     return getattr(dispatcher, "group", None) is not None
 
@@ -39,17 +38,17 @@ class YieldingDispatcher:
         points: yield points of the rank.
     """
 
-    def __init__(self, dispatcher: Any, points: YieldPoints) -> None:
+    def __init__(self, dispatcher: Dispatcher, points: YieldPoints) -> None:
         self.dispatcher = dispatcher
         self._points = points
 
-    def dispatch(self, tokens: Tensor, routing: Any) -> YieldingTransfer:
+    def dispatch(self, tokens: Tensor, routing: Routing) -> YieldingTransfer:
         """Start the dispatch of tokens to their experts. Collective if the wrapped dispatcher's is."""
         transfer = self.dispatcher.dispatch(self._points.watched(tokens), routing)
         self._points.forward()
         return YieldingTransfer(transfer, self._points)
 
-    def combine(self, outputs: Tensor, handle: Any) -> Any:
+    def combine(self, outputs: Tensor, handle: Any) -> Transfer[Tensor]:
         """Start the combine of the experts' outputs. Collective if the wrapped dispatcher's is."""
         transfer = self.dispatcher.combine(self._points.watched(outputs), handle)
         self._points.forward()
@@ -64,11 +63,11 @@ class YieldingTransfer:
         points: yield points of the rank.
     """
 
-    def __init__(self, transfer: Any, points: YieldPoints) -> None:
+    def __init__(self, transfer: Transfer[Dispatched], points: YieldPoints) -> None:
         self._transfer = transfer
         self._points = points
 
-    def wait(self) -> Any:
+    def wait(self) -> Dispatched:
         """Wait for the tokens, then yield."""
         arrived = self._transfer.wait()
         self._points.forward()

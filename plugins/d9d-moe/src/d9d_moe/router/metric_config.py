@@ -1,4 +1,4 @@
-"""Config of the metric ``router``."""
+"""Config of the metric ``router``; apart from it, because reading a job file imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.config.base import PluginConfig
 
 
 class RouterMetricConfig(PluginConfig):
-    """How evenly and how decidedly tokens are spread over experts."""
+    """Metric of the balance and the entropy of routers."""
 
     name: Literal["router"] = "router"
     """Selects the plugin."""

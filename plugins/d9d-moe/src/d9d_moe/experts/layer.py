@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a feed-forward layer.
+"""Mixture-of-experts layer, in place of a feed-forward layer.
 
 Shapes: B samples, S positions, H features, T = B * S tokens.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from d9d_core.errors import BuildError
+from d9d_core.traits import Dispatcher
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 
-from d9d_moe.dispatch import Dispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.router import TopKRouter
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.router.top_k import TopKRouter
 
 
 class MoELayer(nn.Module):
-    """The weighted sum of each token's experts, plus a shared expert that sees all tokens if there is one.
+    """Weighted sum of each token's experts, plus a shared expert that sees all tokens if there is one.
 
     Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE has one times a
     sigmoid gate.
@@ -57,11 +57,11 @@ class MoELayer(nn.Module):
         self.shared_gate = shared_gate
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """The experts; a strategy that spreads them over ranks replaces ``dispatcher`` too."""
+        """Experts of the layer; a strategy that shards them over ranks replaces ``dispatcher`` too."""
         return {"experts": self.experts}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is."""
+        """Map [B, S, H] to [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is."""
         tokens = hidden.flatten(0, 1)
         sending = self.dispatcher.dispatch(tokens, self.router(tokens, samples=len(hidden)))
         shared = self._shared(hidden)  # while tokens travel; autograd's order gives the same in the backward

@@ -1,4 +1,4 @@
-"""The router that picks the k experts with the best scores.
+"""Top-k router: picks the k experts with the best scores.
 
 Shapes: T tokens, H features, E experts, k experts of a token, G groups of E/G neighbouring experts.
 """
@@ -14,14 +14,14 @@ from d9d_core.errors import BuildError
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_moe.balancing.balanced import BalancedRouter
+from d9d_moe.balancing.balanced_router import BalancedRouter
 from d9d_moe.balancing.base import TINY, Balancer, Choice
-from d9d_moe.routing import Routing, count_rows
-from d9d_moe.selection import best, beyond, keep_best_groups
+from d9d_moe.router.routing import TopKRouting, count_rows
+from d9d_moe.router.selection import best, keep_best_groups, over_capacity
 
 
 class TopKRouter(BalancedRouter):
-    """Scores ``s = softmax(W h)`` or ``sigmoid(W h)``; the k best experts, each weighted by its score.
+    """Router by scores ``s = softmax(W h)`` or ``sigmoid(W h)``; the k best experts are weighted by their scores.
 
     Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2 for k = 1;
     renormalised to a sum of one: Qwen3-MoE, Mixtral. Sigmoid, groups, renormalisation and scale: DeepSeek-AI 2024,
@@ -45,8 +45,8 @@ class TopKRouter(BalancedRouter):
             selection and not for the weights. It is there, too, if something in ``balancing`` moves it.
         balancing: what balances the router; see :mod:`d9d_moe.balancing`.
         capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, the others are
-            dropped (:func:`d9d_moe.selection.beyond`). Weights are renormalised before. Who is dropped depends on
-            which samples share a microbatch and a rank: not layout invariant.
+            dropped (:func:`~d9d_moe.router.selection.over_capacity`). Weights are renormalised before. Who is dropped
+            depends on which samples share a microbatch and a rank: not layout invariant.
 
     Raises:
         BuildError: the numbers do not fit each other, or the balancers do not.
@@ -87,12 +87,12 @@ class TopKRouter(BalancedRouter):
         self.reset_buffers()
 
     def layout_dependence(self) -> Sequence[str]:
-        """What here differs with the way in which a batch is cut into microbatches and spread over ranks."""
+        """Features that depend on how a batch is cut into microbatches and spread over ranks."""
         dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank by itself"]
         return [*super().layout_dependence(), *dropping]
 
-    def forward(self, tokens: Tensor, samples: int = 1) -> Routing:
-        """Choose experts.
+    def forward(self, tokens: Tensor, samples: int = 1) -> TopKRouting:
+        """Choose the experts of each token.
 
         Args:
             tokens: [T, H], the positions of all samples, one sample after the other.
@@ -111,11 +111,11 @@ class TopKRouter(BalancedRouter):
         weights, limit = self.add_losses(weights * self.scale, choice), None
         if self.capacity is not None:
             limit = math.ceil(self.capacity * indices.numel() / self.experts)
-            late = beyond(indices, limit)
+            late = over_capacity(indices, limit)
             indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
         counts = count_rows(indices, self.experts)
         self.tally(choice, counts)
-        return Routing(indices, weights, scores, counts, limit)
+        return TopKRouting(indices, weights, scores, counts, limit)
 
     def _logits(self, tokens: Tensor) -> Tensor:
         dtype = torch.promote_types(tokens.dtype, torch.float32)

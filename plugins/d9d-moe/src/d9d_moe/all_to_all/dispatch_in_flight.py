@@ -1,4 +1,4 @@
-"""Tokens and their labels on the way to the ranks of their experts, and their gradients on the way back.
+"""Dispatch in flight: tokens and labels sent to the ranks of their experts, and gradients sent back.
 
 Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
 arrive, R rows of this rank's experts.
@@ -9,16 +9,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from d9d_core.traits import Routing
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_moe.all_to_all_plan import make_plan, read_labels, write_labels
-from d9d_moe.exchange import Flights, Sizes, send_rows
-from d9d_moe.exchange_side import HostNumbers, SideStream
-from d9d_moe.overlap import Departure, Tensors
-from d9d_moe.permutation import summed
-from d9d_moe.routing import Routing
-from d9d_moe.untraced import untraced
+from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes, send_rows
+from d9d_moe.all_to_all.plan import make_plan, read_labels, write_labels
+from d9d_moe.all_to_all.streams import HostNumbers, SideStream
+from d9d_moe.dispatch.async_exchange import AsyncExchange, Tensors, untraced
+from d9d_moe.dispatch.permutation import summed
 
 _UNEQUAL = (
     "AllToAllDispatcher: with a limit on the rows of an expert, all ranks must route equally many tokens with the same "
@@ -26,8 +25,8 @@ _UNEQUAL = (
 )
 
 
-class Trip:
-    """One dispatch. Collective over ``group``, as is :meth:`arrive`, and the backward of either.
+class DispatchInFlight:
+    """All-to-all exchanges of one dispatch. Collective over ``group``, as are :meth:`wait` and their backwards.
 
     Args:
         tokens: [T, H].
@@ -55,32 +54,32 @@ class Trip:
         self._group, self._ranks, self._side = group, group.size(), side
         # Both are kept until the arrival, because the side stream reads them.
         self._tokens, self._routing = tokens.detach(), routing
-        self._departure = Departure(
-            (tokens, routing.weights), (self.plan.places, routing.indices), partial(_settle, local=local)
+        self._exchange = AsyncExchange(
+            (tokens, routing.weights), (self.plan.places, routing.indices), partial(_to_gradients, local=local)
         )
-        self._flights: Flights | None = None
+        self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
-            self._announced = self._announce()
+            self._pending_sizes = self._exchange_sizes()
         if self.plan.padded is not None:
-            self._depart()
+            self._launch()
 
     @untraced
-    def arrive(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [N, H], weights [N, k], and experts int64 [N, k] with ``local`` for those of other ranks."""
-        if self._flights is None:
-            self._depart()
-        assert self._flights is not None
-        back = partial(send_back, sizes=self.sizes.back(), group=self._group)
-        tokens, weights, experts = self._departure.arrive(_Unpacked(self._flights), (), back)
+    def wait(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for tokens [N, H], weights [N, k], experts int64 [N, k] with ``local`` for those of other ranks."""
+        if self._pending is None:
+            self._launch()
+        assert self._pending is not None
+        back = partial(return_gradients, sizes=self.sizes.back(), group=self._group)
+        tokens, weights, experts = self._exchange.wait(_Unpacked(self._pending), (), back)
         return tokens, weights, experts
 
     @property
     def sent_slots(self) -> Tensor:
-        """Int64 [S], which of the T * W choices of ranks each row that left is; any for padding."""
+        """Choice of a rank, of T * W, for each row that left, int64 [S]; any for padding."""
         return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
 
-    def _announce(self) -> HostNumbers | None:
-        """Tell each rank what it will get."""
+    def _exchange_sizes(self) -> HostNumbers | None:
+        """Exchange the numbers of rows between ranks."""
         plan, routing, ranks = self.plan, self._routing, self._ranks
         each = Sizes((1,) * ranks, (1,) * ranks)
         if plan.padded is None:
@@ -94,11 +93,11 @@ class Trip:
         torch._assert_async((theirs == mine).all(), _UNEQUAL)  # noqa: SLF001
         return None
 
-    def _depart(self) -> None:
+    def _launch(self) -> None:
         """Launch both exchanges; without padding the host waits for the sizes first."""
         plan, routing, ranks = self.plan, self._routing, self._ranks
-        if self._announced is not None:
-            numbers = self._announced.wait()
+        if self._pending_sizes is not None:
+            numbers = self._pending_sizes.wait()
             self.sizes = Sizes(tuple(numbers[:ranks]), tuple(numbers[ranks : 2 * ranks]))
             self.rows = sum(numbers[2 * ranks :])
         else:
@@ -109,36 +108,36 @@ class Trip:
         with self._side.active(self._tokens):
             labels = write_labels(slots, routing.indices, routing.weights.detach(), ranks, self.local)
             rows = self._tokens.index_select(0, slots.clamp(min=0) // ranks)
-            self._flights = Flights((rows, labels), self.sizes, self._group)
+            self._pending = PendingTensors((rows, labels), self.sizes, self._group)
 
 
 class _Unpacked:
-    """Rows [N, H] and labels [N, 2 * k], on their way, as tokens, weights and experts."""
+    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts."""
 
-    __slots__ = ("_flights",)
+    __slots__ = ("_pending",)
 
-    def __init__(self, flights: Flights) -> None:
-        self._flights = flights
+    def __init__(self, pending: PendingTensors) -> None:
+        self._pending = pending
 
     def wait(self) -> Tensors:
-        rows, labels = self._flights.wait()
+        rows, labels = self._pending.wait()
         experts, weights = read_labels(labels)
         return rows, weights, experts
 
 
-def send_back(grads: Tensors, _saved: Tensors, *, sizes: Sizes, group: dist.ProcessGroup) -> Flights:
+def return_gradients(grads: Tensors, _saved: Tensors, *, sizes: Sizes, group: dist.ProcessGroup) -> PendingTensors:
     """Start to return the gradients of rows [N, ...]. Collective over ``group``."""
-    return Flights(grads, sizes, group)
+    return PendingTensors(grads, sizes, group)
 
 
-def _settle(arrived: Tensors, saved: Tensors, *, local: int) -> Tensors:
+def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int) -> Tensors:
     """Gradients of tokens [T, H] and weights [T, k] from those of rows [S, H] and [S, k]."""
     (rows, labels), (places, indices) = arrived, saved
     return summed(rows, places, absent=True), _of_choices(labels, places, indices // local)
 
 
 def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
-    """Rows [S, k], places [T, W] and ranks [T, k] -> [T, k], from the rank of each choice; zero for nobody's."""
+    """Values [T, k] of rows [S, k], from the rank of each choice; zero for choices without an expert."""
     if not len(rows):
         return rows.new_zeros(ranks.shape)
     nobody = ranks >= places.shape[1]

@@ -1,4 +1,4 @@
-"""The experts of a layer: as many SwiGLU layers as there are experts, their weights in one bank per matrix.
+"""Experts of a layer as grouped SwiGLU: one weight bank per matrix holds all experts.
 
 Shapes: R rows, H features, I features inside, E experts.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class GroupedSwiGLU(nn.Module):
-    """``(silu(x @ gate_proj[e]) * (x @ up_proj[e])) @ down_proj[e]`` for the rows x of each expert e.
+    """Grouped SwiGLU: ``(silu(x @ gate_proj[e]) * (x @ up_proj[e])) @ down_proj[e]`` for the rows x of each expert e.
 
     Args:
         hidden_size: H.
@@ -48,11 +48,11 @@ class GroupedSwiGLU(nn.Module):
         nn.init.normal_(self.down_proj, std=self.output_std)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The products by expert, and the gate."""
+        """Slots of the grouped products and of the gate."""
         return {"into": self.into, "out_of": self.out_of, "silu_mul": self.silu_mul}
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """The gradients of all three banks can wait, if the backend of the products lets them."""
+        """Defer the weight gradients of all three banks, if the backend of the products can."""
         self._deferral = deferral
         return ("gate_proj", "up_proj", "down_proj")
 

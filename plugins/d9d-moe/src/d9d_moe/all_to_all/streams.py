@@ -1,4 +1,4 @@
-"""CUDA streams beside the current one: exchanges that wait for what they need alone, and numbers for the host."""
+"""CUDA side stream of exchanges, and asynchronous copies of integers to the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """A CUDA stream of its own, so that an exchange does not wait for what was launched since its rows were ready."""
+    """CUDA stream of exchanges, so that they do not wait for what was launched since their rows were ready."""
 
     __slots__ = ("_stream",)
 
@@ -19,7 +19,7 @@ class SideStream:
 
     @contextmanager
     def active(self, tensor: Tensor, *, follow: bool = False) -> Iterator[None]:
-        """Launch on the side. Does nothing unless ``tensor`` is on CUDA.
+        """Context that launches on the side stream. Does nothing unless ``tensor`` is on CUDA.
 
         Args:
             tensor: one of those concerned.
@@ -37,7 +37,7 @@ class SideStream:
 
 
 class HostNumbers:
-    """Integers on their way to the host, by one copy that nothing waits for until they are needed.
+    """Integers in flight to the host, by one copy that nothing waits for until they are needed.
 
     Args:
         numbers: int64 [n] on any device.
@@ -55,7 +55,7 @@ class HostNumbers:
             self._event.record()
 
     def wait(self) -> list[int]:
-        """The integers; the host waits until they are known."""
+        """Wait on the host for the integers."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[int] = self._numbers.tolist()

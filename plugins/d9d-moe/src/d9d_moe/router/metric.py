@@ -1,4 +1,4 @@
-"""The metric ``router``: what a model's routers tally, over all layers.
+"""Metric ``router``: load, balance and entropy of a model's routers, over all layers.
 
 Shapes: L routers in the order of the model, E experts of the router that has most.
 """
@@ -16,7 +16,7 @@ from d9d_core.traits import HasTallies, modules_with
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_moe.metric_config import RouterMetricConfig
+from d9d_moe.router.metric_config import RouterMetricConfig
 
 #: What a module that tallies must count to be a router.
 _ROUTER = frozenset({"expert_tokens", "tokens", "entropy"})
@@ -45,7 +45,7 @@ class RouterMetric:
         self._empty = True
 
     def attach(self, stage: nn.Module) -> None:
-        """Find the routers.
+        """Find the routers of a stage.
 
         Raises:
             BuildError: there are none.
@@ -68,7 +68,7 @@ class RouterMetric:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Sums of shards add up."""
+        """Reduction of each state over shards: sums."""
         return dict.fromkeys(self._state, "sum")
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
@@ -97,7 +97,7 @@ class RouterMetric:
         self._empty = False
 
     def compute(self) -> Mapping[str, Tensor | Table]:
-        """See the class; nothing before the first update."""
+        """Series and table of the class docstring; empty before the first update."""
         if self._empty:
             return {}
         counts = self._state["expert_tokens"]
@@ -131,12 +131,12 @@ class RouterMetric:
         return values | {"router/load": Table(load, **labels, neutral=1.0, rows=_short(self._routers))}
 
     def reset(self) -> None:
-        """Forget everything; the sums stay on their device, because moving them there again would wait for it."""
+        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
         self._state = {key: torch.zeros_like(total) for key, total in self._state.items()}
         self._empty = True
 
     def _meet(self, observations: Mapping[str, Tensor]) -> torch.device:
-        """Go to the device of the tallies."""
+        """Move the sums to the device of the tallies."""
         found = [observations[key] for router in self._routers if (key := f"{router}/expert_tokens") in observations]
         if not found:
             raise JobError(
@@ -155,7 +155,7 @@ class RouterMetric:
 
 
 def _short(names: Sequence[str]) -> tuple[str, ...]:
-    """``layers.1.ffn.router`` as ``1``, if the names have one number each and differ in nothing else."""
+    """Shorten ``layers.1.ffn.router`` to ``1``, if the names have one number each and differ in nothing else."""
     split = [name.split(".") for name in names]
     numbers = tuple(part for parts in split for part in parts if part.isdecimal())
     around = {tuple("" if part.isdecimal() else part for part in parts) for parts in split}

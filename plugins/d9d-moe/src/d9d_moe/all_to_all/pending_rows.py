@@ -1,4 +1,4 @@
-"""Rows that travel between the ranks of a group; started, and awaited later.
+"""All-to-all exchange of rows between the ranks of a group; started, and awaited later.
 
 Shapes: S rows that leave this rank, N rows that arrive; both sorted by the other rank.
 """
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_moe.untraced import untraced
+from d9d_moe.dispatch.async_exchange import untraced
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many rows go where.
+    """Numbers of rows that an exchange sends to and receives from each rank.
 
     Attributes:
         sent: rows for each rank.
@@ -29,12 +29,12 @@ class Sizes:
     received: tuple[int, ...]
 
     def back(self) -> Sizes:
-        """Those of the way back."""
+        """Sizes of the exchange in the other direction."""
         return Sizes(self.received, self.sent)
 
 
-class Flight:
-    """Rows on their way. Neither what leaves nor what arrives may be touched before :meth:`wait`.
+class PendingRows:
+    """Rows in flight. Neither what leaves nor what arrives may be touched before :meth:`wait`.
 
     Args:
         leaving: kept alive until then.
@@ -50,7 +50,7 @@ class Flight:
         self._work = work
 
     def wait(self) -> Tensor:
-        """Rows [N, ...]. On a GPU its current stream waits, the host does not."""
+        """Wait for the rows [N, ...]. On a GPU its current stream waits, the host does not."""
         self._work.wait()
         self._leaving = None
         if self._arriving.is_cuda:  # it may have been allocated for another stream
@@ -58,17 +58,17 @@ class Flight:
         return self._arriving
 
 
-def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> Flight:
-    """Start to send rows [S, ...], without their gradients. Collective over ``group``."""
+def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> PendingRows:
+    """Start the exchange of rows [S, ...], without their gradients. Collective over ``group``."""
     leaving = rows.detach().contiguous()
     arriving = rows.new_empty(sum(sizes.received), *rows.shape[1:])
     splits = list(sizes.received), list(sizes.sent)
     work = dist.all_to_all_single(arriving, leaving, *splits, group=group, async_op=True)
-    return Flight(leaving, arriving, work)
+    return PendingRows(leaving, arriving, work)
 
 
-class Flights:
-    """Several tensors of rows on their way between the same ranks.
+class PendingTensors:
+    """Several tensors of rows in flight between the same ranks.
 
     Args:
         tensors: [S, ...] each.
@@ -76,12 +76,12 @@ class Flights:
         group: collective over it, once for each tensor.
     """
 
-    __slots__ = ("_flights",)
+    __slots__ = ("_pending",)
 
     @untraced  # knows collectives only if they are awaited at once
     def __init__(self, tensors: Sequence[Tensor], sizes: Sizes, group: dist.ProcessGroup) -> None:
-        self._flights = [send_rows(rows, sizes, group) for rows in tensors]
+        self._pending = [send_rows(rows, sizes, group) for rows in tensors]
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Rows [N, ...] of each."""
-        return tuple(flight.wait() for flight in self._flights)
+        """Wait for the rows [N, ...] of each tensor."""
+        return tuple(pending.wait() for pending in self._pending)

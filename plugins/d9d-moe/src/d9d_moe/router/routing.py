@@ -1,4 +1,4 @@
-"""Which experts each token goes to.
+"""Routing of tokens to experts, the result of a top-k router.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-class Routing:
-    """A router's choice.
+class TopKRouting:
+    """Experts and weights that a top-k router chose for each token; a :class:`~d9d_core.traits.Routing`.
 
     Neither a tuple nor a dataclass: FSDP's mixed precision casts the tensors that it finds in either, and weights
     stay wide up to the sum over experts.
@@ -36,13 +36,13 @@ class Routing:
         self.limit = limit
 
     @classmethod
-    def of(cls, indices: Tensor, weights: Tensor, experts: int, limit: int | None = None) -> Routing:
-        """A choice made by hand: counts follow from indices int64 [T, k], scores are zeros."""
+    def of(cls, indices: Tensor, weights: Tensor, experts: int, limit: int | None = None) -> TopKRouting:
+        """Routing from given indices int64 [T, k]: counts follow from them, scores are zeros."""
         return cls(indices, weights, weights.new_zeros(len(indices), experts), count_rows(indices, experts), limit)
 
 
 def count_rows(indices: Tensor, experts: int) -> Tensor:
-    """Rows of each expert, int64 [E], from indices int64 [T, k]; those of E, nobody, are left out.
+    """Rows of each expert, int64 [E], from indices int64 [T, k]; those of E, no expert, are left out.
 
     Not ``torch.bincount``, which waits for the device to learn its length.
     """

@@ -1,4 +1,4 @@
-"""Copying tokens to rows and summing rows to tokens, each the other's backward.
+"""Copies of tokens to rows and sums of rows to tokens, each the other's backward.
 
 Written out, because autograd's gradient of an index adds rows up atomically: in any order, and in the narrow dtype.
 Sums run over the experts of a token one after the other, so that no tensor of T x k x H in float32 ever exists. All is
@@ -124,12 +124,12 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def copied(tokens: Tensor, slots: Tensor, choices: int) -> Tensor:
-    """Tokens [T, H] -> [R, H], the token of each row; without a gradient."""
+    """Copy tokens [T, H] to their rows [R, H]; without a gradient."""
     return tokens.index_select(0, slots // choices)
 
 
 def summed(rows: Tensor, places: Tensor, absent: bool, weights: Tensor | None = None) -> Tensor:
-    """Rows [R, H] -> [T, H], summed in float32 or wider and rounded once; without a gradient."""
+    """Sum rows [R, H] to [T, H] in float32 or wider, rounded once; without a gradient."""
     dtype = _wide(rows) if weights is None else torch.promote_types(_wide(rows), weights.dtype)
     total = rows.new_zeros(len(places), rows.shape[1], dtype=dtype)
     for choice, place in enumerate(places.unbind(1) if len(rows) else ()):

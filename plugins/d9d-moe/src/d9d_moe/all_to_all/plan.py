@@ -1,4 +1,4 @@
-"""Which token travels to which rank, and what is written on it.
+"""Plan of a dispatch: the ranks that each token is sent to, and the labels that go with it.
 
 A token travels once to each rank that has some of its experts, however many.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """Rows that leave this rank, as in :mod:`d9d_moe.permutation`: the choices of a token are the ranks.
+    """Rows that leave this rank, as in :mod:`d9d_moe.dispatch.permutation`: the choices of a token are the ranks.
 
     Attributes:
         slots: int64 [T * W] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Plan:
-    """Plan from shapes and device values alone; the host reads nothing.
+    """Make a plan from shapes and device values alone; the host reads nothing.
 
     Args:
         indices: int64 [T, k], experts, or their number for nobody.
@@ -53,7 +53,7 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
 
 
 def write_labels(slots: Tensor, indices: Tensor, weights: Tensor, ranks: int, local: int) -> Tensor:
-    """What a rank must know about the rows that it gets.
+    """Write the labels of rows: experts and weights, as the receiving rank numbers them.
 
     Args:
         slots: int64 [S], as in :class:`Plan`.
@@ -76,7 +76,7 @@ def write_labels(slots: Tensor, indices: Tensor, weights: Tensor, ranks: int, lo
 
 
 def read_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers [N, 2 * k] -> experts int64 [N, k] and weights float32 or float64 [N, k]."""
+    """Read experts int64 [N, k] and weights float32 or float64 [N, k] from labels [N, 2 * k]."""
     numbers, bits = labels.chunk(2, dim=1)
     return numbers.to(torch.int64), bits.contiguous().view(
         torch.float64 if bits.dtype == torch.int64 else torch.float32

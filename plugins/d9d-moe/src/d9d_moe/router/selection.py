@@ -1,4 +1,4 @@
-"""Picking the best of few, reproducibly.
+"""Reproducible selection of the best experts and groups, and of the rows beyond a capacity.
 
 Shapes: T tokens, E experts, k experts of a token, G groups of E/G neighbouring experts.
 """
@@ -22,7 +22,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 
 def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
-    """Scores [T, E] with minus infinity in all but each token's ``count`` best groups.
+    """Mask scores [T, E] with minus infinity in all but each token's ``count`` best groups.
 
     A group is worth the sum of its two best scores (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2, node-limited
     routing); the better of equals is the lower one.
@@ -34,8 +34,8 @@ def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
     return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def beyond(indices: Tensor, limit: int) -> Tensor:
-    """Which choices, bool [T, k], find their expert full: it takes ``limit`` rows, first come, first served.
+def over_capacity(indices: Tensor, limit: int) -> Tensor:
+    """Mask of choices, bool [T, k], beyond an expert's capacity of ``limit`` rows, first come, first served.
 
     The first choices of all tokens come before any second one, and within each earlier tokens before later ones:
     Lepikhin et al. 2020, "GShard", algorithm 1; Fedus et al. 2021, "Switch Transformers", section 2.2.

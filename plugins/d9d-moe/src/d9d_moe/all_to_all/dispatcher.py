@@ -1,4 +1,4 @@
-"""Experts spread over the ranks of a group; tokens reach them by ``all_to_all_single``.
+"""All-to-all dispatcher of tokens to experts on the ranks of a process group.
 
 Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
 arrive, R rows of this rank's experts.
@@ -10,27 +10,28 @@ from functools import partial
 from typing import NamedTuple
 
 from d9d_core.errors import BuildError
+from d9d_core.traits import Dispatched, Routing
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_moe.all_to_all_trip import Trip, send_back
-from d9d_moe.dispatch import Dispatched, sort_by_expert
-from d9d_moe.exchange import Flights, Sizes
-from d9d_moe.exchange_side import SideStream
-from d9d_moe.overlap import Departure
-from d9d_moe.permutation import gather_rows, sum_rows, weighted_sum
-from d9d_moe.routing import Routing, count_rows
+from d9d_moe.all_to_all.dispatch_in_flight import DispatchInFlight, return_gradients
+from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes
+from d9d_moe.all_to_all.streams import SideStream
+from d9d_moe.dispatch.async_exchange import AsyncExchange
+from d9d_moe.dispatch.local import sort_by_expert
+from d9d_moe.dispatch.permutation import gather_rows, sum_rows, weighted_sum
+from d9d_moe.router.routing import count_rows
 
 
 class AllToAllDispatcher:
-    """Rank r of W has the experts from ``r * E / W`` on; gloo or NCCL.
+    """Dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts, with their numbers and weights. There it is copied
     to them, and their weighted outputs are summed; the parts return, and the token's own rank adds them up. Gradients
     take the same way. Sums have a fixed order, so the same input gives the same bits.
 
     Dispatch takes three collectives (sizes, labels, tokens), combine one, and the backward of both three. On a GPU the
-    host waits once for the sizes, in :meth:`~d9d_moe.dispatch.Transfer.wait` of the dispatch, so after what was
+    host waits once for the sizes, in :meth:`~d9d_moe.dispatch.local.Transfer.wait` of the dispatch, so after what was
     launched in between; with ``Routing.limit`` sizes follow from shapes, rows are padded, and nothing waits.
 
     Args:
@@ -53,8 +54,8 @@ class AllToAllDispatcher:
         self.local = experts // ranks
         self._side = SideStream()
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Sending:
-        """Start to bring tokens [T, H] to their experts. Collective over the group.
+    def dispatch(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+        """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
 
         With ``routing.limit``, all ranks must have the same T, k and limit: they are compared on the device.
         """
@@ -63,17 +64,17 @@ class AllToAllDispatcher:
                 f"AllToAllDispatcher: built for {self.experts} experts, the routing has {len(routing.counts)}; "
                 "build router and dispatcher with the same number"
             )
-        return Sending(Trip(tokens, routing, self.group, self.local, self._side))
+        return PendingDispatch(DispatchInFlight(tokens, routing, self.group, self.local, self._side))
 
-    def combine(self, outputs: Tensor, handle: AllToAllHandle) -> Returning:
-        """Start to bring outputs [R, H] back as [T, H]. Collective over the group."""
+    def combine(self, outputs: Tensor, handle: AllToAllHandle) -> PendingCombine:
+        """Start the combine of outputs [R, H] to [T, H]. Collective over the group."""
         parts = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=True)
-        flight = Flights((parts,), handle.sizes.back(), self.group)
-        return Returning(Departure((parts,)), flight, handle, self.group)
+        pending = PendingTensors((parts,), handle.sizes.back(), self.group)
+        return PendingCombine(AsyncExchange((parts,)), pending, handle, self.group)
 
 
 class AllToAllHandle(NamedTuple):
-    """The way back.
+    """Row numbers and sizes of a dispatch, which its combine needs.
 
     Attributes:
         sizes: of the exchange of tokens.
@@ -92,38 +93,42 @@ class AllToAllHandle(NamedTuple):
     sent_places: Tensor
 
 
-class Sending:
-    """Tokens on their way to their experts."""
+class PendingDispatch:
+    """Dispatch that was started."""
 
-    __slots__ = ("_trip",)
+    __slots__ = ("_in_flight",)
 
-    def __init__(self, trip: Trip) -> None:
-        self._trip = trip
+    def __init__(self, in_flight: DispatchInFlight) -> None:
+        self._in_flight = in_flight
 
     def wait(self) -> Dispatched:
-        """Tokens [R, H] of the experts of this rank."""
-        trip = self._trip
-        arrived, weights, experts = trip.arrive()  # [N, H], [N, k], [N, k]
-        slots, places = sort_by_expert(experts, min(trip.rows, experts.numel()))
-        handle = AllToAllHandle(trip.sizes, slots, places, weights, trip.sent_slots, trip.plan.places)
+        """Wait for the tokens [R, H] of the experts of this rank."""
+        in_flight = self._in_flight
+        arrived, weights, experts = in_flight.wait()  # [N, H], [N, k], [N, k]
+        slots, places = sort_by_expert(experts, min(in_flight.rows, experts.numel()))
+        handle = AllToAllHandle(in_flight.sizes, slots, places, weights, in_flight.sent_slots, in_flight.plan.places)
         rows = gather_rows(arrived, slots, places, absent=True)
-        return Dispatched(rows, count_rows(experts, trip.local), spare_rows=trip.plan.padded is not None, handle=handle)
+        return Dispatched(
+            rows, count_rows(experts, in_flight.local), spare_rows=in_flight.plan.padded is not None, handle=handle
+        )
 
 
-class Returning:
-    """Outputs on their way to the tokens."""
+class PendingCombine:
+    """Combine that was started."""
 
-    __slots__ = ("_departure", "_flight", "_group", "_handle")
+    __slots__ = ("_exchange", "_group", "_handle", "_pending")
 
-    def __init__(self, departure: Departure, flight: Flights, handle: AllToAllHandle, group: dist.ProcessGroup) -> None:
-        self._departure = departure
-        self._flight = flight
+    def __init__(
+        self, exchange: AsyncExchange, pending: PendingTensors, handle: AllToAllHandle, group: dist.ProcessGroup
+    ) -> None:
+        self._exchange = exchange
+        self._pending = pending
         self._handle = handle
         self._group = group
 
     def wait(self) -> Tensor:
-        """Sums [T, H] of the parts that the ranks made."""
+        """Wait for the outputs, and sum the parts of the ranks to [T, H]."""
         handle = self._handle
-        back = partial(send_back, sizes=handle.sizes, group=self._group)
-        (parts,) = self._departure.arrive(self._flight, (), back)
+        back = partial(return_gradients, sizes=handle.sizes, group=self._group)
+        (parts,) = self._exchange.wait(self._pending, (), back)
         return sum_rows(parts, handle.sent_slots, handle.sent_places, absent=True)

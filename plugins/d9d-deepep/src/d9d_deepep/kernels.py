@@ -1,4 +1,4 @@
-"""DeepEP's kernels as transfers: launched on its own stream, awaited by the current one.
+"""DeepEP's dispatch and combine kernels: launched on its own stream, awaited by the current one.
 
 Shapes: T tokens of this rank, H features, k experts of a token, N tokens that arrive.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 
-class Flight:
+class PendingTensors:
     """Tensors that a kernel is still writing.
 
     Args:
@@ -26,13 +26,13 @@ class Flight:
         self._event = event
 
     def wait(self) -> tuple[Tensor, ...]:
-        """The tensors; the current stream waits, the host does not."""
+        """Wait for the tensors; the current stream waits, the host does not."""
         self._event.current_stream_wait()
         return self._tensors
 
 
 class Handle:
-    """DeepEP's handle: which token went where, a tuple that only the library understands.
+    """DeepEP's handle of a dispatch, a tuple that only the library understands.
 
     Its tensors can be taken out, so that autograd saves them, and put in again.
 
@@ -47,29 +47,29 @@ class Handle:
         self._others = [None if isinstance(part, Tensor) else (part,) for part in parts]
 
     def shape(self) -> Handle:
-        """The same without its tensors."""
+        """Copy without the tensors."""
         empty = Handle(())
         empty._others = self._others
         return empty
 
     def filled(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-        """The tuple with these tensors."""
+        """DeepEP's tuple with these tensors."""
         left = iter(tensors)
         return tuple(next(left) if other is None else other[0] for other in self._others)
 
 
-def dispatch_again(buffer: Any, rows: Tensor, handle: tuple[Any, ...]) -> Flight:
+def dispatch_again(buffer: Any, rows: Tensor, handle: tuple[Any, ...]) -> PendingTensors:
     """Start to copy rows [T, H] to where the tokens went -> [N, H]. Collective."""
     sent, _, _, _, _, event = buffer.dispatch(rows.contiguous(), handle=handle, **launch(buffer))
-    return Flight((sent,), event)
+    return PendingTensors((sent,), event)
 
 
-def combine(buffer: Any, rows: Tensor, handle: tuple[Any, ...], weights: Tensor | None = None) -> Flight:
+def combine(buffer: Any, rows: Tensor, handle: tuple[Any, ...], weights: Tensor | None = None) -> PendingTensors:
     """Start to sum rows [N, H], and weights [N, k], where their tokens came from -> [T, H], [T, k]. Collective."""
     summed, weights, event = buffer.combine(
         rows.contiguous(), handle, topk_weights=None if weights is None else weights.contiguous(), **launch(buffer)
     )
-    return Flight((summed,) if weights is None else (summed, weights), event)
+    return PendingTensors((summed,) if weights is None else (summed, weights), event)
 
 
 def launch(buffer: Any) -> dict[str, Any]:
@@ -78,5 +78,5 @@ def launch(buffer: Any) -> dict[str, Any]:
 
 
 def after(event: Any) -> dict[str, Any]:
-    """The same, after an event. DeepEP wants its outputs to belong to its own stream then."""
+    """Arguments of a kernel that comes after an event. DeepEP wants its outputs to belong to its own stream then."""
     return {"previous_event": event, "async_finish": True, "allocate_on_comm_stream": True}

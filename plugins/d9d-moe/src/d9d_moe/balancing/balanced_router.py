@@ -1,4 +1,4 @@
-"""A router's loss terms, tallies and bias: what the loop of d9d-core asks of it.
+"""Base of routers: auxiliary losses, tallies and the selection bias, as the loop of d9d-core asks for them.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -14,7 +14,7 @@ from d9d_nn.added_loss import add_loss
 from torch import Tensor, nn
 
 from d9d_moe.balancing.base import Balancer, BalancingLoss, BiasUpdate, Choice
-from d9d_moe.routing import count_rows
+from d9d_moe.router.routing import count_rows
 
 
 class BalancedRouter(nn.Module):
@@ -71,7 +71,7 @@ class BalancedRouter(nn.Module):
             raise BuildError(f"router: {balancer!r} is neither a BalancingLoss nor a BiasUpdate")
 
     def layout_dependence(self) -> Sequence[str]:
-        """What here differs with the way in which a batch is cut into microbatches and spread over ranks."""
+        """Balancers that depend on how a batch is cut into microbatches and spread over ranks."""
         kinds = [type(balancer).__name__ for balancer in self.balancing if not balancer.layout_invariant]
         return [f"{kind} balances the experts of each microbatch on each rank by itself" for kind in kinds]
 
@@ -81,23 +81,23 @@ class BalancedRouter(nn.Module):
             nn.init.zeros_(buffer)
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
-        """The terms of the balancers."""
+        """Loss terms of the balancers."""
         return {term: loss.loss_term() for term, loss in self._losses.items()}
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Term -> the buffer of its factor."""
+        """Buffer of each term's factor."""
         return {term: self.get_buffer(f"{term}_factor") for term in self._losses}
 
     def loss_sums(self) -> Mapping[str, Tensor]:
-        """Term -> the buffer of its sum."""
+        """Buffer of each term's sum."""
         return {term: self.get_buffer(f"{term}_sum") for term in self._losses}
 
     def tallies(self) -> Mapping[str, Tensor]:
-        """Name -> buffer."""
+        """Buffer of each tally."""
         return {name: self.get_buffer(f"tally_{name}") for name in self._tallies}
 
     def adapts_to(self) -> Sequence[str]:
-        """The rows of each expert, if a balancer moves the bias."""
+        """Tally of the rows of each expert, if a balancer moves the bias."""
         return ("expert_tokens",) if self._update is not None else ()
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class BalancedRouter(nn.Module):
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
     def add_losses(self, weights: Tensor, choice: Choice) -> Tensor:
-        """The weights [T, k], unchanged; the gradients of the loss terms begin where theirs arrive."""
+        """Attach the loss terms to the weights [T, k]: gradients of the terms begin where theirs arrive."""
         for term, loss in self._losses.items():
             total = loss.total(choice)
             with torch.no_grad():
@@ -118,7 +118,7 @@ class BalancedRouter(nn.Module):
 
     @torch.no_grad()
     def tally(self, choice: Choice, counts: Tensor) -> None:
-        """Note what was chosen, and the rows int64 [E] that each expert took of it."""
+        """Count what was chosen, and the rows int64 [E] that each expert took of it."""
         found = {"expert_tokens": counts, "entropy": torch.special.entr(choice.shares().detach()).sum()}
         if "dropped" in self._tallies:
             # Balance is about what was asked for: what full experts took looks even however uneven that is.
