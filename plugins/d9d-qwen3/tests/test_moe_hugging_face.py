@@ -27,9 +27,9 @@ from d9d_core.traits import TensorSpec
 from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
 from d9d_nn.rope_scaling import YarnScaling
+from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig, tiny
-from d9d_qwen3.moe_hugging_face import Qwen3MoeHuggingFace
 from d9d_testing.tolerances import (
     TOLERANCES,
     Tolerance,

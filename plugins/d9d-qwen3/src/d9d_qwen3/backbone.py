@@ -1,4 +1,4 @@
-"""The decoder of Qwen3 without heads, whole or as one pipeline stage.
+"""Decoder of Qwen3 without heads, whole or as one pipeline stage.
 
 Shapes: B samples, S positions, H features.
 """
@@ -19,12 +19,12 @@ from d9d_nn.rope import RotaryEmbedding
 from torch import Tensor, nn
 
 from d9d_qwen3.block import Qwen3Block
-from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.moe_config import AnyQwen3Config
 from d9d_qwen3.stages import layers_of
 
 
 class Qwen3Backbone(nn.Module):
-    """The layers of one stage, with the embedding on the first and the final norm on the last.
+    """Layers of one pipeline stage, with the embedding on the first and the final norm on the last.
 
     Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
 
@@ -51,11 +51,11 @@ class Qwen3Backbone(nn.Module):
             self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The layers of this stage."""
+        """Layers of this stage."""
         return {f"layers.{index}": layer for index, layer in self.layers.items()}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """An embedding in one piece is split over the vocabulary, the final norm sees split tokens."""
+        """Styles of embedding and final norm: split over the vocabulary, if in one piece, and over the sequence."""
         plan = {}
         if isinstance(getattr(self, "embedding", None), TokenEmbedding):
             plan["embedding"] = TensorStyle.VOCAB
@@ -64,7 +64,7 @@ class Qwen3Backbone(nn.Module):
         return plan
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        """``hidden`` [B, S, H] in the dtype of this stage's parameters; nothing on the last stage.
+        """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
         If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype.
         """
@@ -110,7 +110,7 @@ class Qwen3Backbone(nn.Module):
         documents: Tensor | None,
         layer_sums: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[Layers, Tensor]]:
-        """As :meth:`forward`; beside its result the means of layers that heads read, [B, S, H] each, if it is the last.
+        """Run this stage as :meth:`forward`; on the last one also return the layer means [B, S, H] that heads read.
 
         For subclasses: a forward that goes on from here.
         """
@@ -136,5 +136,5 @@ class Qwen3Backbone(nn.Module):
 
 
 def embedding_of(config: AnyQwen3Config) -> TokenEmbedding | SplitTokenEmbedding:
-    """A model's embedding; on whichever stage, it starts with the same numbers under the same name."""
+    """Embedding of a model; on whichever stage, it starts with the same numbers under the same name."""
     return token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=config.initialization.std)

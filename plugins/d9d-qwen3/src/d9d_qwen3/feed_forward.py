@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer: one SwiGLU, or a mixture of them."""
+"""Feed-forward part of a layer: SwiGLU, or a mixture of SwiGLU experts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from d9d_moe.experts.layer import MoELayer
 from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.swiglu import SwiGLU
 
-from d9d_qwen3.configs import AnyQwen3Config
-from d9d_qwen3.moe_config import Qwen3MoeConfig
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 
 def feed_forward(config: AnyQwen3Config, layer: int) -> SwiGLU | MoELayer:
-    """What the layer of this index has. Maps [B, S, H] to [B, S, H].
+    """Build the feed-forward part of the layer of this index, which maps [B, S, H] to [B, S, H].
 
     Args:
         config: of the whole model.

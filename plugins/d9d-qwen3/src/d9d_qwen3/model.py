@@ -10,11 +10,11 @@ from d9d_nn.heads.heads import Heads
 from torch import Tensor
 
 from d9d_qwen3.backbone import Qwen3Backbone, embedding_of
-from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.moe_config import AnyQwen3Config
 
 
 class Qwen3(Qwen3Backbone):
-    """The backbone of one stage, with the heads on the last.
+    """Backbone of one pipeline stage, with the heads on the last.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``. A
     tied causal_lm head has none: it takes the embedding's. If that is on another stage, the last one has a copy, under

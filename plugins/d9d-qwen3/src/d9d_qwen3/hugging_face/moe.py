@@ -1,4 +1,4 @@
-"""Qwen3 with experts in Hugging Face layout."""
+"""Hugging Face format of Qwen3 models with experts."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any, ClassVar
 
 from d9d_core.errors import CheckpointError
 
-from d9d_qwen3.config_json import Family
-from d9d_qwen3.format import Qwen3Format
+from d9d_qwen3.hugging_face.config_json import Family
+from d9d_qwen3.hugging_face.format import Qwen3Format
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
 class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
-    """Transformers' ``Qwen3MoeForCausalLM`` and the other classes of its family."""
+    """Format of transformers' ``Qwen3MoeForCausalLM`` and the other classes of its family."""
 
     family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe")
     config = Qwen3MoeConfig
 
     def special_json(self, config: Qwen3MoeConfig) -> dict[str, Any]:
-        """Experts, and which layers have none."""
+        """Write the sizes of experts, and which layers have none."""
         return {
             "intermediate_size": config.intermediate_size,
             "moe_intermediate_size": config.moe_intermediate_size,
@@ -33,7 +33,7 @@ class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """As :meth:`special_json`. What is absent is what transformers takes then."""
+        """Read the fields of :meth:`special_json`. What is absent is what transformers takes then."""
         return {
             "intermediate_size": data["intermediate_size"],
             "moe_intermediate_size": data["moe_intermediate_size"],
@@ -46,7 +46,7 @@ class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
         }
 
     def own_fields(self, config: Qwen3MoeConfig) -> dict[str, Any]:
-        """How it is trained, and the layout of the files."""
+        """Fields of balancing and capacity, and the layout of expert files."""
         defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
         values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
         return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
@@ -63,7 +63,7 @@ def _experts(data: Mapping[str, Any]) -> Any:
 
 
 def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
-    """Those that are named, and those between the layers that have experts."""
+    """Layers without experts: those that are named, and those between the layers that have experts."""
     named, step = data.get("mlp_only_layers") or (), data.get("decoder_sparse_step", 1)
     if not isinstance(step, int) or isinstance(step, bool) or step < 1:
         raise CheckpointError(f"config.json: decoder_sparse_step is {step!r}; every how many layers has experts?")

@@ -1,4 +1,4 @@
-"""Qwen3 models in Hugging Face layout: ``config.json`` as transformers 5 writes it, and its parameter names."""
+"""Base of the Hugging Face formats: ``config.json`` as transformers 5 writes it, and parameter names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from d9d_core.state.mapper import Mapper
 from pydantic import ValidationError
 
 from d9d_qwen3.config import Qwen3Config
-from d9d_qwen3.config_json import Family, check_computable, common_fields, common_json
+from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_fields, common_json
+from d9d_qwen3.hugging_face.names import exporter, importer
 from d9d_qwen3.moe_config import Qwen3MoeConfig
-from d9d_qwen3.names import exporter, importer
 
 C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
 
 
 class Qwen3Format(ABC, Generic[C]):
-    """Implements :class:`d9d_core.protocols.HuggingFaceFormat` for the classes of one family of transformers.
+    """Base of :class:`d9d_core.protocols.HuggingFaceFormat` for the classes of one family of transformers.
 
     One head is theirs: a language model (``...ForCausalLM``) or a classifier over last tokens
     (``...ForSequenceClassification``). Others are kept under names of our own, which transformers leaves out.
@@ -34,11 +34,11 @@ class Qwen3Format(ABC, Generic[C]):
 
     @abstractmethod
     def special_json(self, config: C) -> dict[str, Any]:
-        """What ``config.json`` states about this kind of model only."""
+        """Write the ``config.json`` fields that only this kind of model has."""
 
     @abstractmethod
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The same as fields of our config.
+        """Read the fields of our config that only this kind of model has.
 
         Raises:
             CheckpointError: it describes a variant that we do not compute.
@@ -50,7 +50,7 @@ class Qwen3Format(ABC, Generic[C]):
         return {}
 
     def config_json(self, config: C, dtype: str) -> dict[str, Any]:
-        """What ``from_pretrained`` of transformers' config reads.
+        """Write the ``config.json`` that ``from_pretrained`` of transformers reads.
 
         Args:
             config: our config.
@@ -62,7 +62,7 @@ class Qwen3Format(ABC, Generic[C]):
         return common_json(config, self.family, dtype, self.own_fields(config)) | self.special_json(config)
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
-        """Our config for a published ``config.json``, of transformers 4 or 5.
+        """Read our config from a published ``config.json``, of transformers 4 or 5.
 
         Raises:
             CheckpointError: it describes another architecture, a variant we do not compute, or no possible model.
@@ -82,9 +82,9 @@ class Qwen3Format(ABC, Generic[C]):
             raise CheckpointError(f"config.json: no {name} model has these values: {'; '.join(problems)}") from error
 
     def importer(self, config: C, stored: C) -> Mapper:
-        """See :func:`d9d_qwen3.names.importer`."""
+        """Mapper from files to the model, see :func:`d9d_qwen3.hugging_face.names.importer`."""
         return importer(config, stored)
 
     def exporter(self, config: C) -> Mapper:
-        """See :func:`d9d_qwen3.names.exporter`."""
+        """Mapper from the model to files, see :func:`d9d_qwen3.hugging_face.names.exporter`."""
         return exporter(config)

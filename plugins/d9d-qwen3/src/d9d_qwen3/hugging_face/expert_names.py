@@ -1,4 +1,4 @@
-"""How transformers and we hold routers and experts.
+"""Parameter names and layouts of routers and experts, transformers' and ours.
 
 Shapes: E experts, H features, I features inside an expert.
 """
@@ -14,7 +14,7 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 
 
 def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]:
-    """From files of a model like ``stored`` to a model like ``config``, for all layers that have experts.
+    """Mappers from files of a model like ``stored`` to a model like ``config``, for all layers that have experts.
 
     Transformers has no bias of the selection; ours is kept under a name of our own, which it leaves out.
 
@@ -39,7 +39,7 @@ def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]
 
 
 def _experts(config: Qwen3MoeConfig, layer: int) -> Mapper:
-    """From either layout of files to ours: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
+    """Mapper from either layout of files to ours: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
 
     The inverse writes the layout that the config asks for.
     """
@@ -50,7 +50,7 @@ def _experts(config: Qwen3MoeConfig, layer: int) -> Mapper:
 
 
 def _per_expert(count: int) -> Mapper:
-    """As published: gate and up projections [I, H], down projections [H, I]."""
+    """Mapper from published files: gate and up projections [I, H], down projections [H, I] of each expert."""
     return Parallel(
         *(
             Stack([f"{expert}.{matrix}.weight" for expert in range(count)], matrix) >> Transpose(matrix)
@@ -60,7 +60,7 @@ def _per_expert(count: int) -> Mapper:
 
 
 def _fused() -> Mapper:
-    """As in transformers' memory: ``gate_up_proj`` [E, 2 I, H], ``down_proj`` [E, H, I]."""
+    """Mapper from transformers' memory layout: ``gate_up_proj`` [E, 2 I, H], ``down_proj`` [E, H, I]."""
     return Parallel(
         Transpose("gate_up_proj") >> Chunk("gate_up_proj", ("gate_proj", "up_proj"), dim=2),
         Transpose("down_proj"),

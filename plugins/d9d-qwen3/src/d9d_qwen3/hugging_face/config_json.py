@@ -1,4 +1,4 @@
-"""What the ``config.json`` of all Qwen3 models have in common, as transformers 5 writes them."""
+"""Shared ``config.json`` fields of dense and MoE models, as transformers 5 writes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, He
 from d9d_nn.rope_scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 from d9d_qwen3.base_config import Qwen3Base
-from d9d_qwen3.names import published_head
+from d9d_qwen3.hugging_face.names import published_head
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: What transformers has no field for.
@@ -20,7 +20,7 @@ _OURS = "d9d"
 
 @dataclass(frozen=True)
 class Family:
-    """How transformers calls the models of one kind.
+    """Names of one model family in transformers.
 
     Attributes:
         model_type: in ``config.json``.
@@ -32,22 +32,22 @@ class Family:
 
     @property
     def language_model(self) -> str:
-        """The class of a language model."""
+        """Class of a language model."""
         return f"{self.prefix}ForCausalLM"
 
     @property
     def classifier(self) -> str:
-        """The class of a classifier over last tokens."""
+        """Class of a classifier over last tokens."""
         return f"{self.prefix}ForSequenceClassification"
 
     @property
     def backbone(self) -> str:
-        """The class without heads."""
+        """Class without heads."""
         return f"{self.prefix}Model"
 
 
 def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """What all models state.
+    """Write the ``config.json`` fields that dense and MoE models share.
 
     Args:
         config: our config.
@@ -95,7 +95,7 @@ def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str
 
 
 def check_computable(data: Mapping[str, Any], family: Family) -> None:
-    """Compare what a ``config.json`` says about all models with what ours compute.
+    """Compare the ``config.json`` fields of all models with what our models compute.
 
     Raises:
         CheckpointError: it describes another architecture, or a variant that we do not compute.
@@ -117,7 +117,7 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
 
 
 def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of our config that all models have.
+    """Read the fields of our config that dense and MoE models share.
 
     Raises:
         CheckpointError: it describes a variant that we do not compute.
@@ -169,7 +169,7 @@ def _labels(config: Qwen3Base) -> dict[str, Any]:
 
 
 def _own_fields(config: Qwen3Base) -> dict[str, Any]:
-    """What ``config.json`` must say besides, for us to read the same model back."""
+    """Extra fields of ``config.json`` that we need to read the same model back."""
     fields: dict[str, Any] = {}
     if config.heads != Qwen3Base.model_fields["heads"].default:
         fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}

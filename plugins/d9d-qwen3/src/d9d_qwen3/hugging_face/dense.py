@@ -1,4 +1,4 @@
-"""Qwen3 dense in Hugging Face layout."""
+"""Hugging Face format of dense Qwen3 models."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 from d9d_core.errors import CheckpointError
 
 from d9d_qwen3.config import Qwen3Config
-from d9d_qwen3.config_json import Family
-from d9d_qwen3.format import Qwen3Format
+from d9d_qwen3.hugging_face.config_json import Family
+from d9d_qwen3.hugging_face.format import Qwen3Format
 
 
 class Qwen3HuggingFace(Qwen3Format[Qwen3Config]):
-    """Transformers' ``Qwen3ForCausalLM`` and the other classes of its family."""
+    """Format of transformers' ``Qwen3ForCausalLM`` and the other classes of its family."""
 
     family: ClassVar[Family] = Family("qwen3", "Qwen3")
     config = Qwen3Config
 
     def special_json(self, config: Qwen3Config) -> dict[str, Any]:
-        """Feed-forward layers of one size, and which layers slide."""
+        """Write the size of feed-forward layers, and which layers slide."""
         first = config.num_layers if config.sliding_window is None else config.sliding_from_layer
         return {
             "intermediate_size": config.intermediate_size,
@@ -28,7 +28,7 @@ class Qwen3HuggingFace(Qwen3Format[Qwen3Config]):
         }
 
     def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """As :meth:`special_json`; ``layer_types`` may be absent."""
+        """Read the fields of :meth:`special_json`; ``layer_types`` may be absent."""
         window, first = _window(data)
         return {
             "intermediate_size": data["intermediate_size"],

@@ -1,4 +1,4 @@
-"""How the tensors of transformers' Qwen3 classes and ours correspond. Outside of experts, only names differ.
+"""Parameter names of transformers' Qwen3 classes and ours. Outside of experts, only names differ.
 
 Theirs: ``model.embed_tokens``, ``model.layers.N...``, ``model.norm``, and ``lm_head`` or ``score``. Some publish the
 backbone alone, without ``model.`` before each name.
@@ -13,9 +13,8 @@ from d9d_core.state.mapper import Chunk, Drop, Fresh, Mapper, Parallel, Rename, 
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
 
 from d9d_qwen3.base_config import Qwen3Base
-from d9d_qwen3.configs import AnyQwen3Config
-from d9d_qwen3.expert_names import mixtures
-from d9d_qwen3.moe_config import Qwen3MoeConfig
+from d9d_qwen3.hugging_face.expert_names import mixtures
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 #: theirs -> ours, inside a layer.
 _LAYER = {
@@ -37,7 +36,7 @@ _EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "s
 
 
 def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
-    """From files of a model like ``stored`` to a model like ``config``, which may have other heads and added tokens.
+    """Mapper from files of a model like ``stored`` to one like ``config``, with other heads and added tokens perhaps.
 
     A head starts from the stored one of its name, or from the only stored one of its kind; else it is fresh.
 
@@ -55,12 +54,12 @@ def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
 
 
 def exporter(config: AnyQwen3Config) -> Mapper:
-    """From our names to theirs. A tied head appears nowhere."""
+    """Mapper from our names to transformers'. A tied head appears nowhere."""
     return _correspondence(config, config).inverse()
 
 
 def published_head(config: Qwen3Base) -> str | None:
-    """The head that a class of transformers has: the first language model, else the first classifier like theirs."""
+    """Head that a class of transformers has: the first language model, else the first classifier like theirs."""
     for name, head in config.heads.items():
         if isinstance(head, CausalLMHeadConfig):
             return name
@@ -98,7 +97,7 @@ def _feed_forward(config: AnyQwen3Config, stored: AnyQwen3Config) -> Iterator[Ma
 
 
 def _words(theirs: str, ours: str, config: Qwen3Base, stored: Qwen3Base) -> list[Mapper]:
-    """One row for each token; rows of added tokens have a tensor of their own."""
+    """Mapper of weights with one row for each token; rows of added tokens have a tensor of their own."""
     added = config.added_tokens
     if not added:
         return [Rename(theirs, f"{ours}.weight")]
@@ -141,7 +140,7 @@ def _tensors(head: str, config: Qwen3Base) -> list[str]:
 
 
 def _origin(name: str, head: HeadConfig, stored: Qwen3Base) -> str | None:
-    """The stored head that one starts from."""
+    """Stored head that a head starts from."""
     if name in stored.heads and _alike(head, stored.heads[name]):
         return name
     alike = [other for other, candidate in stored.heads.items() if _alike(head, candidate)]
@@ -154,7 +153,7 @@ def _alike(head: HeadConfig, other: HeadConfig) -> bool:
 
 
 def _stored_name(head: str, stored: Qwen3Base) -> str:
-    """What files call a head's weight."""
+    """Name of a head's weight in files."""
     if head != published_head(stored):
         return f"heads.{head}.weight"
     return _LM_HEAD if isinstance(stored.heads[head], CausalLMHeadConfig) else _SCORE
