@@ -15,7 +15,7 @@ from d9d_core.state.loading import load_tensors
 from d9d_core.state.mapper import StateGraph
 from d9d_core.state.mapper.graph import map_tensors, specs_of
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, EmbeddingHeadConfig
-from d9d_nn.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3

@@ -5,7 +5,7 @@ import torch
 from d9d_core.ops import OpSignature, OpSlot
 from d9d_core.protocols import Stage
 from d9d_core.traits import HasOps, modules_with
-from d9d_nn.ops import sdpa
+from d9d_nn.ops.attention import sdpa
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3

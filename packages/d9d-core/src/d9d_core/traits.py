@@ -176,8 +176,8 @@ class AddsLosses(Protocol):
     """``model:losses``: the module adds terms of its own to the task's loss.
 
     Its forward leaves the sum of each term over the microbatch, and injects the gradient of ``sum * factor`` where its
-    output passes (:func:`d9d_nn.added_loss.add_loss`). So a term needs no way through the model's outputs and pipeline
-    stages. Weights follow from shapes alone: factors are known before the first forward.
+    output passes (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term needs no way through the model's outputs
+    and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:

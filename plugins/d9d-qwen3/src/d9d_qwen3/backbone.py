@@ -15,7 +15,7 @@ from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embeddin
 from d9d_nn.heads.config import head_layers
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import RotaryEmbedding
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
 from d9d_qwen3.block import Qwen3Block
@@ -125,8 +125,8 @@ class Qwen3Backbone(nn.Module):
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions)
-        cores = (layer.attention.core for layer in self.layers.values() if isinstance(layer, Qwen3Block))
-        masks = prepare_masks(cores, documents, hidden.shape[1], hidden.device)
+        slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, Qwen3Block))
+        masks = prepare_masks(slots, documents, hidden.shape[1], hidden.device)
         for index, layer in self.layers.items():
             hidden = layer(hidden, rotation, masks)
             sums.add(int(index), hidden)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from d9d_core.config.base import ModelConfig
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
-from d9d_nn.rope_scaling import RopeScaling
+from d9d_nn.rope.scaling import RopeScaling
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from d9d_qwen3.presets import Presets, fill, sizes_or_preset

@@ -11,7 +11,7 @@ from d9d_core.traits import TensorStyle
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import Rotation
+from d9d_nn.rope.rotary_embedding import Rotation
 from torch import Tensor, nn
 
 from d9d_qwen3.feed_forward import feed_forward

@@ -1,4 +1,4 @@
-"""The head of a causal language model: projection to the vocabulary, and the loss when targets are given.
+"""Head of a causal language model: projection to the vocabulary, and the loss when targets are given.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary.
 """
@@ -37,7 +37,7 @@ class VocabularyWeight(nn.Module):
 
 
 class CausalLMHead(nn.Module):
-    """Hidden states -> loss per token, or logits.
+    """Head that maps hidden states to a loss per token, or to logits.
 
     The loss is computed here, not by the task, so that an op that never builds all logits can take its place.
 
@@ -79,11 +79,11 @@ class CausalLMHead(nn.Module):
             nn.init.normal_(self.weight, std=self.std)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Projection and loss in one."""
+        """Slot of the fused projection and loss."""
         return {"linear_cross_entropy": self.linear_cross_entropy}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Each part is split over its share of the vocabulary; a weight in one piece is the owner's to name."""
+        """Styles of the parts of the weight: split over the vocabulary. A weight in one piece is for its owner."""
         return {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB} if self.split else {}
 
     def forward(

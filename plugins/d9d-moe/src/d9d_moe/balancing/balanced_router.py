@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.traits import LossTerm
-from d9d_nn.added_loss import add_loss
+from d9d_nn.auxiliary_loss import add_auxiliary_loss
 from torch import Tensor, nn
 
 from d9d_moe.balancing.base import Balancer, BalancingLoss, BiasUpdate, Choice
@@ -107,13 +107,13 @@ class BalancedRouter(nn.Module):
             bias = self.get_buffer("selection_bias")
             bias.copy_(torch.where(finite, self._update.moved(bias, tallies["expert_tokens"]), bias))
 
-    def add_losses(self, weights: Tensor, choice: Choice) -> Tensor:
+    def add_auxiliary_losses(self, weights: Tensor, choice: Choice) -> Tensor:
         """Attach the loss terms to the weights [T, k]: gradients of the terms begin where theirs arrive."""
         for term, loss in self._losses.items():
             total = loss.total(choice)
             with torch.no_grad():
                 self.get_buffer(f"{term}_sum").copy_(total)
-            weights = add_loss(weights, total, self.get_buffer(f"{term}_factor"))
+            weights = add_auxiliary_loss(weights, total, self.get_buffer(f"{term}_factor"))
         return weights
 
     @torch.no_grad()

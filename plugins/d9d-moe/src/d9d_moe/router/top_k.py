@@ -108,7 +108,7 @@ class TopKRouter(BalancedRouter):
         if self.renormalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
         choice = Choice(logits, scores, indices, samples)
-        weights, limit = self.add_losses(weights * self.scale, choice), None
+        weights, limit = self.add_auxiliary_losses(weights * self.scale, choice), None
         if self.capacity is not None:
             limit = math.ceil(self.capacity * indices.numel() / self.experts)
             late = over_capacity(indices, limit)

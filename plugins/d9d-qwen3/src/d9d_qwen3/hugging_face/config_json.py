@@ -8,7 +8,7 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
-from d9d_nn.rope_scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
+from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 from d9d_qwen3.base_config import Qwen3Base
 from d9d_qwen3.hugging_face.names import published_head

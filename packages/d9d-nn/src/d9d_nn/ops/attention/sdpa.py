@@ -12,7 +12,7 @@ from d9d_core.ops import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 
-from d9d_nn.ops.attention import visible
+from d9d_nn.ops.attention.reference import visible
 
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
@@ -32,7 +32,7 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """The function for this device and window."""
+    """Backend for this device and window."""
     # On CUDA, the flash and cuDNN kernels read grouped heads, in 16 bits and without a mask. What is left would be the
     # kernel that holds all scores, so for the others heads are repeated. On CPU all kernels read grouped heads.
     on_cuda = signature.device == "cuda"
@@ -41,7 +41,7 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
 
 
 class Sdpa:
-    """Calls ``scaled_dot_product_attention``.
+    """Attention by ``scaled_dot_product_attention``.
 
     Args:
         window: how many positions a query sees, its own included; ``None`` for all.
@@ -55,7 +55,7 @@ class Sdpa:
         self._grouped_with_mask = grouped_with_mask
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
-        """The mask: bool [B, 1, S, S] with documents, [S, S] with a window alone; ``None`` if plain causal will do."""
+        """Make the mask: bool [B, 1, S, S] with documents, [S, S] with a window, else ``None`` for plain causal."""
         if documents is not None:
             return visible(length, documents, device, self._window)[:, None]
         if self._window is not None and self._window < length:
@@ -63,7 +63,7 @@ class Sdpa:
         return None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See :func:`d9d_nn.ops.attention.attention`; ``mask`` is what :meth:`prepare` made."""
+        """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
         groups = query.shape[2] // key.shape[2]
         grouped = groups > 1 and (self._grouped if mask is None else self._grouped_with_mask)
         if groups > 1 and not grouped:
@@ -80,5 +80,5 @@ class Sdpa:
 
 
 def _repeat(heads: Tensor, groups: int) -> Tensor:
-    """[B, S, K, D] -> [B, S, K * G, D], each head G times in a row."""
+    """Repeat each head G times in a row, [B, S, K, D] -> [B, S, K * G, D]."""
     return heads.repeat_interleave(groups, dim=2)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from d9d_nn.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 def rotary_frequencies(
@@ -69,7 +69,7 @@ def _attention_factor(scaling: YarnScaling) -> float:
 
 
 def _fitted(factor: float, mscale: float) -> float:
-    """Equation 15 of the YaRN paper, whose mscale is 1."""
+    """Attention factor of equation 15 of the YaRN paper, whose mscale is 1."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 

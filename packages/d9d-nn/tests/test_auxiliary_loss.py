@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_nn.added_loss import add_loss
+from d9d_nn.auxiliary_loss import add_auxiliary_loss
 from d9d_testing.tolerances import assert_close_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +33,7 @@ class Shy(nn.Module):
         total = self.term(out)
         with torch.no_grad():
             self.total.copy_(total)
-        return add_loss(out, total, self.factor)
+        return add_auxiliary_loss(out, total, self.factor)
 
 
 def expected(x: Tensor) -> dict[str, Tensor]:
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_the_sum_of_losses(how: str, dtype: torch.dtype) 
 def test_the_carrier_keeps_its_bits_and_its_gradient() -> None:
     carrier = normal(5).bfloat16().requires_grad_()
     total = normal(1, seed=1).requires_grad_()
-    out = add_loss(carrier, total.sum(), torch.tensor(2.0))
+    out = add_auxiliary_loss(carrier, total.sum(), torch.tensor(2.0))
     assert torch.equal(out, carrier)
     grad = normal(5, seed=2).bfloat16()
     out.backward(grad)
@@ -81,27 +81,27 @@ def test_the_carrier_keeps_its_bits_and_its_gradient() -> None:
 
 def test_the_term_has_a_gradient_even_if_the_carrier_needs_none() -> None:
     total = torch.ones((), requires_grad=True)
-    add_loss(torch.zeros(0, 3), total, torch.tensor(3.0)).sum().backward()
+    add_auxiliary_loss(torch.zeros(0, 3), total, torch.tensor(3.0)).sum().backward()
     assert total.grad == 3.0
 
 
 def test_a_wide_term_has_a_wide_gradient() -> None:
     total = torch.ones((), dtype=torch.float64, requires_grad=True)
-    add_loss(torch.ones(2), total, torch.tensor(3.0)).sum().backward()
+    add_auxiliary_loss(torch.ones(2), total, torch.tensor(3.0)).sum().backward()
     assert total.grad.dtype == torch.float64
 
 
 @pytest.mark.smoke
 def test_without_gradients_nothing_is_recorded() -> None:
     with torch.no_grad():
-        out = add_loss(normal(2).requires_grad_(), torch.ones(()), torch.ones(()))
+        out = add_auxiliary_loss(normal(2).requires_grad_(), torch.ones(()), torch.ones(()))
     assert out.grad_fn is None
     assert torch.equal(out, normal(2))
 
 
 def test_a_factor_that_changes_before_the_backward_is_an_error() -> None:
     factor = torch.tensor(1.0)
-    out = add_loss(torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True), factor)
+    out = add_auxiliary_loss(torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True), factor)
     factor.fill_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()

@@ -1,11 +1,11 @@
-"""``attention``: causal softmax attention inside documents, with grouped key and value heads.
+"""Op ``attention``: causal softmax attention inside documents, with grouped key and value heads.
 
 Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
 
 The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
 refuses a window it does not compute. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
 ``documents`` as :func:`attention` reads them, or, if the function has an attribute ``prepare``, what that returned; see
-:class:`d9d_nn.ops.attention_slot.AttentionSlot`.
+:class:`d9d_nn.ops.attention.slot.AttentionSlot`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def visible(length: int, documents: Tensor | None, device: torch.device, window: int | None = None) -> Tensor:
-    """Which keys a query sees: its own and earlier positions, in its own document, not further back than the window.
+    """Mask of the keys that a query sees: its own and earlier positions, in its document and window.
 
     Args:
         length: S.

@@ -17,12 +17,12 @@ from d9d_core.ops import Decision, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from d9d_nn.ops.sdpa import Sdpa
+from d9d_nn.ops.attention.sdpa import Sdpa
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedKernel:
-    """One kernel of PyTorch and what it computes.
+    """Kernel of PyTorch's attention, and the signatures that it computes.
 
     Attributes:
         name: of the kernel, as people say it.
@@ -48,7 +48,7 @@ class PinnedKernel:
         return Decision(accept=True, reason=f"{self.name} alone; only by name, as sdpa picks among all kernels{masks}")
 
     def build(self, signature: OpSignature) -> Callable[..., Tensor]:
-        """The function for this window."""
+        """Backend for this window."""
         return _Pinned(self, signature.static.get("window"))
 
     def _refusal(self, signature: OpSignature) -> str | None:

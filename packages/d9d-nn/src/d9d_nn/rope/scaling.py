@@ -1,6 +1,6 @@
-"""How rotary positions are stretched to sequences longer than those of pretraining, as jobs and config.json state it.
+"""Scaling of rotary positions to sequences longer than those of pretraining, as jobs and config.json state it.
 
-Reads without torch; :mod:`d9d_nn.rope_scaling_frequencies` computes what is described here.
+Reads without torch; :mod:`d9d_nn.rope.scaling_frequencies` computes what is described here.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def scaling_from_hugging_face(
     parameters: Mapping[str, Any], max_positions: int
 ) -> LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None:
-    """The scaling that ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json states.
+    """Read the scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
 
     Args:
         parameters: that mapping, empty if there is none. A ``rope_theta`` in it is left to the caller.
@@ -160,7 +160,7 @@ def scaling_from_hugging_face(
 def scaling_to_hugging_face(
     scaling: LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None,
 ) -> dict[str, Any]:
-    """What ``rope_parameters`` of a config.json must hold beside ``rope_theta``.
+    """Write the fields of ``rope_parameters`` of a config.json beside ``rope_theta``.
 
     For ``dynamic``, ``max_position_embeddings`` must be its ``original_max_positions``: the file has no other place.
     """

@@ -1,4 +1,4 @@
-"""The slot of ``attention``: like any other, and it lets a backend make its mask once for all layers.
+"""Slot of ``attention``, which lets a backend make its mask once for all layers.
 
 Shapes: B samples, S positions.
 """
@@ -13,11 +13,11 @@ import torch
 from d9d_core.ops import OpSlot
 from torch import Tensor
 
-from d9d_nn.ops.attention import attention
+from d9d_nn.ops.attention.reference import attention
 
 
 class AttentionSlot(OpSlot):
-    """Where a model calls attention.
+    """Slot of a call of attention.
 
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
@@ -43,7 +43,7 @@ class AttentionSlot(OpSlot):
 
     @property
     def mask_key(self) -> tuple[str, int | None]:
-        """All that a mask depends on, but for the documents."""
+        """Key of everything that a mask depends on, but for the documents."""
         return self.backend, self.static["window"]
 
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
@@ -52,7 +52,7 @@ class AttentionSlot(OpSlot):
         self._prepare = getattr(function, "prepare", _documents)
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Any:
-        """Make what calls take as the mask.
+        """Make the mask that calls take.
 
         Args:
             documents: int64 [B, S]; ``None`` if a sample is one document.

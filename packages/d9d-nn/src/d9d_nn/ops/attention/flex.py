@@ -37,12 +37,12 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """The function for this device and window; compiled on CUDA, when it is first called."""
+    """Backend for this device and window; compiled on CUDA, when it is first called."""
     return Flex(signature.static.get("window"), compiled=signature.device == "cuda")
 
 
 class Flex:
-    """Calls ``flex_attention`` with a block mask.
+    """Attention by ``flex_attention`` with a block mask.
 
     Args:
         window: how many positions a query sees, its own included; ``None`` for all.
@@ -57,7 +57,7 @@ class Flex:
             self._attend, self._create = torch.compile(flex_attention), torch.compile(create_block_mask)
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> BlockMask:
-        """Which blocks of the scores are seen wholly, partly, or not at all; the same for all heads."""
+        """Make the block mask of scores that are seen wholly, partly, or not at all; the same for all heads."""
         window = self._window
 
         def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
@@ -72,7 +72,7 @@ class Flex:
         return self._create(seen, samples, None, length, length, device=device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> Tensor:
-        """See :func:`d9d_nn.ops.attention.attention`; ``mask`` is what :meth:`prepare` made."""
+        """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
         mixed: Tensor = self._attend(
             query.transpose(1, 2),
             key.transpose(1, 2),

@@ -1,4 +1,4 @@
-"""Terms of the loss that arise inside the model, far from the task's loss."""
+"""Auxiliary losses: loss terms that arise inside the model, far from the task's loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def add_loss(carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor:
+def add_auxiliary_loss(carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor:
     """Have the backward that passes ``carrier`` treat ``total * factor`` as part of the loss.
 
     So a module can add a term of its own without handing it through the model's outputs: see
@@ -22,11 +22,11 @@ def add_loss(carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor:
     Returns:
         ``carrier``, unchanged; its gradient passes unchanged too.
     """
-    carried: Tensor = _AddLoss.apply(carrier, total, factor)
+    carried: Tensor = _AddAuxiliaryLoss.apply(carrier, total, factor)
     return carried
 
 
-class _AddLoss(torch.autograd.Function):
+class _AddAuxiliaryLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor:
         ctx.dtype = total.dtype

@@ -1,4 +1,4 @@
-"""Angles of rotary position embeddings.
+"""Rotary position embeddings: the angles of each position.
 
 Shapes: B samples, S positions, D features of a head.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 from d9d_core.errors import BuildError
 from torch import Tensor, nn
 
-from d9d_nn.rope_scaling import RopeScaling
-from d9d_nn.rope_scaling_frequencies import rotary_frequencies
+from d9d_nn.rope.scaling import RopeScaling
+from d9d_nn.rope.scaling_frequencies import rotary_frequencies
 
 
 class Rotation:
-    """The rotation of each pair of features at each position, computed once and shared by all layers of a stage.
+    """Cosines and sines of each pair of features at each position, shared by all layers of a stage.
 
     Neither a tuple nor a dataclass: FSDP's mixed precision casts the tensors that it finds in either, and rounded
     angles would place distant tokens wrongly.
@@ -31,7 +31,7 @@ class Rotation:
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions -> rotations, with angle ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, section 3.2.2).
+    """Rotation of positions by angles ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, section 3.2.2).
 
     Holds no buffer: the frequencies are a handful of numbers, and what is not stored needs no initialisation.
 
