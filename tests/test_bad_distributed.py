@@ -46,7 +46,7 @@ from typing import Any, Literal
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
 from d9d_core.protocols import DataContext, Pack
 from d9d_data.config import TextConfig
-from d9d_data.stream import build_text
+from d9d_data.stream.text import build_text
 
 class TroubledConfig(TextConfig):
     name: Literal["troubled"] = "troubled"

@@ -17,8 +17,9 @@ from d9d_core.errors import DataError
 from d9d_core.loop.feed import Feed
 from d9d_core.protocols import DataContext
 from d9d_data.config import DocumentsConfig, TextConfig
-from d9d_data.documents import build_documents
-from d9d_data.stream import CorpusStream, build_text
+from d9d_data.stream.base import CorpusStream
+from d9d_data.stream.documents import build_documents
+from d9d_data.stream.text import build_text
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A tokenizer: token ids of texts, and the files that bring it along with an exported model."""
+"""Protocol of tokenizers: token ids of texts, and the files that go along with an exported model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG_FILE, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
 
 
 class TextTokenizer:
-    """Encodes texts.
+    """Tokenizer of texts.
 
     Args:
         backend: the tokenizer.

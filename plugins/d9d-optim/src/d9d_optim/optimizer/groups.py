@@ -1,4 +1,4 @@
-"""Which parameter gets which learning rate and weight decay."""
+"""Parameter groups: learning rate and weight decay of each parameter."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _first_match(name: str, rules: Sequence[GroupRule]) -> int | None:
 
 
 def _check_rule(index: int, config: OptimizerConfig, owner: Mapping[str, int | None], frozen: set[str]) -> None:
-    """A rule that decides about no parameter is an error, not a silent no-op."""
+    """Refuse a rule that decides about no parameter: an error, not a silent no-op."""
     if index in owner.values():
         return
     pattern = config.groups[index].match

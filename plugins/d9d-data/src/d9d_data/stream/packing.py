@@ -1,4 +1,4 @@
-"""Samples cut from one long row of tokens.
+"""Packing: samples cut from one long row of tokens.
 
 Shapes: B samples, S positions, N tokens, D documents.
 """
@@ -18,14 +18,14 @@ Int64 = npt.NDArray[np.int64]
 
 
 def sample_count(tokens: int, sequence_length: int) -> int:
-    """Samples of ``sequence_length`` positions in a row of tokens; the last position needs a token after it."""
+    """Number of samples of ``sequence_length`` positions in a row of tokens; the last needs a token after it."""
     return max(0, tokens - 1) // sequence_length
 
 
 def pack(
     tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int
 ) -> Mapping[str, Int64]:
-    """Sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
+    """Cut a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
 
     Args:
         tokens: [N] all documents, each with its end-of-text token.

@@ -1,4 +1,4 @@
-"""A prepared corpus: documents as token ids on disk, tokenised once for all runs that ask for the same."""
+"""Preparation of a corpus: documents as token ids on disk, tokenised once for all runs that ask for the same."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.errors import DataError
 
-from d9d_data.cache import cached_directory, file_digests
 from d9d_data.config import CorpusConfig, DocumentsConfig
+from d9d_data.corpus.cache import cached_directory, file_digests
+from d9d_data.corpus.tokenise import Split, tokenise
 from d9d_data.sources.document import Document
 from d9d_data.sources.find import find_documents
-from d9d_data.tokenise import Split, tokenise
 from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Part of the cache key; raise it when the layout, or how tokens are made, changes.
@@ -50,11 +50,11 @@ class Corpus:
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends every document."""
+        """Token id that ends every document."""
         return int(self.tokens[-1])
 
     def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
-        """Another process maps the files anew; by default it would get a copy of all that they hold."""
+        """Let another process map the files anew; by default it would get a copy of all that they hold."""
         values = [getattr(self, field.name) for field in fields(self)]
         return _rebuilt, tuple(_Mapped(Path(str(v.filename))) if isinstance(v, np.memmap) else v for v in values)
 
@@ -67,7 +67,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Stands for an array file on its way to another process."""
+    """File of an array that another process maps."""
 
     file: Path
 
@@ -78,13 +78,13 @@ def _rebuilt(*values: Any) -> Corpus:
 
 
 def map_array(file: Path) -> npt.NDArray[Any]:
-    """The array in a ``.npy`` file, read as it is used."""
+    """Map the array in a ``.npy`` file, which is read as it is used."""
     array: npt.NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
     return array
 
 
 def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
-    """Find the corpus of a config in the cache, or make it.
+    """Find the corpus of a config in the cache, or prepare it.
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.

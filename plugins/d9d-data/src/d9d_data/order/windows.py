@@ -1,4 +1,4 @@
-"""The order of packs of similar length.
+"""Order of packs of similar length.
 
 A window is the next W samples of the endless order of samples. It is sorted by length, cut into packs, and the packs
 are shuffled. So every sample comes as often as in that order, in a pack of samples of about its length, and any pack is
@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from d9d_data.corpus import Corpus
-from d9d_data.order import SampleOrder
-from d9d_data.permutation import Permutation
+from d9d_data.corpus.prepare import Corpus
+from d9d_data.order.permutation import Permutation
+from d9d_data.order.samples import SampleOrder
 
 Int64 = npt.NDArray[np.int64]
 
 
 class WindowOrder:
-    """Which samples form which pack. Can be sent to another process.
+    """Assignment of samples to packs. Can be sent to another process.
 
     Args:
         order: which samples come when, before they are sorted.
@@ -40,7 +40,7 @@ class WindowOrder:
         self._recent: tuple[int, Int64] | None = None
 
     def __call__(self, consumed: int) -> Int64:
-        """The samples of the pack that comes after ``consumed`` others: [batch_size], the shortest first."""
+        """Samples of the pack that comes after ``consumed`` others: [batch_size], the shortest first."""
         number, within = divmod(consumed, self.window)
         packs = self.window // self._batch_size
         place = within // self._batch_size

@@ -1,4 +1,4 @@
-"""The stream of whole documents in packs of similar length."""
+"""Stream of whole documents in packs of similar length, for the dataset ``documents``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from d9d_core.errors import DataError
 from d9d_core.protocols import DataContext, State
 
 from d9d_data.config import DocumentsConfig
-from d9d_data.corpus import Corpus, prepare
-from d9d_data.layout import Layout
-from d9d_data.order import SampleOrder
-from d9d_data.padding import pad
-from d9d_data.reader import Arrays
-from d9d_data.stream import CorpusStream
-from d9d_data.windows import WindowOrder
+from d9d_data.corpus.prepare import Corpus, prepare
+from d9d_data.order.layout import Layout
+from d9d_data.order.samples import SampleOrder
+from d9d_data.order.windows import WindowOrder
+from d9d_data.stream.base import CorpusStream
+from d9d_data.stream.padding import pad
+from d9d_data.stream.reader import Arrays
 
 # Batches sorted together unless the job file says otherwise: enough that the lengths in a pack differ by little.
 _WINDOW_BATCHES = 64
@@ -31,9 +31,9 @@ def build_documents(config: DocumentsConfig, context: DataContext) -> DocumentSt
 
 
 class DocumentStream(CorpusStream):
-    """Every document is a sample; a pack has samples of similar length.
+    """Stream of documents, each a sample; a pack has samples of similar length.
 
-    Packs are formed globally, see :mod:`d9d_data.windows`. The samples of a pack, in order of their length, are dealt
+    Packs are formed globally, see :mod:`~d9d_data.order.windows`. The samples of a pack, in order of length, are dealt
     to the ranks in turn: all ranks get as many, and their n-th microbatches are of about one length.
 
     Which samples form a pack depends on the batch size and the window. So a state can be continued with others of these
@@ -69,7 +69,7 @@ class DocumentStream(CorpusStream):
         }
 
     def state(self) -> State:
-        """Samples consumed by all ranks together, what identifies the data, and the sizes that form packs."""
+        """Samples consumed by all ranks together, the fingerprint of the data, and the sizes that form packs."""
         return {**super().state(), "batch_size": self._batch_size, "bucket_window": self._window}
 
     def load_state(self, state: State) -> None:
@@ -102,7 +102,7 @@ class DocumentStream(CorpusStream):
 
 @dataclass(frozen=True, slots=True)
 class DocumentPacks:
-    """Builds one rank's part of any pack of documents; see :class:`DocumentStream`."""
+    """Source of one rank's part of any pack of documents; see :class:`DocumentStream`."""
 
     corpus: Corpus
     order: WindowOrder

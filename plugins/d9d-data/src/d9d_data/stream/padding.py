@@ -1,4 +1,4 @@
-"""Microbatches of whole documents, padded to one length.
+"""Padding: microbatches of whole documents, padded to one length.
 
 Shapes: B samples, S positions, N tokens, D documents.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from d9d_data.packing import NO_TARGET
+from d9d_data.stream.packing import NO_TARGET
 
 Int64 = npt.NDArray[np.int64]
 
@@ -19,7 +19,7 @@ Int64 = npt.NDArray[np.int64]
 def pad(
     tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int, multiple: int
 ) -> Mapping[str, Int64]:
-    """Sample i is document i, cut to ``sequence_length`` positions.
+    """Pad a microbatch: sample i is document i, cut to ``sequence_length`` positions.
 
     The last token of a document is predicted but predicts nothing, so a document of n tokens has n - 1 positions; one
     that is nothing but its end-of-text token has one, without a target. S is the most positions of any sample here,

@@ -1,4 +1,4 @@
-"""Prepared data on disk that is complete or absent.
+"""Cache of prepared data on disk; an entry is complete or absent.
 
 A directory is built under another name and renamed. Its manifest, written last, holds a checksum of every file. So a
 killed process leaves nothing that looks finished, two processes can build the same thing at once, and damage is found
@@ -23,7 +23,7 @@ _ABANDONED_AFTER = 24 * 3600  # seconds
 
 
 def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: Callable[[str], None]) -> Path:
-    """The directory ``root/key``, built if it is absent or damaged.
+    """Directory ``root/key`` of the cache, built if it is absent or damaged.
 
     Args:
         root: where cached directories live; made if absent.
@@ -60,13 +60,13 @@ def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: 
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """File name -> SHA-256 from the manifest of a cached directory."""
+    """SHA-256 of each file, by name, from the manifest of a cached directory."""
     manifest: dict[str, str] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     return manifest
 
 
 def find_damage(directory: Path) -> str | None:
-    """What is wrong with a cached directory, or ``None``."""
+    """Damage of a cached directory, in words, or ``None``."""
     try:
         digests = file_digests(directory)
         for name, digest in digests.items():
@@ -108,7 +108,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed processes left behind."""
+    """Remove the directories that killed processes left behind."""
     for path in root.glob("*.tmp-*"):
         try:
             if time.time() - path.stat().st_mtime > _ABANDONED_AFTER:

@@ -1,4 +1,4 @@
-"""Which samples come when: a function of the seed and of how many were consumed, of nothing else."""
+"""Order of samples: a function of the seed and of how many were consumed, of nothing else."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from d9d_data.permutation import Permutation
+from d9d_data.order.permutation import Permutation
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """An endless sequence of samples; each epoch visits every sample once.
+    """Endless sequence of samples; each epoch visits every sample once.
 
     Attributes:
         samples: number of samples.
@@ -25,7 +25,7 @@ class SampleOrder:
     shuffle: bool
 
     def take(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """The samples at places ``first`` to ``first + count`` (exclusive) of the sequence."""
+        """Samples at places ``first`` to ``first + count`` (exclusive) of the sequence."""
         places = np.arange(first, first + count, dtype=np.int64)
         epochs, within = np.divmod(places, self.samples)
         if not self.shuffle:

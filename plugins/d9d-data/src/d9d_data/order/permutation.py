@@ -1,4 +1,4 @@
-"""A random order of n items that needs no memory and can be read at any place.
+"""Random permutation of n items that needs no memory and can be read at any place.
 
 A Feistel network permutes the numbers of 2h bits whatever its round function (Luby and Rackoff, How to Construct
 Pseudorandom Permutations from Pseudorandom Functions); walking along its cycle until a number below n appears makes it
@@ -20,7 +20,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class Permutation:
-    """A bijection of 0, ..., size - 1, chosen by a key. Equal on every machine and in every version of numpy.
+    """Bijection of 0, ..., size - 1, chosen by a key. Equal on every machine and in every version of numpy.
 
     Args:
         size: number of items, from 1 to 2**62.
@@ -38,7 +38,7 @@ class Permutation:
         self._keys: Words = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def __call__(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where the order puts its ``indices``-th items; same shape.
+        """Items at the places ``indices`` of the order; same shape.
 
         Raises:
             IndexError: an index is outside of the permutation.

@@ -1,4 +1,4 @@
-"""Writing a corpus as token files.
+"""Tokenisation of a corpus to token files.
 
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
 [N], every document followed by its end-of-text token) and ``<split>.starts.npy`` (int64 [D + 1], where documents start,
@@ -8,8 +8,9 @@ and N).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +19,7 @@ import numpy.typing as npt
 from d9d_core.errors import DataError
 
 from d9d_data.config import CorpusConfig
-from d9d_data.npy import NpyWriter
-from d9d_data.progress import progress_bar
+from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.sources.document import Document
 from d9d_data.tokenizer.base import TextTokenizer
 from d9d_data.tokenizer.select import make_tokenizer
@@ -78,7 +78,7 @@ def _encode(
 
 
 def _texts(documents: Iterable[Document], held_out: float) -> Iterator[tuple[str, Split]]:
-    """The documents that hold text. Every (1 / held_out)-th is set aside, spread evenly over the corpus."""
+    """Documents that hold text. Every (1 / held_out)-th is set aside, spread evenly over the corpus."""
     index = 0
     for document in documents:
         text = document.text()
@@ -115,3 +115,25 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
     """Entropy of a frequency table in nats."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+@contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Progress bar on standard error while the block runs, if that is a terminal.
+
+    Args:
+        label: what is going on.
+        total: how much there is to do.
+
+    Yields:
+        A function to call with the amount done since the last call.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _amount: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda amount: progress.advance(task, amount)

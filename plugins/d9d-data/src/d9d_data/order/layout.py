@@ -1,4 +1,4 @@
-"""Which of a pack's samples a process gets, and in which microbatches."""
+"""Division of a pack's samples over ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d9d_core.protocols import DataContext
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the samples of a pack are divided.
+    """Sizes by which the samples of a pack are divided.
 
     Attributes:
         batch_size: samples of a pack, over all ranks.
@@ -26,7 +26,7 @@ class Layout:
 
     @classmethod
     def of(cls, context: DataContext) -> Self:
-        """The layout of a job.
+        """Layout of a job.
 
         Raises:
             DataError: the batch cannot be divided into microbatches of equal size; names sizes that can.
@@ -44,5 +44,5 @@ class Layout:
 
     @property
     def share(self) -> int:
-        """Samples of a pack that one rank gets."""
+        """Number of samples of a pack that one rank gets."""
         return self.batch_size // self.ranks

@@ -1,4 +1,4 @@
-"""Building packs, in this process or in others."""
+"""Reader of packs, built in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Arrays = Sequence[Mapping[str, npt.NDArray[np.int64]]]
 
 
 class PackSource(Protocol):
-    """Builds any pack of one rank; can be sent to another process."""
+    """Source of any pack of one rank; can be sent to another process."""
 
     def pack_at(self, consumed: int) -> Arrays:
-        """The pack that comes after ``consumed`` samples, over all ranks."""
+        """Build the pack that comes after ``consumed`` samples, over all ranks."""
         ...
 
 
 class PackReader:
-    """Reads packs of a source one after another. What is in them does not depend on who builds them.
+    """Reader of the packs of a source, one after another. Who builds them does not change what is in them.
 
     Worker processes start when the first pack is asked for, and stay when the place changes.
 
@@ -52,7 +52,7 @@ class PackReader:
         self._expected: int | None = None
 
     def read(self, consumed: int) -> Pack:
-        """The pack that comes after ``consumed`` samples.
+        """Read the pack that comes after ``consumed`` samples.
 
         Raises:
             DataError: a worker process failed or died.
@@ -99,7 +99,7 @@ class PackReader:
 
 
 class _Places:
-    """The endless row of numbers of consumed samples, one for each pack."""
+    """Endless sequence of numbers of consumed samples, one for each pack."""
 
     def __init__(self, step: int) -> None:
         self.first = 0
@@ -110,7 +110,7 @@ class _Places:
 
 
 class _Packs(Dataset[Arrays]):
-    """A source as the loader wants it."""
+    """Source as a dataset of torch's data loader."""
 
     def __init__(self, source: PackSource) -> None:
         self._source = source
@@ -128,5 +128,5 @@ def _as_it_is(pack: Any) -> Any:
 
 
 def _ignore_interrupts(_worker: int) -> None:
-    """Ctrl-C reaches all processes of a terminal; the training process decides how to stop."""
+    """Ignore Ctrl-C, which reaches all processes of a terminal; the training process decides how to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

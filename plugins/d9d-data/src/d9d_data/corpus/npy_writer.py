@@ -1,4 +1,4 @@
-"""Writing a one-dimensional ``.npy`` file bit by bit, so that a corpus need not fit into memory."""
+"""Writer of a one-dimensional ``.npy`` file piece by piece, so that a corpus need not fit into memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class NpyWriter:
-    """Appends arrays to one array on disk. A context manager; the file is valid once it is left without an error."""
+    """Writer that appends to one array on disk. A context manager; the file is valid if it is left without an error."""
 
     def __init__(self, path: Path, dtype: npt.DTypeLike) -> None:
         self._dtype = np.dtype(dtype)
@@ -24,7 +24,7 @@ class NpyWriter:
         return self
 
     def append(self, values: npt.NDArray[Any]) -> None:
-        """Add values at the end; they must fit into the array's dtype."""
+        """Append values; they must fit into the array's dtype."""
         self._file.write(np.ascontiguousarray(values, dtype=self._dtype).tobytes())
         self.length += len(values)
 
