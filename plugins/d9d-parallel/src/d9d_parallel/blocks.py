@@ -1,4 +1,4 @@
-"""Finding the repeated blocks of a stage."""
+"""Search for the repeated blocks of a stage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
-    """The blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
+    """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
 
     Args:
         stage: where to look.
