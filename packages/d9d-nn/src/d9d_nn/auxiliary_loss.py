@@ -15,7 +15,7 @@ def add_auxiliary_loss(carrier: Tensor, total: Tensor, factor: Tensor) -> Tensor
     :class:`d9d_core.traits.AddsLosses`. Nothing is added where no gradient comes back to the result.
 
     Args:
-        carrier: what the module hands on; any shape and dtype.
+        carrier: output of the module; any shape and dtype.
         total: 0-d with a graph, the sum of the term over the microbatch.
         factor: 0-d, the gradient of ``total``. It must stay the same until the backward.
 

@@ -42,7 +42,7 @@ class SplitTokenEmbedding(nn.Module):
 
     Args:
         vocabulary: number of token ids, V.
-        added: how many of the last ids form the second part; less than V.
+        added: number of the last ids that form the second part; less than V.
         features: H.
         std: standard deviation of the initial weights.
     """

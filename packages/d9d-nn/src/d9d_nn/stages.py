@@ -18,9 +18,9 @@ def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float =
 
     Args:
         layers: layers of the whole model, all of about the same cost.
-        stage: which stage.
-        first: what the first stage computes beside its layers, such as an embedding, in units of one layer.
-        last: the same of the last stage, such as the heads.
+        stage: pipeline stage.
+        first: cost of the first stage beside its layers, such as an embedding, in units of one layer.
+        last: cost of the last stage beside its layers, such as the heads.
 
     Raises:
         BuildError: there are more stages than layers, or the job's numbers of layers do not fit the model.

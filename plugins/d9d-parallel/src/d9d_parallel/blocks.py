@@ -11,8 +11,8 @@ def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
     """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
 
     Args:
-        stage: where to look.
-        strategy: who asks; stands in the error.
+        stage: stage whose modules are searched.
+        strategy: name of the strategy, for the error.
 
     Raises:
         BuildError: there is none.

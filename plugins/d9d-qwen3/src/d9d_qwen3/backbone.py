@@ -29,8 +29,8 @@ class Qwen3Backbone(nn.Module):
     Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
 
     Args:
-        config: of the whole model; of its heads, only what they read and what they cost matters here.
-        stage: which part of it.
+        config: config of the whole model; of its heads, only what they read and what they cost matters here.
+        stage: pipeline stage to build.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for.

@@ -22,7 +22,7 @@ class Qwen3Block(nn.Module):
     """Attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         layer: index in the whole model.
     """
 

@@ -16,7 +16,7 @@ def feed_forward(config: AnyQwen3Config, layer: int) -> SwiGLU | MoELayer:
     """Build the feed-forward part of the layer of this index, which maps [B, S, H] to [B, S, H].
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         layer: index in the whole model.
     """
     if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:

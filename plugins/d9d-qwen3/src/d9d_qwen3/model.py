@@ -22,8 +22,8 @@ class Qwen3(Qwen3Backbone):
     the embedding and each causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
-        config: of the whole model.
-        stage: which part of it.
+        config: config of the whole model.
+        stage: pipeline stage to build.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for; or a head has a

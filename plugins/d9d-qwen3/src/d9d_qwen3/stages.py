@@ -23,8 +23,8 @@ def layers_of(config: AnyQwen3Config, stage: Stage) -> range:
     length is unknown: they make layers cost more, next to a head, than is assumed here. Layers count as alike.
 
     Args:
-        config: of the whole model.
-        stage: which stage.
+        config: config of the whole model.
+        stage: pipeline stage.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for.

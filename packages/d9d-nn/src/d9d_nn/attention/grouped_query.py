@@ -31,7 +31,7 @@ class GroupedQueryAttention(nn.Module):
         output_std: initial standard deviation of the output projection.
         head_norm_eps: RMSNorm of each query and key head before the rotation, with this epsilon; ``None`` for no norm.
         bias: whether the four projections have biases; they start at zero.
-        window: how many positions a token sees, its own included; ``None`` for all earlier ones.
+        window: number of positions that a token sees, its own included; ``None`` for all earlier ones.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class GroupedQueryAttention(nn.Module):
 
         Args:
             hidden: [B, S, H].
-            rotation: of each position.
+            rotation: rotation of each position.
             documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
 
         Returns:

@@ -43,7 +43,7 @@ def prepare_masks(
         slots: attention slots of all layers of the stage.
         documents: int64 [B, S]; ``None`` if a sample is one document.
         length: S.
-        device: where the stage computes.
+        device: device of the stage.
     """
     prepared: dict[tuple[str, int | None], Any] = {}
     for slot in slots:

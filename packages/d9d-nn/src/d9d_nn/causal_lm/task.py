@@ -27,7 +27,7 @@ class CausalLM:
     model's last stage returns ``token_loss`` float32 [B, S], as ``<head>/token_loss`` if it has several heads.
 
     Args:
-        config: which head.
+        config: config with the head's name.
     """
 
     def __init__(self, config: CausalLMConfig) -> None:

@@ -29,7 +29,7 @@ class Classification:
     The model's last stage returns ``class_logits`` [B, C], as ``<head>/class_logits`` if it has several heads.
 
     Args:
-        config: which head.
+        config: config with the head's name.
     """
 
     def __init__(self, config: ClassificationConfig) -> None:

@@ -20,7 +20,7 @@ class VocabularyWeight(nn.Module):
     """Part of a head's weight, under a name of its own.
 
     Args:
-        words: how many words of the vocabulary it holds.
+        words: number of words of the vocabulary that it holds.
         features: H.
         std: standard deviation of the initial weights.
     """
@@ -52,7 +52,7 @@ class CausalLMHead(nn.Module):
         vocabulary: V.
         std: standard deviation of the initial weights.
         tied: whether the caller brings the weight.
-        added_tokens: how many of the last words have a parameter of their own; less than V.
+        added_tokens: number of the last words that have a parameter of their own; less than V.
     """
 
     weight: nn.Parameter | None

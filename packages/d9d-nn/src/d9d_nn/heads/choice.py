@@ -17,7 +17,7 @@ def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
 
     Args:
         model: the model's config, with heads by name in ``heads`` if it has several kinds.
-        kind: of head that the task needs.
+        kind: kind of head that the task needs.
         name: ``task.head``; may be ``None`` if the model has one head.
 
     Raises:

@@ -16,7 +16,7 @@ class ClassificationHead(nn.Module):
     Args:
         hidden_size: H.
         num_classes: C.
-        pooling: which positions stand for a sample.
+        pooling: positions that stand for a sample.
         std: standard deviation of the initial weights.
     """
 

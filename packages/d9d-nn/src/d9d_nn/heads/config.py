@@ -66,7 +66,7 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
 
     Args:
         head: its config.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
 
     Raises:
         ValueError: the model has no such layer, or a layer is named twice.
@@ -92,7 +92,7 @@ def check_heads(
     Args:
         heads: by name.
         hidden_size: features of a hidden state.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
         tied: whether a head takes its weight from the embedding.
 
     Raises:

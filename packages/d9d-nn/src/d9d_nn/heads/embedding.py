@@ -14,7 +14,7 @@ class EmbeddingHead(nn.Module):
     """Head that pools each sample, keeps its first features and normalises them. No parameters.
 
     Args:
-        pooling: which positions stand for a sample.
+        pooling: positions that stand for a sample.
         normalize: whether vectors get length one.
         dim: D; ``None`` keeps all H features.
     """

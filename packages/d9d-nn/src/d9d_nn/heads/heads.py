@@ -22,10 +22,10 @@ class Heads(nn.ModuleDict):
         configs: by name.
         hidden_size: H.
         vocabulary: V.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
-        added_tokens: how many of the last words have a parameter of their own in a causal_lm head.
+        added_tokens: number of the last words that have a parameter of their own in a causal_lm head.
 
     Raises:
         BuildError: a head has the name of an attribute of modules.

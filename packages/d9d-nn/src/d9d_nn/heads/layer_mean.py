@@ -24,9 +24,9 @@ class LayerSums:
     """Running sums of layer outputs in one forward.
 
     Args:
-        wanted: which layers are summed together, ascending.
+        wanted: sets of layers that are summed together, ascending.
         eps: added to the mean square, as in the final norm.
-        so_far: what earlier stages have sent, by :func:`sum_name`.
+        so_far: sums that earlier stages have sent, by :func:`sum_name`.
         done: layers of earlier stages.
 
     Raises:

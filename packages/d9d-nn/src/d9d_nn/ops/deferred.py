@@ -43,11 +43,11 @@ def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bi
     """Compute ``parts.forward(rows, weight)``; the deferral decides when the weight gradient is computed.
 
     Args:
-        rows: what is multiplied.
+        rows: rows to multiply.
         weight: needs a gradient. What led to it, such as a cast, is recorded by autograd and passed later.
-        deferral: of the module's stage.
-        parts: how to compute.
-        bias: what ``parts.forward`` adds to each row, to give it its gradient.
+        deferral: deferral of the module's stage.
+        parts: functions of the product and its gradients.
+        bias: bias that ``parts.forward`` adds to each row, to give it its gradient.
     """
     # The backward must come here also where only the weight needs it, which autograd does not see.
     alone = None if rows.requires_grad else rows.new_empty(0).requires_grad_()
@@ -63,7 +63,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | 
         x: [..., I].
         weight: [O, I].
         bias: [O]; its gradient is never left, as a sum over rows is cheaper than to keep them.
-        deferral: of the module's stage, if it has one.
+        deferral: deferral of the module's stage, if it has one.
 
     Returns:
         [..., O].

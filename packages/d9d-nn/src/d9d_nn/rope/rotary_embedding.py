@@ -38,7 +38,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: D.
         theta: the longest wavelength is ``2 pi theta``.
-        scaling: how frequencies change for sequences longer than those of pretraining.
+        scaling: change of frequencies for sequences longer than those of pretraining.
 
     Raises:
         BuildError: dynamic scaling of heads with a single pair.

@@ -25,7 +25,7 @@ def rotary_frequencies(
         theta: base of the frequencies.
         scaling: ``None`` for the frequencies of Su et al. 2021.
         length: S of the whole sample; only ``dynamic`` reads it.
-        device: where the frequencies live.
+        device: device of the frequencies.
 
     Returns:
         float32 [D/2], and a factor for cosine and sine.

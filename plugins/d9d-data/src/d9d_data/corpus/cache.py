@@ -26,7 +26,7 @@ def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: 
     """Directory ``root/key`` of the cache, built if it is absent or damaged.
 
     Args:
-        root: where cached directories live; made if absent.
+        root: directory of the cache; made if absent.
         key: identifies the content.
         build: fills an empty directory.
         note: told about damage.

@@ -34,7 +34,7 @@ class Corpus:
         tokens: [N] token ids, memory-mapped.
         starts: [D + 1] where documents start, and N; memory-mapped.
         vocab_size: one more than the largest id.
-        tokenizer: what made the tokens, for people.
+        tokenizer: description of the tokenizer, for people.
         unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
         digest: identifies tokens and boundaries.
         assets: directory with the tokenizer's files.

@@ -122,8 +122,8 @@ def progress_bar(label: str, total: int) -> Iterator[Callable[[int], None]]:
     """Progress bar on standard error while the block runs, if that is a terminal.
 
     Args:
-        label: what is going on.
-        total: how much there is to do.
+        label: text beside the bar.
+        total: amount of work.
 
     Yields:
         A function to call with the amount done since the last call.

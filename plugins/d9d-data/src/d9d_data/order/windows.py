@@ -21,7 +21,7 @@ class WindowOrder:
     """Assignment of samples to packs. Can be sent to another process.
 
     Args:
-        order: which samples come when, before they are sorted.
+        order: order of samples before they are sorted.
         corpus: has the documents that the samples are.
         longest: documents of more tokens count as of this length.
         window: W, a multiple of ``batch_size``.

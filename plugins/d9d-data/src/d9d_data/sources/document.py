@@ -80,7 +80,7 @@ class LineDocument:
 
     Attributes:
         path: the file.
-        number: of the line, from 1.
+        number: number of the line, from 1.
         begin, end: the bytes of the line in the file.
     """
 

@@ -22,7 +22,7 @@ def find_documents(sources: Sequence[str], lines: bool = False) -> list[Document
     """Documents of all sources: sources in their order, files sorted by name.
 
     Args:
-        sources: as the job file names them.
+        sources: names of sources in the job file.
         lines: the lines of ``.jsonl`` files are documents; else they are texts like any other.
 
     Raises:

@@ -31,7 +31,7 @@ def pad(
         starts: [D + 1] where each document starts, and N.
         samples: [B] which documents.
         sequence_length: most positions of a sample; a multiple of ``multiple``.
-        multiple: what S is a multiple of.
+        multiple: divisor of S.
 
     Returns:
         ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding;

@@ -22,7 +22,7 @@ class TextTokenizer:
     Args:
         backend: the tokenizer.
         end_of_text: the token that ends documents; part of the vocabulary.
-        description: what it is, for people.
+        description: name of the tokenizer, for people.
         config: contents of ``tokenizer_config.json``.
     """
 

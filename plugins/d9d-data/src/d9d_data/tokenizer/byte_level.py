@@ -42,7 +42,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
     Deterministic: equal texts give the same tokenizer.
 
     Args:
-        texts: what to learn merges from.
+        texts: texts to learn merges from.
         vocab_size: 256 bytes, the end of text, and merges; fewer if the texts have no more pairs to merge.
         end_of_text: becomes id 0.
 

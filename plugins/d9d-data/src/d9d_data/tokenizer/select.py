@@ -20,7 +20,7 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
     Args:
         choice: ``bytes``, a path, or what to train.
         end_of_text: the token that ends documents, if the config names one.
-        texts: what to train on; read only for that.
+        texts: texts to train on; read only for that.
 
     Raises:
         DataError: the file is absent or holds no tokenizer.

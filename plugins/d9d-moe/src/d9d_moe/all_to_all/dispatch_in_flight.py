@@ -30,13 +30,13 @@ class DispatchInFlight:
 
     Args:
         tokens: [T, H].
-        routing: of the tokens.
+        routing: routing of the tokens.
         group: W ranks.
         local: experts of each rank.
-        side: where exchanges are launched.
+        side: side stream of the exchanges.
 
     Attributes:
-        plan: which token travels where.
+        plan: ranks that each token is sent to.
         local: experts of each rank.
         sizes: rows by rank; known after the arrival.
         rows: R, or an upper bound of it with padding; known after the arrival.

@@ -77,7 +77,7 @@ class AllToAllHandle(NamedTuple):
     """Row numbers and sizes of a dispatch, which its combine needs.
 
     Attributes:
-        sizes: of the exchange of tokens.
+        sizes: sizes of the exchange of tokens.
         slots: int64 [R], which of the N * k choices of arrived rows each row of the experts is.
         places: int64 [N, k], row of each choice; R or more for experts of other ranks.
         weights: [N, k].

@@ -39,7 +39,7 @@ class PendingRows:
     Args:
         leaving: kept alive until then.
         arriving: [N, ...].
-        work: what the process group waits on.
+        work: handle of the collective.
     """
 
     __slots__ = ("_arriving", "_leaving", "_work")
@@ -72,7 +72,7 @@ class PendingTensors:
 
     Args:
         tensors: [S, ...] each.
-        sizes: of the exchange.
+        sizes: sizes of the exchange.
         group: collective over it, once for each tensor.
     """
 

@@ -31,7 +31,7 @@ class BalancedRouter(nn.Module):
 
     Args:
         experts: E.
-        balancing: what balances the router.
+        balancing: balancers of the router.
         selection_bias: keep a buffer of this name, float32 [E], even if no balancer moves it.
         drops: whether rows may be dropped.
 

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
         logits: [T, E], float32 or wider.
         scores: [T, E], before any bias of the selection.
         indices: int64 [T, k], the chosen experts, before any is dropped for want of capacity.
-        samples: how many samples of equal length the tokens are, one after the other.
+        samples: number of samples of equal length that the tokens are, one after the other.
     """
 
     logits: Tensor

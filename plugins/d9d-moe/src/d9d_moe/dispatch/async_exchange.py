@@ -39,8 +39,9 @@ class AsyncExchange:
     """Exchange of tensors, and the computation of their gradients from what comes back.
 
     Args:
-        tensors: those that may have gradients.
-        saved: what ``to_gradients`` needs; nothing else that it refers to may be large, or change in a recomputation.
+        tensors: tensors that may have gradients.
+        saved: tensors that ``to_gradients`` needs; nothing else that it refers to may be large, or change in a
+            recomputation.
         to_gradients: (what came back, ``saved``) -> a gradient for each of the tensors.
     """
 
@@ -64,7 +65,7 @@ class AsyncExchange:
 
         Args:
             pending: on its way; integers among what arrives have no gradient.
-            saved: what ``send`` needs, as above.
+            saved: tensors that ``send`` needs, as above.
             send: (gradients of what arrived, ``saved``) -> what comes back, on its way. Called in the backward.
         """
         arrived: Tensors = _FinishExchange.apply(self._link, send, pending, len(self._tensors), *self._tensors, *saved)

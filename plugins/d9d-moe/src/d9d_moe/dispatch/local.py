@@ -20,7 +20,7 @@ class CompletedTransfer(Generic[T]):
     """Transfer that takes no time.
 
     Args:
-        value: what :meth:`wait` returns.
+        value: result of :meth:`wait`.
     """
 
     __slots__ = ("_value",)

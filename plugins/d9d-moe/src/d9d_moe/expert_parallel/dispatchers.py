@@ -16,7 +16,7 @@ def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> 
     For strategies at the anchor ``expert``, position ``after``: what they replace is that of ``expert_parallel``.
 
     Args:
-        stage: where to look.
+        stage: stage whose modules are searched.
         make: number of experts on all ranks -> the dispatcher.
 
     Returns:

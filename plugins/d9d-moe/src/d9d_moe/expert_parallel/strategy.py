@@ -63,7 +63,7 @@ def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
     Args:
         bank: all of its parameters have one slice per expert in dimension 0.
         mesh: ``ep``.
-        name: of the bank, for errors.
+        name: name of the bank, for errors.
 
     Raises:
         BuildError: the mesh does not divide the number of experts.

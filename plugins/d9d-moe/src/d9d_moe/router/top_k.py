@@ -36,14 +36,14 @@ class TopKRouter(BalancedRouter):
         experts: E.
         top_k: k.
         std: initial standard deviation of W.
-        scoring: how logits become scores.
+        scoring: function from logits to scores.
         renormalise: divide a token's weights by their sum.
-        scale: of the weights, at the end.
+        scale: factor of the weights, at the end.
         groups: G; experts are picked from the best groups only, which bounds the nodes that a token travels to.
-        top_groups: how many groups a token may use; needed if there is more than one.
+        top_groups: number of groups a token may use; needed if there is more than one.
         selection_bias: keep a buffer float32 [E] of this name, at first zeros, that is added to the scores for the
             selection and not for the weights. It is there, too, if something in ``balancing`` moves it.
-        balancing: what balances the router; see :mod:`d9d_moe.balancing`.
+        balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
         capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, the others are
             dropped (:func:`~d9d_moe.router.selection.over_capacity`). Weights are renormalised before. Who is dropped
             depends on which samples share a microbatch and a rank: not layout invariant.
@@ -96,7 +96,7 @@ class TopKRouter(BalancedRouter):
 
         Args:
             tokens: [T, H], the positions of all samples, one sample after the other.
-            samples: how many samples of equal length these are.
+            samples: number of samples of equal length that these are.
 
         Returns:
             Indices and weights [T, k], best first.

@@ -18,7 +18,7 @@ class ParameterGroup:
     """Parameters that are updated with the same settings.
 
     Attributes:
-        label: how ``d9d explain`` calls it.
+        label: name of the group in ``d9d explain``.
         lr_scale: factor on the base learning rate.
         weight_decay: decay per unit of learning rate.
         names: parameter names, in the model's order.

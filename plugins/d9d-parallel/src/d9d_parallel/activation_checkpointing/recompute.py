@@ -46,7 +46,7 @@ def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, con
     """Make one module compute its forward again in the backward, in place.
 
     Args:
-        module: whose forward.
+        module: module with the forward.
         preserve_rng_state: whether random numbers must repeat.
         contexts: decide which operators keep their outputs, if any does; see :func:`operators.keeping`.
     """

@@ -33,7 +33,7 @@ class ShardDimension:
 
     Args:
         topology: tells how many such ranks there are.
-        strategy: who asks; stands in the error.
+        strategy: name of the strategy, for the error.
     """
 
     def __init__(self, topology: Topology, strategy: str) -> None:

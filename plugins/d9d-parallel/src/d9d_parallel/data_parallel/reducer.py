@@ -16,7 +16,7 @@ class FsdpReducer:
 
     Args:
         root: the stage.
-        defer: what waits for the last microbatch.
+        defer: reductions that wait for the last microbatch.
     """
 
     def __init__(self, root: FSDPModule, defer: Literal["nothing", "all_reduce", "everything"]) -> None:

@@ -103,9 +103,9 @@ def wrap(
 
     Args:
         stage: on the meta device.
-        topology: where the meshes come from.
+        topology: topology with the meshes.
         dims: one dimension to shard over, or two: replicas, then shards.
-        config: of the strategy.
+        config: config of the strategy.
         reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
     Raises:

@@ -21,8 +21,8 @@ class Row:
     """Result of one schedule in a comparison.
 
     Attributes:
-        name: of the schedule.
-        simulation: of its step; ``None`` if there is none.
+        name: name of the schedule.
+        simulation: simulation of its step; ``None`` if there is none.
         limit: most that a rank can hold.
         stages: on each rank.
         problem: why there is no step.

@@ -25,10 +25,10 @@ class SelectedSchedule:
     """A schedule with the numbers of ranks and microbatches of a step.
 
     Attributes:
-        name: of the record.
+        name: name of the record.
         schedule: generates its programs.
-        ranks: of the pipeline.
-        microbatches: of one step.
+        ranks: number of pipeline ranks.
+        microbatches: number of microbatches of one step.
     """
 
     name: str

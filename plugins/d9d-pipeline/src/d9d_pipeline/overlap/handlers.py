@@ -25,8 +25,8 @@ def overlap_handlers(executor: Executor, handlers: Mapping[type[Action], Handler
     """Handlers that run each stage on a stream of its own, and overlapped pairs at the same time.
 
     Args:
-        executor: whose stages run; changed in place, see :class:`PairRunner`.
-        handlers: of all other actions.
+        executor: executor of the stages; they are changed in place, see :class:`PairRunner`.
+        handlers: handlers of all other actions.
     """
     pairs = OverlapHandlers(executor, handlers)
     found: dict[type[Action], Handler] = dict.fromkeys(handlers, pairs.on_stream)
@@ -37,8 +37,8 @@ class OverlapHandlers:
     """Handlers of actions on the streams of their stages, and of overlapped pairs.
 
     Args:
-        executor: whose stages run.
-        handlers: of all actions but pairs.
+        executor: executor of the stages.
+        handlers: handlers of all actions but pairs.
     """
 
     def __init__(self, executor: Executor, handlers: Mapping[type[Action], Handler]) -> None:

@@ -24,7 +24,7 @@ class StageStreams:
       other way round, and calls ``record_stream`` with the one that did not allocate the buffer.
 
     Args:
-        device: where the stages are.
+        device: device of the stages.
         stages: their numbers.
     """
 

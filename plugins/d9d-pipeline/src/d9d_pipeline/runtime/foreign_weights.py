@@ -20,7 +20,7 @@ class ForeignWeights:
 
     Args:
         stage: after all strategies were applied.
-        deferral: of the stage.
+        deferral: deferral of the stage.
         whole: names of modules that are left alone, with everything in them.
     """
 

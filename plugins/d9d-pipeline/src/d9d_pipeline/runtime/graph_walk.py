@@ -23,7 +23,7 @@ class LateSide:
     Attributes:
         branching: nodes on the way that lead to it.
         roots: indices of the roots that are part of it.
-        parameters: those that it ends in.
+        parameters: late parameters that it ends in.
     """
 
     branching: list[Node] = field(default_factory=list)
@@ -54,7 +54,7 @@ def divide_graph(roots: Sequence[GradientEdge], is_candidate: Callable[[Tensor],
     gradients to a deferral, which must happen in the first phase.
 
     Args:
-        roots: where the backward starts.
+        roots: edges at which the backward starts.
         is_candidate: leaf tensor -> whether its gradient may be late.
     """
     nodes = _successors_first([edge.node for edge in roots])

@@ -25,8 +25,8 @@ def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], 
     """Handlers of a rank, for any schedule. Collective over the ranks along ``pp``.
 
     Args:
-        config: of the schedule.
-        executor: whose stages run.
+        config: config of the schedule.
+        executor: executor of the stages.
     """
     found: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward}
     if executor.pipeline.ranks > 1:
@@ -45,7 +45,7 @@ class SequentialPairs:
     """Handler of overlapped pairs where a stage has no communication to hide.
 
     Args:
-        handlers: of all other actions.
+        handlers: handlers of all other actions.
     """
 
     def __init__(self, handlers: Mapping[type[Action], Handler]) -> None:
@@ -62,7 +62,7 @@ class SplitBackwardHandlers:
     """Handlers of the computations of stages with split backwards.
 
     Args:
-        executor: whose stages these are.
+        executor: executor of the stages.
     """
 
     def __init__(self, executor: Executor) -> None:

@@ -19,7 +19,7 @@ class WeightPhase:
     """Work that the input phase of a backward has deferred.
 
     Args:
-        deferred: what ops left.
+        deferred: weight gradients that ops have deferred.
         sides: functions of the graph walk, one function for each part.
         foreign: foreign weights that these functions compute gradients of.
     """
@@ -74,8 +74,8 @@ class SplitBackward:
         """Run a whole backward.
 
         Args:
-            roots: where it starts; those that need no gradient are skipped.
-            gradients: of the roots; ``None`` where the root is one number.
+            roots: tensors or edges at which it starts; those that need no gradient are skipped.
+            gradients: gradients of the roots; ``None`` where the root is one number.
         """
         edges, seeds = _edges(roots, gradients)
         if edges:
@@ -85,8 +85,8 @@ class SplitBackward:
         """Run the input phase: afterwards ``.grad`` of the leaves is as after a whole backward.
 
         Args:
-            roots: where it starts; those that need no gradient are skipped.
-            gradients: of the roots; ``None`` where the root is one number.
+            roots: tensors or edges at which it starts; those that need no gradient are skipped.
+            gradients: gradients of the roots; ``None`` where the root is one number.
             leaves: inputs of the stage.
 
         Returns:
@@ -134,9 +134,9 @@ class _Side:
 
     Args:
         side: where.
-        roots: of the whole graph. Only those that belong to the side are kept.
+        roots: roots of the whole graph. Only those that belong to the side are kept.
         seeds: gradients of the roots.
-        deferral: of the stage.
+        deferral: deferral of the stage.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class Transfers:
     part of the processors.
 
     Args:
-        executor: whose stages and boundaries these are. Collective over the ranks along ``pp``.
+        executor: executor of the stages, with their boundaries. Collective over the ranks along ``pp``.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -149,9 +149,9 @@ class _PendingReceive:
     """Receive of tensors from another rank, and the memory for them.
 
     Args:
-        specs: of the tensors.
+        specs: shapes and dtypes of the tensors.
         receive: starts to receive into a tensor.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(

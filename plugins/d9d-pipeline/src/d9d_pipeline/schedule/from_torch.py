@@ -29,7 +29,7 @@ def from_torch(pipeline_order: Mapping[int, Iterable[Any]], placement: Placement
 
     Args:
         pipeline_order: rank -> the ``_Action`` of a schedule, or ``None`` for a pause, which says nothing here.
-        placement: which rank has which stages.
+        placement: stages of each rank.
     """
     return insert_transfers([_translate(pipeline_order[rank]) for rank in range(len(placement))], placement)
 

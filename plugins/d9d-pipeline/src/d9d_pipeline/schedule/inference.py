@@ -17,8 +17,8 @@ def inference(placement: Placement, microbatches: int) -> Sequence[Program]:
     A round of as many microbatches as there are ranks passes through one stage of a rank after the other.
 
     Args:
-        placement: which rank has which stages, as ``d9d_core.loop.program_check.placement`` reads it off programs.
-        microbatches: how many.
+        placement: stages of each rank, as ``d9d_core.loop.program_check.placement`` reads it off programs.
+        microbatches: number of microbatches.
     """
     check("inference", len(placement), microbatches)
     groups = rounds(microbatches, len(placement))

@@ -39,7 +39,7 @@ def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -
 
     Args:
         orders: forwards and backwards of each rank, in order.
-        placement: which rank has which stages.
+        placement: stages of each rank.
     """
     computes = [tuple(order) for order in orders]
     hosts = {stage: rank for rank, stages in enumerate(placement) for stage in stages}

@@ -18,13 +18,13 @@ class Costs:
     """Times of actions in any unit, the same for all.
 
     Attributes:
-        forward: of one microbatch.
-        backward: as a whole: both of its halves.
-        weight: of the weight gradients alone; those of inputs take the rest of ``backward``.
-        transfer: of one tensor from one rank to another, after both sides are there.
-        overlap: what part of the shorter one of an overlapped pair is hidden behind the longer one: 0 is one after the
+        forward: time of a forward of one microbatch.
+        backward: time of a whole backward: both of its halves.
+        weight: time of the weight gradients alone; input gradients take the rest of ``backward``.
+        transfer: time of one tensor from one rank to another, after both sides are there.
+        overlap: the part of the shorter one of an overlapped pair is hidden behind the longer one: 0 is one after the
             other, 1 is both at once.
-        memory: what the activations of one microbatch take, in any unit.
+        memory: size of the activations of one microbatch, in any unit.
     """
 
     forward: PerStage = 1.0

@@ -23,8 +23,8 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
     training, while the forward runs.
 
     Args:
-        program: of one rank.
-        weights: what those of one microbatch take, for each stage.
+        program: program of one rank.
+        weights: size of the activations of one microbatch, for each stage.
         training: whether there are backwards.
     """
     held = most = 0.0

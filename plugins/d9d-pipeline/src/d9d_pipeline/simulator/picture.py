@@ -29,8 +29,8 @@ def draw(simulation: Simulation, title: str) -> str:
     """Draw the timeline of a step.
 
     Args:
-        simulation: of all ranks.
-        title: what it shows.
+        simulation: simulated step of all ranks.
+        title: title of the picture.
     """
     makespan = simulation.makespan or 1.0
     rows = [list(simulation.spans(rank)) for rank in range(simulation.ranks)]

@@ -29,10 +29,10 @@ def simulate(
     waits for it. Every action is looked at once.
 
     Args:
-        programs: of all ranks.
+        programs: programs of all ranks.
         costs: times; by default a backward takes two forwards, and communication nothing.
-        buffers: how many tensors may be on their way from one rank to another before the next send waits; ``None`` is
-            any number.
+        buffers: number of tensors that may be on their way from one rank to another before the next send waits;
+            ``None`` is any number.
         training: whether there are backwards.
 
     Raises:

@@ -24,7 +24,7 @@ class Family:
 
     Attributes:
         model_type: in ``config.json``.
-        prefix: of its classes' names.
+        prefix: prefix of its classes' names.
     """
 
     model_type: str
@@ -52,7 +52,7 @@ def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str
     Args:
         config: our config.
         family: the model's.
-        dtype: of the parameters: ``float32``, ``bfloat16`` or ``float16``.
+        dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
         ours: fields of this model that transformers does not have.
 
     Raises:

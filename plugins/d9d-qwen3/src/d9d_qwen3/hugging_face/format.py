@@ -25,7 +25,7 @@ class Qwen3Format(ABC, Generic[C]):
     (``...ForSequenceClassification``). Others are kept under names of our own, which transformers leaves out.
 
     Attributes:
-        family: what transformers calls it.
+        family: names of the models in transformers.
         config: our class of configs.
     """
 
@@ -54,7 +54,7 @@ class Qwen3Format(ABC, Generic[C]):
 
         Args:
             config: our config.
-            dtype: of the parameters: ``float32``, ``bfloat16`` or ``float16``.
+            dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
 
         Raises:
             CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.

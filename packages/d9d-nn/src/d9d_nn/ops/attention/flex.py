@@ -45,7 +45,7 @@ class Flex:
     """Attention by ``flex_attention`` with a block mask.
 
     Args:
-        window: how many positions a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, its own included; ``None`` for all.
         compiled: whether to compile attention and mask; not compiled, all scores exist at once and nothing is skipped.
     """
 

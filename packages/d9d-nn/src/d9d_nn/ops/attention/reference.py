@@ -22,8 +22,8 @@ def visible(length: int, documents: Tensor | None, device: torch.device, window:
     Args:
         length: S.
         documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
-        device: where the result lives.
-        window: how many positions a query sees, its own included; ``None`` for all.
+        device: device of the result.
+        window: number of positions that a query sees, its own included; ``None`` for all.
 
     Returns:
         bool [S, S], or [B, S, S] with documents; ``[..., query, key]``. The diagonal is always true.

@@ -44,9 +44,9 @@ class Sdpa:
     """Attention by ``scaled_dot_product_attention``.
 
     Args:
-        window: how many positions a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, its own included; ``None`` for all.
         grouped: whether the kernels that read no mask read grouped heads; if not, they are repeated.
-        grouped_with_mask: the same for kernels that read a mask.
+        grouped_with_mask: whether the kernels that read a mask read grouped heads.
     """
 
     def __init__(self, window: int | None, *, grouped_with_mask: bool, grouped: bool = True) -> None:

@@ -25,7 +25,7 @@ class PinnedKernel:
     """Kernel of PyTorch's attention, and the signatures that it computes.
 
     Attributes:
-        name: of the kernel, as people say it.
+        name: name of the kernel, as people say it.
         dtypes: it computes in these.
         widest_head: greatest number of features of a head.
         head_multiple: the number of features is a multiple of this.

@@ -26,7 +26,7 @@ class AttentionSlot(OpSlot):
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
-        window: how many positions a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, its own included; ``None`` for all.
     """
 
     def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None) -> None:
@@ -57,7 +57,7 @@ class AttentionSlot(OpSlot):
         Args:
             documents: int64 [B, S]; ``None`` if a sample is one document.
             length: S.
-            device: where queries and keys live.
+            device: device of queries and keys.
         """
         return self._prepare(documents, length, device)
 
