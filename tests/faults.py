@@ -18,8 +18,8 @@ from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.ownership import Ownership
 from d9d_engine.step.tied import Ties
 from d9d_engine.step.totals import Clipper
-from d9d_pipeline.executor import SplitActions
-from d9d_pipeline.transfers import Transfers
+from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
+from d9d_pipeline.runtime.transfers import Transfers
 from torch import distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
@@ -155,15 +155,15 @@ def dropped_boundary_gradient(_job: Job, patch: Patch = FOR_GOOD) -> None:
 
 def forgotten_weights(_job: Job, patch: Patch = FOR_GOOD) -> None:
     """One microbatch never computes the gradients of its weights."""
-    weights = SplitActions.weights
+    weights = SplitBackwardHandlers.weights
 
-    def forgotten(self: SplitActions, action: Any, state: Any) -> None:
+    def forgotten(self: SplitBackwardHandlers, action: Any, state: Any) -> None:
         if action.microbatch == 1:
             del state.weights[action.stage, action.microbatch]
         else:
             weights(self, action, state)
 
-    patch.setattr(SplitActions, "weights", forgotten)
+    patch.setattr(SplitBackwardHandlers, "weights", forgotten)
 
 
 def forgotten_tie_across_ranks(_job: Job, patch: Patch = FOR_GOOD) -> None:

@@ -47,7 +47,7 @@ from d9d_core.plugin import DatasetSpec, Ref, hookimpl
 from d9d_core.protocols.data import DataContext
 from d9d_core.types import Pack
 from d9d_data.config import TextConfig
-from d9d_data.stream import build_text
+from d9d_data.stream.text import build_text
 
 class TroubledConfig(TextConfig):
     name: Literal["troubled"] = "troubled"

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from d9d_core.plugin import Registry
 from d9d_engine.api import Job, Trainer
-from d9d_moe.all_to_all import AllToAllDispatcher
-from d9d_moe.exchange import Sizes, send_rows
-from d9d_moe.routing import Routing
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.all_to_all.pending_rows import Sizes, send_rows
+from d9d_moe.router.routing import TopKRouting
 from here import synchronise, topology_of
 from random_tokens import Synthetic
 from torch import Tensor
@@ -131,7 +131,7 @@ def dispatching(options: argparse.Namespace, device: torch.device) -> dict[str, 
     tokens = torch.randn(count, options.hidden, generator=generator).to(device, dtype)
     indices = torch.rand(count, options.experts, generator=generator).topk(options.top).indices.to(device)
     weights = torch.full((count, options.top), 1 / options.top, device=device)
-    routing = Routing.of(indices, weights, options.experts)
+    routing = TopKRouting.of(indices, weights, options.experts)
     dispatcher = AllToAllDispatcher(group, options.experts)
 
     def there_and_back() -> Tensor:

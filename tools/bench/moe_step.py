@@ -71,7 +71,7 @@ def job_of(options: argparse.Namespace, directory: str) -> Job:
 def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Callable[[], Any]:
     """A training step of transformers' model with the weights of ours."""
     import transformers
-    from d9d_qwen3.moe_hugging_face import Qwen3MoeHuggingFace
+    from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 
     layout = Qwen3MoeHuggingFace()
     fused = config.model_copy(update={"expert_files": "fused"})

@@ -1,4 +1,4 @@
-"""What a duet of a forward and a backward gains on the GPUs of one machine, and how much of the all-to-all it hides.
+"""Step time of overlapped pairs of a forward and a backward, and the share of the all-to-all that they hide.
 
     torchrun --nproc-per-node 2 tools/bench/overlap_profile.py --table overlap.txt
 
@@ -8,7 +8,7 @@ forward of the second with the backward of the first. Three ways to run the same
 
 - ``one stream``: one after the other, all on the current stream;
 - ``streams``: one after the other, but each stage on its own stream;
-- ``duet``: :class:`d9d_pipeline.overlap.duet.Duet` on these streams.
+- ``pairs``: :class:`d9d_pipeline.overlap.pair_runner.PairRunner` on these streams.
 
 A profile of each then tells for how much of the time of all-to-all kernels a compute kernel of the other side ran: the
 forward's are launched by the main thread, the backward's by autograd's.
@@ -42,7 +42,7 @@ from d9d_parallel.compile.config import CompileConfig
 from d9d_parallel.compile.strategy import Compile
 from d9d_parallel.data_parallel.config import FsdpConfig
 from d9d_parallel.data_parallel.strategy import Fsdp
-from d9d_pipeline.overlap.duet import Duet
+from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
 from d9d_qwen3.model import Qwen3
 from here import synchronise, topology_of
@@ -188,7 +188,7 @@ class Run:
 
 
 def one_after_the_other(forward: Part, backward: Part) -> None:
-    """No duet."""
+    """Placeholder without pairs."""
     forward()
     backward()
 
@@ -297,11 +297,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[dict[str
     shape = (options.samples, options.sequence)
     names = ("tokens", "targets")
     microbatch = {n: torch.randint(options.vocabulary, shape, generator=generator).to(device) for n in names}
-    duet, streams = Duet(stages, device), StageStreams(device, stages)
+    runner, streams = PairRunner(stages, device), StageStreams(device, stages)
     runs = {
         "one stream": Run(stages, microbatch, None, one_after_the_other),
         "streams": Run(stages, microbatch, streams, one_after_the_other),
-        "duet": Run(stages, microbatch, streams, duet.run),
+        "pairs": Run(stages, microbatch, streams, runner.run),
     }
     values = {name: results(run, stages.values()) for name, run in runs.items()}  # warms up, too
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -318,7 +318,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[dict[str
         profiles[name] = profiled(run, options.profiled, trace)
     ms = {name: statistics.median(found) * 1e3 for name, found in times.items()}
     ratios = {
-        name: sorted(round(mine / theirs, 3) for mine, theirs in zip(times["duet"], times[name], strict=True))
+        name: sorted(round(mine / theirs, 3) for mine, theirs in zip(times["pairs"], times[name], strict=True))
         for name in ("one stream", "streams")
     }
     result = {
@@ -326,16 +326,16 @@ def measure(options: argparse.Namespace, device: torch.device) -> tuple[dict[str
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
         "parameters here": sum(p.to_local().numel() for s in stages.values() for p in s.parameters()),  # type: ignore[attr-defined]
-        "blocks": duet.blocks,
+        "blocks": runner.blocks,
         "loss, gradient norm": values,
         "ms": {name: round(value, 3) for name, value in ms.items()},
-        "duet over": {name: round(statistics.median(found), 3) for name, found in ratios.items()},
+        "pairs over": {name: round(statistics.median(found), 3) for name, found in ratios.items()},
         "rounds": ratios,
         "profile": profiles,
     }
     if device.type == "cuda":
         result["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    duet.close()
+    runner.close()
     return result, table(profiles, ms)
 
 

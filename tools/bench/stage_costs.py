@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from d9d_core.extend import Pack
 from d9d_engine.step.executor import Executor
+from d9d_pipeline.runtime.split_backward import SplitBackward
 from d9d_pipeline.simulator.costs import Costs
 from d9d_pipeline.simulator.run import simulate
-from d9d_pipeline.split_backward import SplitBackward
 from here import synchronise
 from torch import Tensor
 from torch import distributed as dist

@@ -14,10 +14,10 @@ import torch
 from d9d_core.extend import Decision, JobError, OpSignature
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
-from d9d_nn.ops import flex, sdpa
-from d9d_nn.ops.attention import attention
-from d9d_nn.ops.attention_slot import AttentionSlot
-from d9d_nn.ops.sdpa_pinned import CUDNN, EFFICIENT, FLASH
+from d9d_nn.ops.attention import flex, sdpa
+from d9d_nn.ops.attention.reference import attention
+from d9d_nn.ops.attention.sdpa_pinned import CUDNN, EFFICIENT, FLASH
+from d9d_nn.ops.attention.slot import AttentionSlot
 from torch import Tensor
 
 pytestmark = [
@@ -147,11 +147,11 @@ def test_flex_makes_no_mask_of_length_by_length() -> None:
     slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
     documents = documents_of(1, length, 9)
     assert documents is not None
-    prepare_masks([core], documents, length, documents.device)  # compiles
+    prepare_masks([core.attention], documents, length, documents.device)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    masks = prepare_masks([core], documents, length, documents.device)
+    masks = prepare_masks([core.attention], documents, length, documents.device)
     assert torch.cuda.max_memory_allocated() - before < length * length / 2  # a mask of bools has twice that
     blocks = masks.prepared[slot.mask_key]
     assert blocks.sparsity() > 90.0  # percent of blocks that are skipped

@@ -9,10 +9,10 @@ import torch
 from d9d_core.extend import OpSignature
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks, prepare_masks
-from d9d_nn.ops import flex, sdpa
-from d9d_nn.ops.attention import attention
-from d9d_nn.rope import RotaryEmbedding
-from d9d_nn.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from d9d_nn.ops.attention import flex, sdpa
+from d9d_nn.ops.attention.reference import attention
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
+from d9d_nn.rope.scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,7 +54,7 @@ class Tower(nn.Module):
                 slot.bind(backend, BACKENDS[backend](OpSignature("attention", "cpu", "float32", slot.static)))
 
     def masks(self, documents: Tensor | None, length: int) -> AttentionMasks:
-        return prepare_masks((layer.core for layer in self.layers), documents, length, torch.device("cpu"))
+        return prepare_masks((layer.core.attention for layer in self.layers), documents, length, torch.device("cpu"))
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Tensor | None, *, shared: bool = True) -> Tensor:
         hidden, rotation = self.embedding(tokens), self.rotary(positions)

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import Decision, JobError, OpSignature
-from d9d_nn.ops import flex, sdpa
-from d9d_nn.ops.attention import attention, visible
-from d9d_nn.ops.attention_slot import AttentionSlot
-from d9d_nn.ops.sdpa_pinned import CUDNN, EFFICIENT, FLASH, PinnedKernel
+from d9d_nn.ops.attention import flex, sdpa
+from d9d_nn.ops.attention.reference import attention, visible
+from d9d_nn.ops.attention.sdpa_pinned import CUDNN, EFFICIENT, FLASH, PinnedKernel
+from d9d_nn.ops.attention.slot import AttentionSlot
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st

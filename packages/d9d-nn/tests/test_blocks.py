@@ -11,7 +11,7 @@ from d9d_nn.heads.causal_lm import CausalLMHead
 from d9d_nn.initialization import Initialization
 from d9d_nn.linear import Linear
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import RotaryEmbedding
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.tolerances import assert_close_values
 from torch import nn

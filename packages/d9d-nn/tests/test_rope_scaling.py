@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import BuildError, CheckpointError
-from d9d_nn.rope import RotaryEmbedding
-from d9d_nn.rope_scaling import (
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
+from d9d_nn.rope.scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -18,7 +18,7 @@ from d9d_nn.rope_scaling import (
     scaling_from_hugging_face,
     scaling_to_hugging_face,
 )
-from d9d_nn.rope_scaling_frequencies import rotary_frequencies
+from d9d_nn.rope.scaling_frequencies import rotary_frequencies
 from d9d_testing.suites.fresh import import_fresh
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,4 +225,4 @@ def test_impossible_or_idle_settings_are_refused(settings: dict[str, Any], text:
 
 
 def test_settings_are_checked_without_torch() -> None:
-    assert "torch" not in import_fresh("d9d_nn.rope_scaling")["d9d_nn.rope_scaling"].modules
+    assert "torch" not in import_fresh("d9d_nn.rope.scaling")["d9d_nn.rope.scaling"].modules

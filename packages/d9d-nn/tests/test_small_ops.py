@@ -8,7 +8,7 @@ from d9d_core.extend import OpSignature
 from d9d_nn.ops.rms_norm import rms_norm, torch_build, torch_supports
 from d9d_nn.ops.rope import rope
 from d9d_nn.ops.silu_mul import silu_mul
-from d9d_nn.rope import RotaryEmbedding
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_moe.all_to_all import AllToAllDispatcher
-from d9d_moe.dispatch import Arrived, Dispatched, LocalDispatcher
-from d9d_moe.routing import Routing
+from d9d_core.extend import Dispatched
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.dispatch.local import CompletedTransfer, LocalDispatcher
+from d9d_moe.router.routing import TopKRouting
 from torch import Tensor
 
 
@@ -18,24 +19,24 @@ class Broken:
         alone = group.size() == 1
         self.inner = LocalDispatcher() if alone else AllToAllDispatcher(group, experts)
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Arrived[Dispatched]:
-        return Arrived(self.arrived(self.inner.dispatch(*self.leaving(tokens, routing)).wait()))
+    def dispatch(self, tokens: Tensor, routing: TopKRouting) -> CompletedTransfer[Dispatched]:
+        return CompletedTransfer(self.arrived(self.inner.dispatch(*self.leaving(tokens, routing)).wait()))
 
-    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def leaving(self, tokens: Tensor, routing: TopKRouting) -> tuple[Tensor, TopKRouting]:
         return tokens, routing
 
     def arrived(self, sent: Dispatched) -> Dispatched:
         return sent
 
-    def combine(self, outputs: Tensor, handle: Any) -> Arrived[Tensor]:
-        return Arrived(self.summed(self.inner.combine(outputs, handle).wait()))
+    def combine(self, outputs: Tensor, handle: Any) -> CompletedTransfer[Tensor]:
+        return CompletedTransfer(self.summed(self.inner.combine(outputs, handle).wait()))
 
     def summed(self, total: Tensor) -> Tensor:
         return total
 
 
-def routed(routing: Routing, weights: Tensor) -> Routing:
-    return Routing(routing.indices, weights, routing.scores, routing.counts, routing.limit)
+def routed(routing: TopKRouting, weights: Tensor) -> TopKRouting:
+    return TopKRouting(routing.indices, weights, routing.scores, routing.counts, routing.limit)
 
 
 class Sound(Broken):
@@ -43,22 +44,22 @@ class Sound(Broken):
 
 
 class DoublesTheGradientOfTokens(Broken):
-    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def leaving(self, tokens: Tensor, routing: TopKRouting) -> tuple[Tensor, TopKRouting]:
         return 2 * tokens - tokens.detach(), routing
 
 
 class ForgetsTheGradientOfWeights(Broken):
-    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def leaving(self, tokens: Tensor, routing: TopKRouting) -> tuple[Tensor, TopKRouting]:
         return tokens, routed(routing, routing.weights.detach())
 
 
 class Averages(Broken):
-    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def leaving(self, tokens: Tensor, routing: TopKRouting) -> tuple[Tensor, TopKRouting]:
         return tokens, routed(routing, routing.weights / routing.indices.shape[1])
 
 
 class ChangesTokens(Broken):
-    def leaving(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    def leaving(self, tokens: Tensor, routing: TopKRouting) -> tuple[Tensor, TopKRouting]:
         kept = tokens.clone()
         tokens.data.add_(1)
         return kept, routing

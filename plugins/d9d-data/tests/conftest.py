@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from d9d_core.extend import DataContext
 from d9d_data.config import TextConfig
-from d9d_data.stream import TextStream, build_text
+from d9d_data.stream.text import TextStream, build_text
 
 WORDS = [
     "the",

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from d9d_core.extend import DataError
-from d9d_data.cache import MANIFEST, cached_directory, find_damage
+from d9d_data.corpus.cache import MANIFEST, cached_directory, find_damage
 
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from d9d_data.cache import cached_directory
+from d9d_data.corpus.cache import cached_directory
 
 def build(directory):
     (directory / "a").write_text("content")

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from d9d_core.extend import DataContext, DataError
 from d9d_data.config import DocumentsConfig
-from d9d_data.corpus import Corpus
-from d9d_data.documents import DocumentStream, build_documents
-from d9d_data.order import SampleOrder
+from d9d_data.corpus.prepare import Corpus
+from d9d_data.order.samples import SampleOrder
+from d9d_data.stream.documents import DocumentStream, build_documents
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError

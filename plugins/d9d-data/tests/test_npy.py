@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from d9d_data.npy import NpyWriter
+from d9d_data.corpus.npy_writer import NpyWriter
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [3], [1, 70_000, 5]])

@@ -7,9 +7,9 @@ import pytest
 import torch
 from d9d_core.extend import DataContext, DataError
 from d9d_data.config import TextConfig
-from d9d_data.corpus import Corpus
-from d9d_data.order import SampleOrder
-from d9d_data.stream import TextStream
+from d9d_data.corpus.prepare import Corpus
+from d9d_data.order.samples import SampleOrder
+from d9d_data.stream.text import TextStream
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from d9d_data.packing import NO_TARGET, pack, sample_count
+from d9d_data.stream.packing import NO_TARGET, pack, sample_count
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import numpy as np
-from d9d_data.packing import NO_TARGET
-from d9d_data.padding import pad
+from d9d_data.stream.packing import NO_TARGET
+from d9d_data.stream.padding import pad
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from d9d_data.permutation import Permutation
+from d9d_data.order.permutation import Permutation
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import sys
 
-from d9d_data.progress import progress_bar
+from d9d_data.corpus.tokenise import progress_bar
 
 
 class Terminal(io.StringIO):

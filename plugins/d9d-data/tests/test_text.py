@@ -167,7 +167,7 @@ def test_large_vocabularies_use_wider_tokens(open_stream, tmp_path: Path) -> Non
 
 
 def test_docstrings_and_sources_of_the_same_files_are_different_corpora(tmp_path: Path, monkeypatch) -> None:
-    from d9d_data.corpus import prepare
+    from d9d_data.corpus.prepare import prepare
     from d9d_data.sources import python
 
     module = tmp_path / "module.py"

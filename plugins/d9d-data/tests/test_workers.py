@@ -15,8 +15,9 @@ import pytest
 import torch
 from d9d_core.extend import DataContext, DataError
 from d9d_data.config import DocumentsConfig, TextConfig
-from d9d_data.documents import build_documents
-from d9d_data.stream import CorpusStream, build_text
+from d9d_data.stream.base import CorpusStream
+from d9d_data.stream.documents import build_documents
+from d9d_data.stream.text import build_text
 from d9d_engine.run.prefetch import DevicePrefetcher
 
 

@@ -12,7 +12,7 @@ import torch
 from d9d_core.extend import BuildError
 from d9d_deepep.buffer import open_buffer
 from d9d_deepep.dispatcher import DeepEPDispatcher
-from d9d_moe.routing import Routing
+from d9d_moe.router.routing import TopKRouting
 from d9d_testing.suites.dispatcher import DispatcherSuite
 
 
@@ -40,7 +40,7 @@ class Group:
 def test_what_the_library_cannot_move_is_refused(
     hidden: int, dtype: torch.dtype, weights: torch.dtype, experts: int, text: str
 ) -> None:
-    routing = Routing.of(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, dtype=weights), experts)
+    routing = TopKRouting.of(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, dtype=weights), experts)
     with pytest.raises(ValueError, match=text):
         DeepEPDispatcher(Group(), 4).dispatch(torch.zeros(3, hidden, dtype=dtype), routing)
 
@@ -64,7 +64,7 @@ def test_one_buffer_serves_until_rows_get_wider() -> None:
         return SimpleNamespace(capture=lambda: None, get_dispatch_layout=lambda *_, **__: (None,) * 5)
 
     dispatcher = DeepEPDispatcher(Group(), 2, opening)
-    routing = Routing.of(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), 2)
+    routing = TopKRouting.of(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1), 2)
     for hidden in (16, 8, 16, 32, 16):
         dispatcher.dispatch(torch.zeros(1, hidden, dtype=torch.bfloat16), routing)
     assert opened == [32, 64]

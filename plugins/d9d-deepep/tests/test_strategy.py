@@ -17,12 +17,12 @@ from d9d_deepep.strategy import DeepEP
 from d9d_engine.api import Topology
 from d9d_engine.plugin import d9d_views
 from d9d_engine.testing import simulated_world
-from d9d_moe.dispatch import LocalDispatcher
+from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.strategy import ExpertParallel
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.top_k import TopKRouter
 from torch import nn
 
 REGISTRY = Registry.of(d9d_moe.plugin, d9d_deepep.plugin)

@@ -7,10 +7,10 @@ from typing import Literal
 
 from d9d_core.extend import ModelConfig, Stage
 from d9d_core.plugin import ModelSpec, Ref, hookimpl
-from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.swiglu import SwiGLU
 from torch import Tensor, nn
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
-from d9d_moe.all_to_all import AllToAllDispatcher
-from d9d_moe.dispatch import Dispatcher, LocalDispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
-from d9d_moe.routing import Routing
+from d9d_core.extend import BuildError, Dispatcher
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.routing import TopKRouting
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.linear import Linear
 from d9d_nn.swiglu import SwiGLU
 from d9d_testing.tolerances import assert_close_gradients
@@ -82,7 +82,7 @@ def compiled() -> list[dict[str, Tensor]]:
     dispatcher = AllToAllDispatcher(dist.group.WORLD, 4)
 
     def there_and_back(tokens: Tensor, weights: Tensor, indices: Tensor) -> Tensor:
-        sent = dispatcher.dispatch(tokens, Routing.of(indices, weights, 4)).wait()
+        sent = dispatcher.dispatch(tokens, TopKRouting.of(indices, weights, 4)).wait()
         return dispatcher.combine(sent.tokens.sin(), sent.handle).wait()
 
     found, count = [], 5 + dist.get_rank()
@@ -138,7 +138,7 @@ def traced(limit: int | None, meanwhile: bool) -> list[str]:
         tokens, weights = normal(4, HIDDEN).requires_grad_(), normal(4, 3).requires_grad_()
         indices = torch.tensor([[0, 1, 0], [1, 1, 0], [0, 1, 2], [3, 2, 3]])
         dispatcher = AllToAllDispatcher(dist.group.WORLD, 4)
-        sending = dispatcher.dispatch(tokens, Routing.of(indices, weights, 4, limit))
+        sending = dispatcher.dispatch(tokens, TopKRouting.of(indices, weights, 4, limit))
         beside = Meanwhile.apply(tokens) if meanwhile else 0
         sent = sending.wait()
         log.append("experts")
@@ -187,7 +187,7 @@ def test_with_a_limit_tokens_leave_before_what_is_computed_meanwhile(world: type
 
 def unequal() -> None:
     tokens = dist.get_rank() + 1
-    routing = Routing.of(torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), 4, limit=2)
+    routing = TopKRouting.of(torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), 4, limit=2)
     AllToAllDispatcher(dist.group.WORLD, 4).dispatch(torch.zeros(tokens, HIDDEN), routing)
 
 
@@ -202,7 +202,9 @@ def refusals() -> list[str]:
     for experts, routed in ((5, 5), (4, 6)):
         try:
             dispatcher = AllToAllDispatcher(dist.group.WORLD, experts)
-            dispatcher.dispatch(torch.zeros(1, HIDDEN), Routing.of(torch.zeros(1, 1).long(), torch.zeros(1, 1), routed))
+            dispatcher.dispatch(
+                torch.zeros(1, HIDDEN), TopKRouting.of(torch.zeros(1, 1).long(), torch.zeros(1, 1), routed)
+            )
         except (BuildError, ValueError) as error:
             texts.append(str(error))
     return texts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from d9d_moe.all_to_all import AllToAllDispatcher
-from d9d_moe.routing import Routing
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.router.routing import TopKRouting
 from d9d_testing.suites.dispatcher import DispatcherSuite
 from d9d_testing.world import World
 from torch import distributed as dist
@@ -14,7 +14,7 @@ from torch import distributed as dist
 @pytest.mark.gpus(2)
 @pytest.mark.gpu
 class TestOnTwoDevices(DispatcherSuite):
-    factory = "d9d_moe.all_to_all:AllToAllDispatcher"
+    factory = "d9d_moe.all_to_all.dispatcher:AllToAllDispatcher"
     ranks = (2,)
     device = "cuda"
 
@@ -28,7 +28,7 @@ def step_without_waiting(limit: int) -> bool:
         tokens = torch.randn(64, 32, device="cuda", generator=generator).bfloat16().requires_grad_()
         weights = torch.rand(64, 2, device="cuda", generator=generator).requires_grad_()
         indices = torch.arange(128, device="cuda").view(64, 2) % 8
-        sent = dispatcher.dispatch(tokens, Routing.of(indices, weights, 8, limit)).wait()
+        sent = dispatcher.dispatch(tokens, TopKRouting.of(indices, weights, 8, limit)).wait()
         out = dispatcher.combine(sent.tokens * 2, sent.handle).wait()
         out.backward(torch.ones_like(out))
         return tokens.grad

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import Adapts, AddsLosses, BuildError, HasTallies, LossTerm, Section
+from d9d_moe.balancing.balancers import BatchBalance, SequenceBalance, SignUpdate, ZLoss, build_balancers
 from d9d_moe.balancing.base import Balancer, BalancingLoss, Choice
-from d9d_moe.balancing.bias import SignUpdate
-from d9d_moe.balancing.build import balancers
 from d9d_moe.balancing.config import Balancing
-from d9d_moe.balancing.losses import BatchBalance, SequenceBalance, ZLoss
-from d9d_moe.router import TopKRouter
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -348,7 +346,7 @@ def test_balancers_are_chosen_by_name() -> None:
         {"name": "z_loss"},
         {"name": "bias_update", "rate": 0.5},
     ]
-    made = balancers(Model.model_validate({"balancing": chosen}).balancing)
+    made = build_balancers(Model.model_validate({"balancing": chosen}).balancing)
     assert made == (SequenceBalance(0.01), BatchBalance(0.02), ZLoss(1e-3), SignUpdate(0.5))
 
 

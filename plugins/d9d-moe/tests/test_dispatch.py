@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.permutation import gather_rows, sum_rows, weighted_sum
-from d9d_moe.routing import Routing
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.dispatch.permutation import gather_rows, sum_rows, weighted_sum
+from d9d_moe.router.routing import TopKRouting
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,12 +21,12 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def routing(indices: list[list[int]], top_k: int = 2, dtype: torch.dtype = torch.float32) -> Routing:
+def routing(indices: list[list[int]], top_k: int = 2, dtype: torch.dtype = torch.float32) -> TopKRouting:
     chosen = torch.tensor(indices, dtype=torch.int64).view(-1, top_k)
-    return Routing.of(chosen, normal(*chosen.shape, seed=1, dtype=dtype), EXPERTS)
+    return TopKRouting.of(chosen, normal(*chosen.shape, seed=1, dtype=dtype), EXPERTS)
 
 
-def through_experts(tokens: Tensor, chosen: Routing, matrices: Tensor) -> Tensor:
+def through_experts(tokens: Tensor, chosen: TopKRouting, matrices: Tensor) -> Tensor:
     """Dispatch, a matrix [H, H] for each expert, combine."""
     dispatcher = LocalDispatcher()
     sent = dispatcher.dispatch(tokens, chosen).wait()
@@ -34,7 +34,7 @@ def through_experts(tokens: Tensor, chosen: Routing, matrices: Tensor) -> Tensor
     return dispatcher.combine(torch.einsum("rh,rhi->ri", sent.tokens, matrices[expert]), sent.handle).wait()
 
 
-def token_by_token(tokens: Tensor, chosen: Routing, matrices: Tensor) -> Tensor:
+def token_by_token(tokens: Tensor, chosen: TopKRouting, matrices: Tensor) -> Tensor:
     out = 0 * tokens  # of no tokens, it has a graph still
     for token in range(len(tokens)):
         for index, weight in zip(chosen.indices[token], chosen.weights[token], strict=True):
@@ -96,7 +96,7 @@ def test_a_token_comes_back_as_the_sum_of_its_weights() -> None:
 
 def test_with_a_limit_there_is_room_for_no_more_rows_than_experts_take() -> None:
     nobody = EXPERTS
-    chosen = Routing.of(
+    chosen = TopKRouting.of(
         torch.tensor([[0, 3], [3, 0], [nobody, nobody]]), torch.tensor([[1.0, 2], [3, 4], [0, 0]]), 5, 2
     )
     tokens = torch.arange(1.0, 4).unsqueeze(1)
@@ -105,7 +105,7 @@ def test_with_a_limit_there_is_room_for_no_more_rows_than_experts_take() -> None
     assert sent.counts.tolist() == [2, 0, 0, 2, 0]
     assert sent.tokens[:4].flatten().tolist() == [1, 2, 1, 2]
     assert LocalDispatcher().combine(sent.tokens, sent.handle).wait().flatten().tolist() == [3, 14, 0]
-    few = Routing.of(torch.tensor([[0, 0], [0, 1], [1, 1]]), torch.ones(3, 2), experts=1, limit=3)
+    few = TopKRouting.of(torch.tensor([[0, 0], [0, 1], [1, 1]]), torch.ones(3, 2), experts=1, limit=3)
     assert len(LocalDispatcher().dispatch(tokens, few).wait().tokens) == 3
 
 
@@ -161,7 +161,7 @@ def test_compiled_whole_it_has_the_same_gradients_in_float32() -> None:
     indices = torch.tensor(CASES["repeated_experts"])
 
     def there_and_back(tokens: Tensor, weights: Tensor) -> Tensor:
-        sent = LocalDispatcher().dispatch(tokens, Routing.of(indices, weights, EXPERTS, limit=2)).wait()
+        sent = LocalDispatcher().dispatch(tokens, TopKRouting.of(indices, weights, EXPERTS, limit=2)).wait()
         return LocalDispatcher().combine(sent.tokens.sin(), sent.handle).wait()
 
     found = []
@@ -176,7 +176,7 @@ def test_compiled_whole_it_has_the_same_gradients_in_float32() -> None:
 def test_nothing_is_read_on_the_host() -> None:
     tokens = torch.empty(7, HIDDEN, device="meta", requires_grad=True)
     weights = torch.empty(7, 2, device="meta", requires_grad=True)
-    chosen = Routing.of(torch.empty(7, 2, dtype=torch.int64, device="meta"), weights, EXPERTS)
+    chosen = TopKRouting.of(torch.empty(7, 2, dtype=torch.int64, device="meta"), weights, EXPERTS)
     dispatcher = LocalDispatcher()
     sent = dispatcher.dispatch(tokens, chosen).wait()
     out = dispatcher.combine(sent.tokens, sent.handle).wait()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from d9d_core.extend import OpSignature
-from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.ops import grouped_linear_torch
 from d9d_testing.tolerances import assert_close_gradients
 from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from d9d_moe.dispatch import LocalDispatcher
+from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_testing.suites.dispatcher import DispatcherSuite
 
 
@@ -18,4 +18,4 @@ class TestLocalDispatcher(DispatcherSuite):
 
 
 class TestAllToAllDispatcher(DispatcherSuite):
-    factory = "d9d_moe.all_to_all:AllToAllDispatcher"
+    factory = "d9d_moe.all_to_all.dispatcher:AllToAllDispatcher"

@@ -10,11 +10,11 @@ import pytest
 import torch
 from d9d_core.extend import BuildError, Deferral, HasExperts, OpSignature
 from d9d_engine.build.kernels import bind_kernels
-from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
-from d9d_moe.routing import Routing
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.routing import TopKRouting
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.linear import Linear
 from d9d_nn.ops import grouped_linear_torch
 from d9d_nn.swiglu import SwiGLU
@@ -207,7 +207,7 @@ def test_the_shared_expert_is_computed_while_tokens_travel() -> None:
     made, order = layer(shared=True), []
 
     class Slow(LocalDispatcher):
-        def dispatch(self, tokens: Tensor, routing: Routing) -> Any:
+        def dispatch(self, tokens: Tensor, routing: TopKRouting) -> Any:
             order.append("dispatch")
             arrived = super().dispatch(tokens, routing)
             return SimpleNamespace(wait=lambda: (order.append("wait"), arrived.wait())[1])

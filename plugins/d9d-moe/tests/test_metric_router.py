@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from d9d_core.extend import BuildError, HasTallies, JobError, StageMetric, Table, modules_with
 from d9d_engine.step.metrics import Statistics
-from d9d_moe.metric import RouterMetric
-from d9d_moe.metric_config import RouterMetricConfig
-from d9d_moe.router import TopKRouter
+from d9d_moe.router.metric import RouterMetric
+from d9d_moe.router.metric_config import RouterMetricConfig
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.world import World
 from torch import Tensor, nn
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import BuildError
-from d9d_moe.router import TopKRouter
-from d9d_moe.selection import best, keep_best_groups
+from d9d_moe.router.selection import best, keep_best_groups
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor
 

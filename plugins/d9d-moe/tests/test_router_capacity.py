@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import BuildError
-from d9d_moe.router import TopKRouter
-from d9d_moe.routing import Routing, count_rows
-from d9d_moe.selection import beyond
+from d9d_moe.router.routing import TopKRouting, count_rows
+from d9d_moe.router.selection import over_capacity
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +47,7 @@ def late_by_hand(indices: list[list[int]], limit: int) -> list[list[bool]]:
 )
 @settings(max_examples=100, deadline=None)
 def test_first_choices_come_first_then_earlier_tokens(indices: list[list[int]], limit: int) -> None:
-    found = beyond(torch.tensor(indices, dtype=torch.int64).view(-1, 3), limit)
+    found = over_capacity(torch.tensor(indices, dtype=torch.int64).view(-1, 3), limit)
     assert found.tolist() == late_by_hand(indices, limit)
 
 
@@ -112,7 +112,7 @@ def test_it_compiles_whole_for_several_lengths() -> None:
 
 
 def test_a_choice_made_by_hand_has_its_counts() -> None:
-    made = Routing.of(torch.tensor([[0, 2], [2, 3]]), torch.ones(2, 2), experts=3)
+    made = TopKRouting.of(torch.tensor([[0, 2], [2, 3]]), torch.ones(2, 2), experts=3)
     assert made.counts.tolist() == [1, 0, 2]
     assert made.scores.shape == (2, 3)
     assert made.limit is None

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import HasTallies, modules_with
-from d9d_moe.balancing.bias import SignUpdate
-from d9d_moe.balancing.losses import BatchBalance, ZLoss
-from d9d_moe.metric import RouterMetric
-from d9d_moe.metric_config import RouterMetricConfig
-from d9d_moe.router import TopKRouter
+from d9d_moe.balancing.balancers import BatchBalance, SignUpdate, ZLoss
+from d9d_moe.router.metric import RouterMetric
+from d9d_moe.router.metric_config import RouterMetricConfig
+from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_gradients
 from torch import Tensor, nn
 

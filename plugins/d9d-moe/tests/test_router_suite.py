@@ -6,7 +6,7 @@ from d9d_testing.suites.router import RouterSuite
 
 
 class TestTopKRouter(RouterSuite):
-    factory = "d9d_moe.router:TopKRouter"
+    factory = "d9d_moe.router.top_k:TopKRouter"
     settings = {
         "softmax": {"std": 0.3},
         "as published": {"std": 0.3, "renormalise": False},

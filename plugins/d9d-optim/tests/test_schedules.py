@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 from d9d_core.extend import JobError
 from d9d_optim.schedule.config import ConstantConfig, CosineConfig, PiecewiseConfig
-from d9d_optim.schedule.constant import constant
-from d9d_optim.schedule.cosine import cosine
-from d9d_optim.schedule.curves import interpolate
-from d9d_optim.schedule.piecewise import piecewise
+from d9d_optim.schedule.schedules import constant, cosine, interpolate, piecewise
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError

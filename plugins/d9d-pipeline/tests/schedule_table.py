@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 from d9d_core.extend import Program
-from d9d_pipeline.picture import draw
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.one_forward_one_backward import (
@@ -24,6 +23,7 @@ from d9d_pipeline.schedule.one_forward_one_backward import (
 from d9d_pipeline.schedule.zero_bubble import zb1p
 from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
 from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.picture import draw
 from d9d_pipeline.simulator.result import Simulation
 from d9d_pipeline.simulator.run import simulate
 

@@ -39,15 +39,15 @@ from d9d_core.plugin import ModelSpec, Ref, ScheduleSpec, TaskSpec, hookimpl
 from d9d_core.types import Microbatch
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.task import StageInputs
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import loop
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import loop
 from d9d_pipeline.schedule.breadth_first import gpipe
 from d9d_testing.toy.config import ToyModelConfig, ToyTaskConfig
 from d9d_testing.toy.model import ToyModel
 from d9d_testing.toy.task import ToyTask
 from torch import Tensor
 
-HANDLERS = Ref("d9d_pipeline.executor:handlers")
+HANDLERS = Ref("d9d_pipeline.runtime.handlers:handlers")
 
 class WholeConfig(ToyModelConfig):
     name: Literal["whole_model"] = "whole_model"
@@ -105,7 +105,7 @@ def build_circular(config: CircularConfig) -> Any:
         each = range(microbatches)
         first = [action for at in each for action in (Forward(0, at), Backward(0, at))]
         second = [Forward(1, at) for at in each] + [Backward(1, at) for at in each]
-        return connect([first, second], loop(2, 1))
+        return insert_transfers([first, second], loop(2, 1))
     return schedule
 
 def build_silent(config: SilentConfig) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from d9d_core.extend import BuildError, JobError, PluginError
-from d9d_pipeline.cli import app
+from d9d_pipeline.cli.commands import app
 from typer.testing import CliRunner
 
 OURS = {"gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_pipeline.overlap.duet import Duet
+from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -74,7 +74,7 @@ class Chain(nn.Module):
 
 
 class Pairs:
-    """Two stages, and several pairs of them, with a duet or one side after the other."""
+    """Two stages, and several pairs of them, with a pair runner or one side after the other."""
 
     def __init__(
         self, change: Callable[[Chain], None] = lambda _: None, depth: int = 3, device: torch.device = CPU
@@ -88,8 +88,8 @@ class Pairs:
         for stage in self.stages.values():
             change(stage.to(device))
 
-    def duet(self) -> Duet:
-        return Duet(self.stages, self.device)
+    def runner(self) -> PairRunner:
+        return PairRunner(self.stages, self.device)
 
     def forward(self, stage: int, microbatch: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(100 * stage + microbatch)
@@ -169,16 +169,16 @@ def test_a_pair_computes_what_one_after_the_other_computes(
 ) -> None:
     expected = Pairs(change, depth, torch.device(device)).run(one_after_the_other)
     pairs = Pairs(change, depth, torch.device(device))
-    duet = pairs.duet()
-    found = pairs.run(duet.run)
-    duet.close()
+    runner = pairs.runner()
+    found = pairs.run(runner.run)
+    runner.close()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @devices
 def test_sides_take_turns_at_each_block(device: str) -> None:
     pairs = Pairs(device=torch.device(device))
-    pairs.run(pairs.duet().run, pairs=1)
+    pairs.run(pairs.runner().run, pairs=1)
     first = ["Bb2", "Fa0", "Bb1", "Fa1", "Bb0", "Fa2"]
     assert pairs.log[:6] == first
     assert pairs.log[6:] == [step.translate(str.maketrans("ab", "ba")) for step in first]
@@ -186,20 +186,20 @@ def test_sides_take_turns_at_each_block(device: str) -> None:
 
 def test_the_longer_side_goes_on_alone() -> None:
     pairs = Pairs(depth=5)
-    pairs.run(pairs.duet().run, pairs=1)
+    pairs.run(pairs.runner().run, pairs=1)
     assert pairs.log[:8] == ["Bb4", "Fa0", "Bb3", "Fa1", "Bb2", "Fa2", "Bb1", "Bb0"]
 
 
 @devices
 def test_a_forward_that_is_computed_again_hands_over_nowhere(device: str) -> None:
     pairs = Pairs(checkpoint_some, device=torch.device(device))
-    pairs.run(pairs.duet().run, pairs=1)
+    pairs.run(pairs.runner().run, pairs=1)
     assert pairs.log[:8] == ["Fb2", "Bb2", "Fa0", "Bb1", "Fa1", "Fb0", "Bb0", "Fa2"]
 
 
 def test_nothing_happens_outside_of_a_pair() -> None:
     pairs = Pairs()
-    pairs.duet()
+    pairs.runner()
     pairs.run(one_after_the_other, pairs=1)
     assert pairs.log[:6] == ["Fa0", "Fa1", "Fa2", "Bb2", "Bb1", "Bb0"]
 
@@ -208,11 +208,11 @@ def test_stages_keep_their_modules_and_names_and_close_takes_the_points_away() -
     pairs = Pairs(lambda chain: chain.layers[1].compile(backend="eager"))
     before = [(list(s.state_dict()), [(n, type(m)) for n, m in s.named_modules()]) for s in pairs.stages.values()]
     calls = [layer._compiled_call_impl for stage in pairs.stages.values() for layer in stage.layers]
-    duet = pairs.duet()
-    assert duet.blocks == 6
+    runner = pairs.runner()
+    assert runner.blocks == 6
     after = [(list(s.state_dict()), [(n, type(m)) for n, m in s.named_modules()]) for s in pairs.stages.values()]
     assert after == before
-    duet.close()
+    runner.close()
     layers = [layer for stage in pairs.stages.values() for layer in stage.layers]
     assert [layer._compiled_call_impl for layer in layers] == calls
     assert not any(layer._forward_pre_hooks for layer in layers)
@@ -232,11 +232,11 @@ def test_the_first_error_reaches_the_caller_and_the_other_side_stops_where_it_wa
     where: str, log: Log, device: str
 ) -> None:
     pairs = Pairs(device=torch.device(device))
-    duet = pairs.duet()
+    runner = pairs.runner()
 
     def run(forward: Callable[[], None], backward: Callable[[], None]) -> None:
         pairs.fails.add(where)
-        duet.run(forward, backward)
+        runner.run(forward, backward)
 
     with pytest.raises(ValueError, match=f"no {'forward' if where[0] == 'F' else 'backward'} of {where[1:]}") as caught:
         pairs.run(run)
@@ -245,7 +245,7 @@ def test_the_first_error_reaches_the_caller_and_the_other_side_stops_where_it_wa
     assert frames[-1] == ("forward" if where[0] == "F" else "backward")
     assert caught.value.__context__ is None
     pairs.fails.clear()
-    pairs.run(duet.run)  # a duet is not spoilt by it
+    pairs.run(runner.run)  # a pair runner is not spoilt by it
 
 
 def test_an_error_before_the_backward_begins_keeps_it_from_beginning() -> None:
@@ -255,13 +255,13 @@ def test_an_error_before_the_backward_begins_keeps_it_from_beginning() -> None:
         raise KeyError("early")
 
     with pytest.raises(KeyError, match="early"):
-        Pairs().duet().run(forward, lambda: began.append(1))
+        Pairs().runner().run(forward, lambda: began.append(1))
     assert not began
 
 
 def test_an_interrupt_ends_both_sides() -> None:
     pairs = Pairs()
-    duet = pairs.duet()
+    runner = pairs.runner()
     _, out = pairs.forward(3, 0)
     pairs.log.clear()
 
@@ -270,13 +270,13 @@ def test_an_interrupt_ends_both_sides() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        duet.run(forward, out.sum().backward)
+        runner.run(forward, out.sum().backward)
     assert pairs.log == ["Bb2", "Fa0", "Bb1", "Fa1", "Bb0", "Fa2"]
 
 
 def test_an_error_keeps_nothing_alive() -> None:
     pairs = Pairs()
-    duet = pairs.duet()
+    runner = pairs.runner()
     pairs.fails.add("Bb1")
     _, out = pairs.forward(3, 0)
 
@@ -288,7 +288,7 @@ def test_an_error_keeps_nothing_alive() -> None:
     gc.disable()
     try:
         with pytest.raises(ValueError, match="no backward of b1"):
-            duet.run(lambda: None, backward)
+            runner.run(lambda: None, backward)
         del out, backward
         assert watched() is None
     finally:
@@ -313,7 +313,7 @@ def test_a_compiled_block_is_compiled_once_with_points_and_without() -> None:
     without = list(graphs)
     torch._dynamo.reset()
     graphs.clear()
-    pairs.run(pairs.duet().run)
+    pairs.run(pairs.runner().run)
     assert graphs == without
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_pipeline.overlap.duet import Duet
+from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_testing.world import World
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -25,9 +25,9 @@ class Block(nn.Module):
     """``x + moe(x)``, or a dense layer."""
 
     def __init__(self, dispatcher: Any, *, shared: bool, capacity: float | None) -> None:
-        from d9d_moe.experts import GroupedSwiGLU
-        from d9d_moe.layer import MoELayer
-        from d9d_moe.router import TopKRouter
+        from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+        from d9d_moe.experts.layer import MoELayer
+        from d9d_moe.router.top_k import TopKRouter
         from d9d_nn.swiglu import SwiGLU
 
         super().__init__()
@@ -136,7 +136,7 @@ def outcome(
 
 
 def experts(change: str, capacity: float | None) -> dict[str, Any]:
-    from d9d_moe.all_to_all import AllToAllDispatcher
+    from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 
     def stages() -> dict[int, nn.Module]:
         torch.manual_seed(0)
@@ -159,10 +159,10 @@ def experts(change: str, capacity: float | None) -> dict[str, Any]:
     traces, same = [], []
     for _ in range(1 if change == "compiled" else 2):
         paired = stages()
-        duet = Duet(paired, CPU)
+        runner = PairRunner(paired, CPU)
         with Trace() as log:
-            found = outcome(paired, duet.run, rank) + gradients(paired)
-        duet.close()
+            found = outcome(paired, runner.run, rank) + gradients(paired)
+        runner.close()
         traces.append(list(log))
         same.append([torch.equal(one, other) for one, other in zip(found, expected, strict=True)])
     return {"traces": traces, "same": same}
@@ -195,16 +195,16 @@ def test_pairs_with_experts_on_several_ranks_compute_the_same_in_one_order(
 
 def turns() -> list[str]:
     """What rank 0 starts to send in one pair."""
-    from d9d_moe.all_to_all import AllToAllDispatcher
+    from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 
     stages = {index: Chain(AllToAllDispatcher(dist.group.WORLD, EXPERTS), 2, None) for index in range(2)}
     for layer in stages[0].layers:
         layer.moe.shared_expert = None
-    duet = Duet(stages, CPU)
+    runner = PairRunner(stages, CPU)
     x = torch.randn(1, 4, HIDDEN).requires_grad_()
     out = stages[1](x)
     with Trace() as trace:
-        duet.run(lambda: stages[0](x.detach().requires_grad_()), out.sum().backward)
+        runner.run(lambda: stages[0](x.detach().requires_grad_()), out.sum().backward)
     names = {"(2,)": "sizes or label gradients", f"({HIDDEN},)": "tokens", "(4,)": "labels"}
     return [f"{step[0]} {names[step[step.index('(') :]]}" for step in trace]
 
@@ -261,9 +261,9 @@ def sharded() -> dict[str, Any]:
 
     rank, single, paired = dist.get_rank(), stages(), stages()
     expected = outcome(single, one_after_the_other, rank) + reduced(single)
-    duet = Duet(paired, CPU)
+    runner = PairRunner(paired, CPU)
     with Trace() as log:
-        found = outcome(paired, duet.run, rank) + reduced(paired)
+        found = outcome(paired, runner.run, rank) + reduced(paired)
     return {"trace": log, "same": [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]}
 
 

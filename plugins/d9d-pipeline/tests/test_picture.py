@@ -7,11 +7,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from d9d_core.extend import parse_programs
-from d9d_pipeline.picture import draw
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.one_forward_one_backward import one_forward_one_backward
 from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
 from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.picture import draw
 from d9d_pipeline.simulator.run import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

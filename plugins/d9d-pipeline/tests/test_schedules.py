@@ -18,7 +18,6 @@ from d9d_core.extend import (
     placement,
     validate,
 )
-from d9d_pipeline.placement import loop, vee
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.inference import inference
@@ -26,6 +25,7 @@ from d9d_pipeline.schedule.one_forward_one_backward import (
     interleaved_one_forward_one_backward,
     one_forward_one_backward,
 )
+from d9d_pipeline.schedule.placement import loop, vee
 from d9d_pipeline.schedule.units import rounds
 from d9d_pipeline.schedule.zero_bubble import zb1p
 from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from d9d_core.extend import Backward, Forward, InputBackward, Program, WeightBackward
-from d9d_engine.step.executor import Executor, StepState, Visit
-from d9d_pipeline.executor import SplitActions
+from d9d_core.extend import Backward, Forward, InputBackward, Program, StepState, Visit, WeightBackward
+from d9d_engine.step.executor import Executor
+from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
 from d9d_testing.toy.deferring import Deferring
 
 PROGRAM: Program = (Forward(0, 0), Forward(0, 1), Backward(0, 0), InputBackward(0, 1), WeightBackward(0, 1))
@@ -37,7 +37,7 @@ class Recorder:
 
 def test_ops_defer_only_where_the_backward_comes_in_two_phases() -> None:
     recorder = Recorder()
-    handlers = SplitActions(cast("Executor", recorder)).handlers()
+    handlers = SplitBackwardHandlers(cast("Executor", recorder)).handlers()
     state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, split={0: frozenset({1})})
     for action in PROGRAM:
         handlers[type(action)](action, state)
@@ -49,5 +49,5 @@ def test_ops_defer_only_where_the_backward_comes_in_two_phases() -> None:
 def test_an_evaluation_defers_nothing() -> None:
     recorder = Recorder()
     state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, evaluated=lambda _outputs, _microbatch: None)
-    SplitActions(cast("Executor", recorder)).handlers()[Forward](Forward(0, 1), state)
+    SplitBackwardHandlers(cast("Executor", recorder)).handlers()[Forward](Forward(0, 1), state)
     assert recorder.seen == [False]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from d9d_pipeline.split_backward import SplitBackward
+from d9d_pipeline.runtime.split_backward import SplitBackward
 from d9d_testing.toy.deferring import Deferring
 from hypothesis import example, given, settings
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_pipeline.split_backward import SplitBackward, Weights
+from d9d_pipeline.runtime.split_backward import SplitBackward, WeightPhase
 from d9d_testing.toy.deferring import Deferring
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -85,7 +85,7 @@ def chain(kind: Callable[[], nn.Module]) -> tuple[nn.Sequential, list[Witness]]:
     return nn.Sequential(*layers, nn.LayerNorm(FEATURES), witnesses[-1]), witnesses
 
 
-def input_phase(split: SplitBackward, stage: nn.Module, x: Tensor) -> tuple[Weights, Callable[[], Tensor | None]]:
+def input_phase(split: SplitBackward, stage: nn.Module, x: Tensor) -> tuple[WeightPhase, Callable[[], Tensor | None]]:
     out = stage(x)
     edge, boundary = get_gradient_edge(out), weakref.ref(out)
     del out

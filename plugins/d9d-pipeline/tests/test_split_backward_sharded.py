@@ -1,4 +1,4 @@
-"""The walk under FSDP2: what it needs of parameters is there, and what it leaves is reduced once all is there."""
+"""The graph walk under FSDP2: what it needs of parameters is there, and what it leaves is reduced once all is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from d9d_core.extend import full
 from d9d_engine.extend import keep_fsdp_gradients, reduce_fsdp_gradients
-from d9d_pipeline.split_backward import SplitBackward
+from d9d_pipeline.runtime.split_backward import SplitBackward
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
 from torch import Tensor, nn
 from torch import distributed as dist

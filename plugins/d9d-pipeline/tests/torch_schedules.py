@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from d9d_core.extend import Program
-from d9d_pipeline.foreign import from_torch
-from d9d_pipeline.placement import loop, vee
+from d9d_pipeline.schedule.from_torch import from_torch
+from d9d_pipeline.schedule.placement import loop, vee
 
 torch = pytest.importorskip("torch")
 schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from d9d_core.extend import CheckpointError
 from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, EmbeddingHeadConfig
-from d9d_nn.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
+from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from d9d_qwen3.config import Qwen3Config, tiny
-from d9d_qwen3.hugging_face import Qwen3HuggingFace
+from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_testing.suites.model import export_to
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, compare_directions

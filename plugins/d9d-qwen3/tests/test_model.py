@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from d9d_core.extend import HasOps, OpSignature, OpSlot, Stage, modules_with
-from d9d_nn.ops import sdpa
+from d9d_nn.ops.attention import sdpa
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3

@@ -15,10 +15,10 @@ from d9d_core.extend import CheckpointError, JobFile, TensorSpec
 from d9d_core.plugin import Registry
 from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
-from d9d_nn.rope_scaling import YarnScaling
+from d9d_nn.rope.scaling import YarnScaling
+from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig, tiny
-from d9d_qwen3.moe_hugging_face import Qwen3MoeHuggingFace
 from d9d_testing.tolerances import (
     TOLERANCES,
     Tolerance,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from d9d_core.extend import JobError, JobFile, Stage
 from d9d_core.plugin import Registry
-from d9d_moe.layer import MoELayer
+from d9d_moe.experts.layer import MoELayer
 from d9d_nn.swiglu import SwiGLU
 from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3

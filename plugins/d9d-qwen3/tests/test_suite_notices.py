@@ -12,7 +12,7 @@ from d9d_core.extend import Stage, TensorSpec, TensorStyle
 from d9d_core.plugin import ModelSpec, Ref
 from d9d_nn.linear import Linear
 from d9d_qwen3.config import Qwen3Config, tiny
-from d9d_qwen3.hugging_face import Qwen3HuggingFace
+from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.plugin import d9d_models
 from d9d_testing.suites.model import ModelSuite, initialised

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from d9d_core.ops import OpSlot
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from d9d_core.deferral import Deferral
     from d9d_core.types import TensorSpec
+
+T_co = TypeVar("T_co", covariant=True)
 
 
 class TensorStyle(StrEnum):
@@ -87,10 +89,78 @@ class HasExperts(Protocol):
         dispatcher: brings tokens to the experts and back; replaced by a strategy that spreads experts over ranks.
     """
 
-    dispatcher: Any
+    dispatcher: Dispatcher
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
         """Modules, keyed by relative name, of whose parameters dimension 0 is the expert."""
+        ...
+
+
+class Routing(Protocol):
+    """Experts that a router chose for the tokens of a microbatch: T tokens, E experts, k experts of a token."""
+
+    @property
+    def indices(self) -> Tensor:
+        """Experts of each token, int64 [T, k]; E, one past the last expert, stands for none, with a weight of zero."""
+        ...
+
+    @property
+    def weights(self) -> Tensor:
+        """Factors of the experts in a token's output, [T, k]; float32 or wider."""
+        ...
+
+    @property
+    def counts(self) -> Tensor:
+        """Rows of each expert, int64 [E], on the device of the indices."""
+        ...
+
+    @property
+    def limit(self) -> int | None:
+        """Most rows of any expert, known from shapes alone; ``None`` if nothing limits them."""
+        ...
+
+
+class Dispatched(NamedTuple):
+    """Tokens that have arrived at the experts of this rank: R rows of H features.
+
+    Attributes:
+        tokens: [R, H], sorted by expert.
+        counts: int64 [experts of this rank], rows of each expert, on the device of the tokens.
+        spare_rows: whether there may be more rows than counts add up to. Those belong to no token.
+        handle: what :meth:`Dispatcher.combine` of the same dispatcher needs.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    spare_rows: bool
+    handle: Any
+
+
+class Transfer(Protocol[T_co]):
+    """Communication in flight. What is computed between its start and :meth:`wait` overlaps with it."""
+
+    def wait(self) -> T_co:
+        """Wait for the result, once. Later work on the device comes after the arrival."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """Dispatch of tokens to their experts, and combine of the experts' outputs. Gradients travel the same way.
+
+    A dispatcher that reaches other ranks has their process group as attribute ``group``: so a schedule that overlaps a
+    forward with a backward knows that there is communication to hide.
+    """
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
+        """Start the dispatch of tokens [T, H] to their experts. Collective over the ranks that share the experts."""
+        ...
+
+    def combine(self, outputs: Tensor, handle: Any) -> Transfer[Tensor]:
+        """Start the combine of outputs [R, H], in the order of dispatch, to [T, H]: sums weighted by the routing.
+
+        Collective over the ranks that share the experts. Sums are computed in float32 or wider. They are rounded to
+        the dtype of the outputs where they leave a rank, and once at the end.
+        """
         ...
 
 
@@ -99,8 +169,8 @@ class AddsLosses(Protocol):
     """``model:losses``: the module adds terms of its own to the task's loss.
 
     Its forward leaves the sum of each term over the microbatch, and injects the gradient of ``sum * factor`` where its
-    output passes (:func:`d9d_nn.added_loss.add_loss`). So a term needs no way through the model's outputs and pipeline
-    stages. Weights follow from shapes alone: factors are known before the first forward.
+    output passes (:func:`d9d_nn.auxiliary_loss.add_auxiliary_loss`). So a term needs no way through the model's outputs
+    and pipeline stages. Weights follow from shapes alone: factors are known before the first forward.
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:

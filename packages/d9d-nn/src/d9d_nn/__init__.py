@@ -1,1 +1,1 @@
-"""Building blocks for models, the ops they are made of, and the causal language modelling task."""
+"""Building blocks for models, the ops they are made of, and the tasks that train language models."""

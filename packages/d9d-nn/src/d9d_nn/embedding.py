@@ -1,4 +1,4 @@
-"""The token embedding, in one piece or with a part of its own for tokens that were added to the vocabulary.
+"""Token embedding, in one piece or with a part of its own for tokens that were added to the vocabulary.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class TokenEmbedding(nn.Embedding):
-    """Token ids int64 [B, S] -> features [B, S, H]; weight [vocabulary, H].
+    """Embedding of token ids int64 [B, S] as features [B, S, H]; weight [vocabulary, H].
 
     Args:
         vocabulary: number of token ids.
@@ -30,19 +30,19 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=self.std)
 
     def vocabulary_weight(self) -> Tensor:
-        """What a tied head projects with, [V, H]: the parameter itself."""
+        """Weight that a tied head projects with, [V, H]: the parameter itself."""
         return self.weight
 
 
 class SplitTokenEmbedding(nn.Module):
-    """A token embedding whose last ids have a parameter of their own, so that they can be trained alone.
+    """Token embedding whose last ids have a parameter of their own, so that they can be trained alone.
 
     Computes what a :class:`TokenEmbedding` with both weights in a row computes. Each part is looked up at every
     position, so both always get a gradient, and nothing waits for the device.
 
     Args:
         vocabulary: number of token ids, V.
-        added: how many of the last ids form the second part; less than V.
+        added: number of the last ids that form the second part; less than V.
         features: H.
         std: standard deviation of the initial weights.
     """
@@ -54,22 +54,22 @@ class SplitTokenEmbedding(nn.Module):
         self.added = TokenEmbedding(added, features, std=std)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Each part is split over its share of the vocabulary."""
+        """Styles of both parts: each is split over its share of the vocabulary."""
         return {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB}
 
     def vocabulary_weight(self) -> Tensor:
-        """What a tied head projects with, [V, H]: a copy of both parts in a row."""
+        """Weight that a tied head projects with, [V, H]: a copy of both parts in a row."""
         return torch.cat([self.regular.weight, self.added.weight])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [B, S] -> [B, S, H]."""
+        """Map token ids int64 [B, S] to features [B, S, H]."""
         regular = self.regular(tokens.clamp(max=self.first_added - 1))
         added = self.added((tokens - self.first_added).clamp(min=0))
         return torch.where((tokens >= self.first_added).unsqueeze(-1), added, regular)
 
 
 def token_embedding(vocabulary: int, added: int, features: int, *, std: float) -> TokenEmbedding | SplitTokenEmbedding:
-    """An embedding of V token ids; the last ``added`` of them have a parameter of their own, unless there are none."""
+    """Build an embedding of V token ids; the last ``added`` of them, if any, have a parameter of their own."""
     if added:
         return SplitTokenEmbedding(vocabulary, added, features, std=std)
     return TokenEmbedding(vocabulary, features, std=std)

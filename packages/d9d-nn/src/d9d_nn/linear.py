@@ -1,4 +1,4 @@
-"""A linear layer that starts from a normal distribution of a chosen width."""
+"""Linear layer with normal initial weights of a chosen standard deviation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_nn.ops.deferred import linear
 
 
 class Linear(nn.Linear):
-    """``x @ weight.T + bias``; weight [out_features, in_features], bias [out_features] if there is one.
+    """Linear map ``x @ weight.T + bias``; weight [out_features, in_features], bias [out_features] if there is one.
 
     Args:
         in_features: features of the input.
@@ -33,12 +33,12 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """The gradient of the weight can wait."""
+        """Defer the weight gradient."""
         self._deferral = deferral
         return ("weight",)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
-        """[..., in_features] -> [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         if self._deferral is None:
             return functional.linear(input, self.weight, self.bias)
         return linear(input, self.weight, self.bias, self._deferral)

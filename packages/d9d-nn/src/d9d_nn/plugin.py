@@ -1,4 +1,4 @@
-"""What d9d-nn offers: the tasks causal_lm and classification, a metric, and backends of ops that PyTorch has fused."""
+"""Declaration of the tasks, the metric, and the backends of ops that PyTorch has fused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_tasks() -> Iterable[TaskSpec]:
-    """Next-token prediction, and one label per sample."""
+    """Tasks of next-token prediction and of classification."""
     yield TaskSpec(
         name="causal_lm",
         summary="Next-token prediction; one loss term, cross_entropy.",
@@ -30,7 +30,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
 
 @hookimpl
 def d9d_metrics() -> Iterable[MetricSpec]:
-    """Perplexity."""
+    """Metric ``perplexity``."""
     yield MetricSpec(
         name="perplexity",
         summary="Exponential of the mean token loss.",
@@ -41,28 +41,28 @@ def d9d_metrics() -> Iterable[MetricSpec]:
 
 @hookimpl
 def d9d_kernels() -> Iterable[KernelSpec]:
-    """Ops that PyTorch has fused."""
+    """Backends of ops that PyTorch has fused."""
     yield KernelSpec(
         name="sdpa",
         summary="torch scaled_dot_product_attention: fused, grouped heads, documents and windows by a mask.",
         op="attention",
-        supports=Ref("d9d_nn.ops.sdpa:supports"),
-        build=Ref("d9d_nn.ops.sdpa:build"),
+        supports=Ref("d9d_nn.ops.attention.sdpa:supports"),
+        build=Ref("d9d_nn.ops.attention.sdpa:build"),
     )
     for name, kernel in (("flash", "FLASH"), ("cudnn", "CUDNN"), ("efficient", "EFFICIENT")):
         yield KernelSpec(
             name=f"sdpa_{name}",
             summary=f"sdpa held to torch's {name} kernel; CUDA only, never chosen by itself.",
             op="attention",
-            supports=Ref(f"d9d_nn.ops.sdpa_pinned:{kernel}.supports"),
-            build=Ref(f"d9d_nn.ops.sdpa_pinned:{kernel}.build"),
+            supports=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.supports"),
+            build=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.build"),
         )
     yield KernelSpec(
         name="flex",
         summary="torch flex_attention: skips what documents and windows hide; CUDA only, never chosen by itself.",
         op="attention",
-        supports=Ref("d9d_nn.ops.flex:supports"),
-        build=Ref("d9d_nn.ops.flex:build"),
+        supports=Ref("d9d_nn.ops.attention.flex:supports"),
+        build=Ref("d9d_nn.ops.attention.flex:build"),
     )
     yield KernelSpec(
         name="torch",
@@ -82,7 +82,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
 
 @hookimpl
 def d9d_capabilities() -> Iterable[CapabilitySpec]:
-    """What the task causal_lm asks of a model."""
+    """Capability that the task ``causal_lm`` asks of a model."""
     yield CapabilitySpec(
         token="model:causal_lm",  # noqa: S106 - a capability token
         summary="the model's last stage turns hidden states and targets into token_loss; see d9d_nn.heads.causal_lm",

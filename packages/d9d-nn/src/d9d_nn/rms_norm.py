@@ -12,7 +12,7 @@ from d9d_nn.ops.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Scale the last dim to a root mean square of one, then by a weight per feature. See :mod:`d9d_nn.ops.rms_norm`.
+    """Norm that scales the last dim to a root mean square of one, then by a weight per feature.
 
     Args:
         features: size of the last dim.
@@ -30,10 +30,10 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The norm itself."""
+        """Slot of the norm."""
         return {"rms_norm": self.rms_norm}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., features] -> the same shape and dtype."""
+        """Map [..., features] to the same shape and dtype."""
         out: Tensor = self.rms_norm(x, self.weight, self.eps)
         return out

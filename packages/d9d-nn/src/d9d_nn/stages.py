@@ -1,4 +1,4 @@
-"""Which layers belong to which pipeline stage."""
+"""Division of layers into pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from d9d_core.extend import BuildError, Stage
 
 
 def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float = 0.0) -> range:
-    """The layers of one stage. Stages are contiguous and each has a layer or more.
+    """Layers of one stage. Stages are contiguous and each has a layer or more.
 
     If the job does not say how many (:attr:`Stage.layers`), the costliest stage is as cheap as it can be; among equal
     ways, earlier stages take more.
 
     Args:
         layers: layers of the whole model, all of about the same cost.
-        stage: which stage.
-        first: what the first stage computes beside its layers, such as an embedding, in units of one layer.
-        last: the same of the last stage, such as the heads.
+        stage: pipeline stage.
+        first: cost of the first stage beside its layers, such as an embedding, in units of one layer.
+        last: cost of the last stage beside its layers, such as the heads.
 
     Raises:
         BuildError: there are more stages than layers, or the job's numbers of layers do not fit the model.
@@ -30,7 +30,7 @@ def stage_layers(layers: int, stage: Stage, *, first: float = 0.0, last: float =
 
 
 def _balanced(layers: int, count: int, first: float, last: float) -> Sequence[int]:
-    """One layer for each stage, then each further one for the stage that is cheapest so far."""
+    """Numbers of layers balanced by cost: one for each stage, each further one for the cheapest so far."""
     if count > layers:
         raise BuildError(
             f"{layers} layers cannot be split over {count} pipeline stages, each of which needs one; lower mesh.pp or "
@@ -50,7 +50,7 @@ def _balanced(layers: int, count: int, first: float, last: float) -> Sequence[in
 
 
 def _given(layers: int, stage: Stage) -> Sequence[int]:
-    """What the job says, if it fits."""
+    """Numbers of layers that the job states, if they fit."""
     counts = stage.layers
     assert counts is not None
     if len(counts) != stage.count:

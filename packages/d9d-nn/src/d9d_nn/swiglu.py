@@ -1,4 +1,4 @@
-"""The SwiGLU feed-forward layer.
+"""SwiGLU feed-forward layer.
 
 Shapes: H features, I features inside, ``...`` any leading dims.
 """
@@ -15,7 +15,7 @@ from d9d_nn.ops.silu_mul import silu_mul
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
+    """DevicePrefetcher-forward layer ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
 
     Args:
         hidden_size: H.
@@ -32,14 +32,14 @@ class SwiGLU(nn.Module):
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The gate."""
+        """Slot of the gate."""
         return {"silu_mul": self.silu_mul}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """The inner features are split."""
+        """Styles of the projections: the inner features are split."""
         return {"gate_proj": TensorStyle.COLUMN, "up_proj": TensorStyle.COLUMN, "down_proj": TensorStyle.ROW}
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
+        """Map [..., H] to [..., H]."""
         out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
         return out

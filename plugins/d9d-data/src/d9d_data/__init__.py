@@ -1,1 +1,1 @@
-"""Text files to tokens to packed, resumable training samples."""
+"""Datasets of text: files, tokenised and packed to resumable streams of training samples."""

@@ -1,4 +1,4 @@
-"""What a job file says about data from text."""
+"""Configs of the datasets ``text`` and ``documents``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources")
 
 
 class BpeTokenizer(Section):
-    """A byte-level BPE tokenizer, trained on the corpus."""
+    """Byte-level BPE tokenizer, trained on the corpus."""
 
     bpe: int = Field(ge=257)
     """Size of the vocabulary: 256 bytes, the end-of-text token, and merges."""
 
 
 class CorpusConfig(PluginConfig):
-    """What every dataset over a corpus of documents has in common."""
+    """Shared fields of all datasets over a corpus of documents."""
 
     sources: tuple[str, ...]
     """Files, directories, globs, ``python:topics``, ``python:docstrings``, ``python:sources``. A file is a document."""
@@ -77,14 +77,14 @@ class CorpusConfig(PluginConfig):
 
 
 class TextConfig(CorpusConfig):
-    """Text files, tokenised once and packed into sequences of equal length."""
+    """Dataset of text files, tokenised once and packed into sequences of equal length."""
 
     name: Literal["text"] = "text"
     """Selects the plugin."""
 
 
 class DocumentsConfig(CorpusConfig):
-    """Documents, tokenised once, each a sample of its own, in packs of similar length."""
+    """Dataset of documents, tokenised once, each a sample of its own, in packs of similar length."""
 
     name: Literal["documents"] = "documents"
     """Selects the plugin."""

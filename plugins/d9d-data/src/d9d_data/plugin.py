@@ -1,4 +1,4 @@
-"""What d9d-data offers."""
+"""Declaration of the datasets ``text`` and ``documents``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ D9D_API = 1
 
 @hookimpl
 def d9d_datasets() -> Iterator[DatasetSpec]:
-    """Where samples come from, selected by ``data``."""
+    """Datasets, selected by ``data``."""
     yield DatasetSpec(
         name="text",
         summary="Text files, tokenised once and packed into sequences of equal length.",
         config=Ref("d9d_data.config:TextConfig"),
-        build=Ref("d9d_data.stream:build_text"),
+        build=Ref("d9d_data.stream.text:build_text"),
     )
     yield DatasetSpec(
         name="documents",
         summary="Documents, tokenised once, each a sample of its own, in packs of similar length.",
         config=Ref("d9d_data.config:DocumentsConfig"),
-        build=Ref("d9d_data.documents:build_documents"),
+        build=Ref("d9d_data.stream.documents:build_documents"),
     )

@@ -1,1 +1,1 @@
-"""Tokens reach experts on other GPUs through the library DeepEP."""
+"""Dispatch of tokens to experts on other GPUs by the library DeepEP."""

@@ -19,7 +19,7 @@ _INSTALL = (
 
 
 def open_buffer(group: dist.ProcessGroup, row_bytes: int) -> Any:
-    """A buffer for rows of that size; collective over ``group``.
+    """Open a buffer for rows of ``row_bytes``; collective over ``group``.
 
     Raises:
         BuildError: the library is not there; says how to install it.

@@ -1,4 +1,4 @@
-"""What a job file says about DeepEP."""
+"""Config of the strategy ``deepep``; apart from it, because reading a job file imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.extend import PluginConfig
 
 
 class DeepEPConfig(PluginConfig):
-    """Tokens travel by the library DeepEP; needs ``expert_parallel`` beside it."""
+    """Dispatch of tokens by the library DeepEP; needs ``expert_parallel`` beside it."""
 
     name: Literal["deepep"] = "deepep"
     """Selects the plugin."""

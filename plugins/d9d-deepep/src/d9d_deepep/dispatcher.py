@@ -1,4 +1,4 @@
-"""Experts spread over GPUs; tokens reach them by DeepEP's kernels.
+"""Dispatcher of tokens to experts on other GPUs by DeepEP's kernels.
 
 Shapes: T tokens of this rank, H features, E experts, k experts of a token, N tokens that arrive, R rows of this rank's
 experts.
@@ -10,24 +10,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import BuildError
-from d9d_moe.dispatch import Dispatched, sort_by_expert
-from d9d_moe.overlap import Departure
-from d9d_moe.permutation import gather_rows, weighted_sum
-from d9d_moe.routing import Routing, count_rows
-from d9d_moe.untraced import untraced
+from d9d_core.extend import BuildError, Dispatched, Routing
+from d9d_moe.dispatch.async_exchange import AsyncExchange, untraced
+from d9d_moe.dispatch.local import sort_by_expert
+from d9d_moe.dispatch.permutation import gather_rows, weighted_sum
+from d9d_moe.router.routing import count_rows
 from torch import Tensor
 from torch import distributed as dist
 
 from d9d_deepep.buffer import open_buffer
-from d9d_deepep.flights import Flight, Handle, after, combine, dispatch_again, launch
+from d9d_deepep.kernels import Handle, PendingTensors, after, combine, dispatch_again, launch
 
 #: DeepEP moves rows in pieces of this many bytes.
 _PIECE = 16
 
 
 class DeepEPDispatcher:
-    """Rank r of W has the experts from ``r * E / W`` on.
+    """Dispatcher by DeepEP; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts. There its weighted outputs are summed; DeepEP adds
     up the sums of the ranks. The backward of a dispatch is a combine and the other way round, along the same handle.
@@ -62,8 +61,8 @@ class DeepEPDispatcher:
         self._buffer: Any = None
         self._row_bytes = 0
 
-    def dispatch(self, tokens: Tensor, routing: Routing) -> Sending:
-        """Start to bring tokens [T, H] to their experts. Collective over the group.
+    def dispatch(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+        """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
 
         Raises:
             ValueError: dtypes or sizes are not DeepEP's.
@@ -72,16 +71,16 @@ class DeepEPDispatcher:
         row_bytes = tokens.shape[1] * tokens.element_size()
         if row_bytes > self._row_bytes:
             self._buffer, self._row_bytes = self._open(self.group, row_bytes), row_bytes
-        return Sending(self._buffer, tokens, routing, self.experts, self.local)
+        return PendingDispatch(self._buffer, tokens, routing, self.experts, self.local)
 
-    def combine(self, outputs: Tensor, handle: DeepEPHandle) -> Returning:
-        """Start to bring outputs [R, H] back as [T, H]. Collective over the group."""
+    def combine(self, outputs: Tensor, handle: DeepEPHandle) -> PendingCombine:
+        """Start the combine of outputs [R, H] to [T, H]. Collective over the group."""
         parts = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=True)
-        return Returning(self._buffer, parts, handle.handle)
+        return PendingCombine(self._buffer, parts, handle.handle)
 
 
 class DeepEPHandle(NamedTuple):
-    """The way back.
+    """Row numbers and DeepEP's handle of a dispatch, which its combine needs.
 
     Attributes:
         handle: DeepEP's.
@@ -96,8 +95,8 @@ class DeepEPHandle(NamedTuple):
     weights: Tensor
 
 
-class Sending:
-    """Tokens on their way to their experts. The kernel is launched by :meth:`wait`, which knows where it begins.
+class PendingDispatch:
+    """Dispatch that was started. The kernel is launched by :meth:`wait`, which knows where it begins.
 
     DeepEP's dispatch makes the host wait for sizes; what is to overlap has been launched by then.
     """
@@ -106,14 +105,14 @@ class Sending:
     def __init__(self, buffer: Any, tokens: Tensor, routing: Routing, experts: int, local: int) -> None:
         self._buffer, self._local = buffer, local
         self._tokens, self._weights = tokens.detach().contiguous(), routing.weights.detach().contiguous()
-        self._departure = Departure((tokens, routing.weights))
+        self._exchange = AsyncExchange((tokens, routing.weights))
         self._chosen = routing.indices.masked_fill(routing.indices == experts, -1)
         *layout, self._ready = buffer.get_dispatch_layout(self._chosen, experts, **launch(buffer))
         self._per_rank, self._per_rdma_rank, self._per_expert, self._in_rank = layout
 
     def wait(self) -> Dispatched:
-        """Tokens [R, H] of the experts of this rank."""
-        tokens, weights, chosen, count, handle = self._arrive()
+        """Wait for the tokens [R, H] of the experts of this rank."""
+        tokens, weights, chosen, count, handle = self._finish()
         foreign = chosen < 0
         experts = chosen.masked_fill(foreign, self._local)
         slots, places = sort_by_expert(experts, count)
@@ -122,7 +121,7 @@ class Sending:
         return Dispatched(rows, count_rows(experts, self._local), spare_rows=False, handle=back)
 
     @untraced
-    def _arrive(self) -> tuple[Tensor, Tensor, Tensor, int, Handle]:
+    def _finish(self) -> tuple[Tensor, Tensor, Tensor, int, Handle]:
         """Tokens [N, H], weights [N, k], experts [N, k] with -1 for those of other ranks, R, and DeepEP's handle."""
         buffer = self._buffer
         tokens, chosen, weights, counts, parts, event = buffer.dispatch(
@@ -137,28 +136,28 @@ class Sending:
         )
         handle = Handle(parts)
         empty = handle.shape()
-        tokens, weights, chosen = self._departure.arrive(
-            Flight((tokens, weights, chosen), event),
+        tokens, weights, chosen = self._exchange.wait(
+            PendingTensors((tokens, weights, chosen), event),
             handle.tensors,
             lambda grads, saved: combine(buffer, grads[0], empty.filled(saved), grads[1]),
         )
         return tokens, weights, chosen, sum(counts), handle
 
 
-class Returning:
-    """Outputs on their way to the tokens."""
+class PendingCombine:
+    """Combine that was started."""
 
     @untraced
     def __init__(self, buffer: Any, parts: Tensor, handle: Handle) -> None:
         self._buffer, self._handle = buffer, handle
-        self._departure = Departure((parts,))
-        self._flight = combine(buffer, parts.detach(), handle.filled(handle.tensors))
+        self._exchange = AsyncExchange((parts,))
+        self._pending = combine(buffer, parts.detach(), handle.filled(handle.tensors))
 
     def wait(self) -> Tensor:
-        """Sums [T, H]."""
+        """Wait for the sums [T, H]."""
         buffer, empty = self._buffer, self._handle.shape()
-        (out,) = self._departure.arrive(
-            self._flight,
+        (out,) = self._exchange.wait(
+            self._pending,
             self._handle.tensors,
             lambda grads, saved: dispatch_again(buffer, grads[0], empty.filled(saved)),
         )

@@ -1,4 +1,4 @@
-"""What d9d-deepep offers: experts on other GPUs are reached by the library DeepEP."""
+"""Declaration of the strategy ``deepep``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """DeepEP's kernels for NVLink and RDMA."""
+    """Strategy by DeepEP's kernels for NVLink and RDMA."""
     yield StrategySpec(
         name="deepep",
         summary="Tokens travel by the library DeepEP: CUDA, bfloat16, NVLink within a node, RDMA between nodes.",

@@ -1,4 +1,4 @@
-"""DeepEP in place of all-to-all, for experts that ``expert_parallel`` has spread over ranks."""
+"""Strategy ``deepep``: DeepEP in place of all-to-all, for experts that ``expert_parallel`` has sharded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from d9d_deepep.dispatcher import DeepEPDispatcher
 
 
 class DeepEP:
-    """Replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
+    """Strategy that replaces the dispatcher of every layer with experts; layers share one, and so one buffer."""
 
     def __init__(self, config: DeepEPConfig) -> None:
-        """Nothing can be configured."""
+        """Take the config, which has no fields."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Replace the dispatchers. Opens no buffer yet. Collective over all ranks.

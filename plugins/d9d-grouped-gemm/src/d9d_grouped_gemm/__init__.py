@@ -1,1 +1,1 @@
-"""The library grouped_gemm as a backend of the op grouped_linear."""
+"""Backend of the op ``grouped_linear`` by the library grouped_gemm."""

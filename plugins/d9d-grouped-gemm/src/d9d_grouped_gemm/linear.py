@@ -27,12 +27,12 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """The function; it is the same for all signatures."""
+    """Backend function; it is the same for all signatures."""
     return GroupedGemm(importlib.import_module("grouped_gemm.ops").gmm)
 
 
 class GroupedGemm:
-    """See :func:`d9d_nn.ops.grouped_linear.grouped_linear`. The host waits for the counts.
+    """Grouped linear map, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`. The host waits for the counts.
 
     Args:
         gmm: the library's ``(a [R, I], b [E, I, O], batch_sizes int64 [E] on the CPU, trans_b) -> [R, O]``, with a
@@ -51,7 +51,7 @@ class GroupedGemm:
         spare_rows: bool = True,
         deferral: Deferral | None = None,  # noqa: ARG002 - the library computes both gradients at once
     ) -> Tensor:
-        """The product of each row with its expert's matrix.
+        """Multiply each row by its expert's matrix.
 
         Raises:
             ValueError: counts add up to more than there are rows, or to less without spare rows.
@@ -73,13 +73,13 @@ class GroupedGemm:
 
 
 def _clear_idle(bank: Tensor, idle: Tensor) -> Tensor:
-    """The bank; where ``idle`` bool [E], its gradient becomes zero, whatever is in it."""
+    """Identity on the bank, whose backward zeros the gradient of experts where ``idle`` bool [E] is true."""
     cleared: Tensor = _ClearIdle.apply(bank, idle)
     return cleared
 
 
 class _ClearIdle(torch.autograd.Function):
-    """The library multiplies matrices of no rows for idle experts. That the result is zero, no document promises."""
+    """Autograd function that zeros weight gradients of idle experts; no document promises that the library does."""
 
     @staticmethod
     def forward(ctx: Any, bank: Tensor, idle: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What d9d-grouped-gemm offers."""
+"""Declaration of a backend of ``grouped_linear``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """A backend of ``grouped_linear``."""
+    """Backend of ``grouped_linear``."""
     yield KernelSpec(
         name="grouped_gemm",
         summary="The library grouped_gemm: CUDA, bfloat16; the host reads the counts. Never chosen by itself.",

@@ -1,4 +1,4 @@
-"""What d9d-moe offers: experts on several ranks, and statistics of routers.
+"""Declaration of the strategy ``expert_parallel`` and the metric ``router``.
 
 Its layers are built by the models that contain them.
 """
@@ -14,7 +14,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_strategies() -> Iterable[StrategySpec]:
-    """What is applied to a built model, selected by ``parallel``."""
+    """Strategies, selected by ``parallel``."""
     yield StrategySpec(
         name="expert_parallel",
         summary="Spreads the experts of every layer over ranks; tokens travel to them.",
@@ -28,11 +28,11 @@ def d9d_strategies() -> Iterable[StrategySpec]:
 
 @hookimpl
 def d9d_metrics() -> Iterable[MetricSpec]:
-    """Statistics, selected by ``metrics``."""
+    """Metrics, selected by ``metrics``."""
     yield MetricSpec(
         name="router",
         summary="How evenly routers use their experts: entropy, violation, dropped tokens, and the load as a picture.",
-        config=Ref("d9d_moe.metric_config:RouterMetricConfig"),
-        build=Ref("d9d_moe.metric:RouterMetric"),
+        config=Ref("d9d_moe.router.metric_config:RouterMetricConfig"),
+        build=Ref("d9d_moe.router.metric:RouterMetric"),
         requires=frozenset({"model:experts", "model:tallies"}),
     )

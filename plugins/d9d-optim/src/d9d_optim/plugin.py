@@ -1,4 +1,4 @@
-"""What d9d-optim offers."""
+"""Declaration of the optimizers and the learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
         name="constant",
         summary="The base learning rate in every step.",
         config=Ref("d9d_optim.schedule.config:ConstantConfig"),
-        build=Ref("d9d_optim.schedule.constant:constant"),
+        build=Ref("d9d_optim.schedule.schedules:constant"),
     )
     yield LrScheduleSpec(
         name="cosine",
         summary="Linear warm-up, then half a cosine down to a fraction of the base learning rate.",
         config=Ref("d9d_optim.schedule.config:CosineConfig"),
-        build=Ref("d9d_optim.schedule.cosine:cosine"),
+        build=Ref("d9d_optim.schedule.schedules:cosine"),
     )
     yield LrScheduleSpec(
         name="piecewise",
         summary="Any chain of phases, each with a length, a curve and a value to reach.",
         config=Ref("d9d_optim.schedule.config:PiecewiseConfig"),
-        build=Ref("d9d_optim.schedule.piecewise:piecewise"),
+        build=Ref("d9d_optim.schedule.schedules:piecewise"),
     )

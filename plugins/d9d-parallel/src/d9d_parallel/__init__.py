@@ -1,1 +1,1 @@
-"""Strategies that change how a model's blocks run."""
+"""Strategies of data parallelism, activation checkpointing and compilation."""

@@ -1,4 +1,4 @@
-"""Finding the repeated blocks of a stage."""
+"""Search for the repeated blocks of a stage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import nn
 
 
 def find_blocks(stage: nn.Module, strategy: str) -> dict[str, nn.Module]:
-    """The blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
+    """Blocks of all modules with the trait ``HasBlocks``, by qualified name, each block once.
 
     Args:
-        stage: where to look.
-        strategy: who asks; stands in the error.
+        stage: stage whose modules are searched.
+        strategy: name of the strategy, for the error.
 
     Raises:
         BuildError: there is none.

@@ -1,4 +1,4 @@
-"""What d9d-parallel offers."""
+"""Declaration of the strategies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DATA_PARALLEL = {"replicate", "fsdp", "hsdp"}
 
 @hookimpl
 def d9d_strategies() -> Iterator[StrategySpec]:
-    """What is applied to a built model, selected by ``parallel``."""
+    """Strategies, selected by ``parallel``."""
     yield StrategySpec(
         name="activation_checkpointing",
         summary="Keeps only the inputs of blocks and computes the rest again in the backward: less memory, more time.",

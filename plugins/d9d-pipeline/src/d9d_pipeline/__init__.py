@@ -1,1 +1,1 @@
-"""Pipeline schedules as data, their simulator and their pictures."""
+"""Pipeline parallelism: schedules as data, their simulator, and the handlers that run them."""

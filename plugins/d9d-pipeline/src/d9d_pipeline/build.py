@@ -1,4 +1,4 @@
-"""Schedules from their configs: functions of the number of pipeline ranks and the number of microbatches."""
+"""Schedules built from their configs: functions of the number of pipeline ranks and of microbatches."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from d9d_pipeline.schedule.zero_bubble_v import zero_bubble_v
 
 
 def build_gpipe(config: GPipeConfig) -> Schedule:  # noqa: ARG001 - the signature of ScheduleSpec, here and below
-    """``gpipe`` of a job file."""
+    """Schedule ``gpipe`` of a job file."""
     return gpipe
 
 
 def build_looped_bfs(config: LoopedBfsConfig) -> Schedule:
-    """``looped_bfs`` of a job file."""
+    """Schedule ``looped_bfs`` of a job file."""
     return partial(looped_bfs, stages_per_rank=config.stages_per_rank)
 
 
 def build_1f1b(config: OneForwardOneBackwardConfig) -> Schedule:  # noqa: ARG001
-    """``1f1b`` of a job file."""
+    """Schedule ``1f1b`` of a job file."""
     return one_forward_one_backward
 
 
 def build_interleaved_1f1b(config: InterleavedConfig) -> Schedule:
-    """``interleaved_1f1b`` of a job file."""
+    """Schedule ``interleaved_1f1b`` of a job file."""
     return partial(interleaved_one_forward_one_backward, stages_per_rank=config.stages_per_rank)
 
 
 def build_zb1p(config: Zb1pConfig) -> Schedule:
-    """``zb1p`` of a job file."""
+    """Schedule ``zb1p`` of a job file."""
     return partial(zb1p, stages_per_rank=config.stages_per_rank)
 
 
 def build_zero_bubble_v(config: ZeroBubbleVConfig) -> Schedule:  # noqa: ARG001
-    """``zero_bubble_v`` of a job file."""
+    """Schedule ``zero_bubble_v`` of a job file."""
     return zero_bubble_v
 
 
 def build_dual_pipe_v(config: DualPipeVConfig) -> Schedule:  # noqa: ARG001
-    """``dual_pipe_v`` of a job file."""
+    """Schedule ``dual_pipe_v`` of a job file."""
     return dual_pipe_v

@@ -1,4 +1,4 @@
-"""What a job file says about a pipeline schedule."""
+"""Job file section ``pipeline``: one config for each schedule."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pydantic import Field
 
 
 class GPipeConfig(ScheduleConfig):
-    """All forwards, then all backwards."""
+    """GPipe: all forwards, then all backwards."""
 
     name: Literal["gpipe"] = "gpipe"
     """Selects the plugin."""
 
 
 class LoopedBfsConfig(ScheduleConfig):
-    """All forwards of one stage after the other, then all backwards."""
+    """Breadth-first pipeline: all forwards of one stage after the other, then all backwards."""
 
     name: Literal["looped_bfs"] = "looped_bfs"
     """Selects the plugin."""
@@ -25,14 +25,14 @@ class LoopedBfsConfig(ScheduleConfig):
 
 
 class OneForwardOneBackwardConfig(ScheduleConfig):
-    """A forward and a backward in turn."""
+    """1F1B: a forward and a backward in turn."""
 
     name: Literal["1f1b"] = "1f1b"
     """Selects the plugin."""
 
 
 class InterleavedConfig(ScheduleConfig):
-    """A forward and a backward in turn, with several stages on each rank."""
+    """Interleaved 1F1B: a forward and a backward in turn, with several stages on each rank."""
 
     name: Literal["interleaved_1f1b"] = "interleaved_1f1b"
     """Selects the plugin."""
@@ -41,7 +41,7 @@ class InterleavedConfig(ScheduleConfig):
 
 
 class Zb1pConfig(ScheduleConfig):
-    """A forward, gradients of inputs and gradients of weights in turn."""
+    """ZB-H1: a forward, input gradients and weight gradients in turn."""
 
     name: Literal["zb1p"] = "zb1p"
     """Selects the plugin."""
@@ -50,14 +50,14 @@ class Zb1pConfig(ScheduleConfig):
 
 
 class ZeroBubbleVConfig(ScheduleConfig):
-    """Two stages on each rank in a V, gradients of weights apart."""
+    """ZB-V: two stages on each rank in a V, weight gradients apart from input gradients."""
 
     name: Literal["zero_bubble_v"] = "zero_bubble_v"
     """Selects the plugin."""
 
 
 class DualPipeVConfig(ScheduleConfig):
-    """Two stages on each rank in a V, forwards overlapped with backwards."""
+    """DualPipeV: two stages on each rank in a V, forwards overlapped with backwards."""
 
     name: Literal["dual_pipe_v"] = "dual_pipe_v"
     """Selects the plugin."""

@@ -1,4 +1,4 @@
-"""What d9d-pipeline offers."""
+"""Declaration of the pipeline schedules and of the command ``d9d pipeline``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from d9d_core.plugin import CommandSpec, Ref, ScheduleSpec, hookimpl
 
 D9D_API = 1
-_HANDLERS = Ref("d9d_pipeline.executor:handlers")
+_HANDLERS = Ref("d9d_pipeline.runtime.handlers:handlers")
 
 
 @hookimpl
@@ -43,14 +43,14 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
     )
     yield ScheduleSpec(
         name="zb1p",
-        summary="1f1b whose gradients of weights fill the bubble, in the same memory (ZB-H1).",
+        summary="1f1b whose weight gradients fill the bubble, in the same memory (ZB-H1).",
         config=Ref("d9d_pipeline.config:Zb1pConfig"),
         build=Ref("d9d_pipeline.build:build_zb1p"),
         handlers=_HANDLERS,
     )
     yield ScheduleSpec(
         name="zero_bubble_v",
-        summary="Two stages on each rank in a V, gradients of weights in the bubble: nobody waits in between.",
+        summary="Two stages on each rank in a V, weight gradients in the bubble: nobody waits in between.",
         config=Ref("d9d_pipeline.config:ZeroBubbleVConfig"),
         build=Ref("d9d_pipeline.build:build_zero_bubble_v"),
         handlers=_HANDLERS,
@@ -66,9 +66,9 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
 
 @hookimpl
 def d9d_commands() -> Iterator[CommandSpec]:
-    """``d9d pipeline``."""
+    """Command ``d9d pipeline``."""
     yield CommandSpec(
         name="pipeline",
         summary="Show a pipeline schedule, and compare schedules, without a GPU.",
-        app=Ref("d9d_pipeline.cli:app"),
+        app=Ref("d9d_pipeline.cli.commands:app"),
     )

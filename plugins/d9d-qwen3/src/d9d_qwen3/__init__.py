@@ -1,1 +1,1 @@
-"""Qwen3 models with Hugging Face mappings."""
+"""Qwen3 models, dense and with experts, and their Hugging Face layout."""

@@ -1,4 +1,4 @@
-"""The decoder of Qwen3 without heads, whole or as one pipeline stage.
+"""Decoder of Qwen3 without heads, whole or as one pipeline stage.
 
 Shapes: B samples, S positions, H features.
 """
@@ -14,22 +14,22 @@ from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embeddin
 from d9d_nn.heads.config import head_layers
 from d9d_nn.heads.layer_mean import Layers, LayerSums, sums_begun
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import RotaryEmbedding
+from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
 from d9d_qwen3.block import Qwen3Block
-from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.moe_config import AnyQwen3Config
 from d9d_qwen3.stages import layers_of
 
 
 class Qwen3Backbone(nn.Module):
-    """The layers of one stage, with the embedding on the first and the final norm on the last.
+    """Layers of one pipeline stage, with the embedding on the first and the final norm on the last.
 
     Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
 
     Args:
-        config: of the whole model; of its heads, only what they read and what they cost matters here.
-        stage: which part of it.
+        config: config of the whole model; of its heads, only what they read and what they cost matters here.
+        stage: pipeline stage to build.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for.
@@ -50,11 +50,11 @@ class Qwen3Backbone(nn.Module):
             self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The layers of this stage."""
+        """Layers of this stage."""
         return {f"layers.{index}": layer for index, layer in self.layers.items()}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """An embedding in one piece is split over the vocabulary, the final norm sees split tokens."""
+        """Styles of embedding and final norm: split over the vocabulary, if in one piece, and over the sequence."""
         plan = {}
         if isinstance(getattr(self, "embedding", None), TokenEmbedding):
             plan["embedding"] = TensorStyle.VOCAB
@@ -63,7 +63,7 @@ class Qwen3Backbone(nn.Module):
         return plan
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        """``hidden`` [B, S, H] in the dtype of this stage's parameters; nothing on the last stage.
+        """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
         If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype.
         """
@@ -109,7 +109,7 @@ class Qwen3Backbone(nn.Module):
         documents: Tensor | None,
         layer_sums: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[Layers, Tensor]]:
-        """As :meth:`forward`; beside its result the means of layers that heads read, [B, S, H] each, if it is the last.
+        """Run this stage as :meth:`forward`; on the last one also return the layer means [B, S, H] that heads read.
 
         For subclasses: a forward that goes on from here.
         """
@@ -124,8 +124,8 @@ class Qwen3Backbone(nn.Module):
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions)
-        cores = (layer.attention.core for layer in self.layers.values() if isinstance(layer, Qwen3Block))
-        masks = prepare_masks(cores, documents, hidden.shape[1], hidden.device)
+        slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, Qwen3Block))
+        masks = prepare_masks(slots, documents, hidden.shape[1], hidden.device)
         for index, layer in self.layers.items():
             hidden = layer(hidden, rotation, masks)
             sums.add(int(index), hidden)
@@ -135,5 +135,5 @@ class Qwen3Backbone(nn.Module):
 
 
 def embedding_of(config: AnyQwen3Config) -> TokenEmbedding | SplitTokenEmbedding:
-    """A model's embedding; on whichever stage, it starts with the same numbers under the same name."""
+    """Embedding of a model; on whichever stage, it starts with the same numbers under the same name."""
     return token_embedding(config.vocab_size, config.added_tokens, config.hidden_size, std=config.initialization.std)

@@ -1,4 +1,4 @@
-"""What the configs of all Qwen3 models have in common."""
+"""Shared config fields of dense and MoE models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 from d9d_core.extend import ModelConfig
 from d9d_nn.heads.config import CausalLMHeadConfig, Heads, check_heads
 from d9d_nn.initialization import Initialization
-from d9d_nn.rope_scaling import RopeScaling
+from d9d_nn.rope.scaling import RopeScaling
 from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from d9d_qwen3.presets import Presets, fill, sizes_or_preset
 
 
 class Qwen3Base(ModelConfig):
-    """Attention, embeddings, norms and heads; each model adds its feed-forward layers."""
+    """Fields of attention, embeddings, norms and heads; each model adds its feed-forward layers."""
 
     model_config = ConfigDict(json_schema_extra=sizes_or_preset)
 
@@ -115,5 +115,5 @@ class Qwen3Base(ModelConfig):
         return value
 
     def window(self, layer: int) -> int | None:  # noqa: ARG002 - some models have layers of two kinds
-        """How many positions a token of this layer sees; ``None`` for all."""
+        """Number of positions that a token of this layer sees; ``None`` for all."""
         return self.sliding_window

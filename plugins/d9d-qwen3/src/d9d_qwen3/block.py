@@ -1,4 +1,4 @@
-"""One decoder layer of Qwen3.
+"""Decoder layer of Qwen3.
 
 Shapes: B samples, S positions, H features.
 """
@@ -11,18 +11,18 @@ from d9d_core.extend import TensorStyle
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import Rotation
+from d9d_nn.rope.rotary_embedding import Rotation
 from torch import Tensor, nn
 
-from d9d_qwen3.configs import AnyQwen3Config
 from d9d_qwen3.feed_forward import feed_forward
+from d9d_qwen3.moe_config import AnyQwen3Config
 
 
 class Qwen3Block(nn.Module):
     """Attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         layer: index in the whole model.
     """
 
@@ -44,10 +44,10 @@ class Qwen3Block(nn.Module):
         self.ffn = feed_forward(config, layer)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Between attention and feed-forward, tokens are split; the two bring their own plans."""
+        """Styles of the norms, between which tokens are split; attention and feed-forward have their own plans."""
         return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
 
     def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
-        """[B, S, H] -> [B, S, H]; see :class:`GroupedQueryAttention` for the other arguments."""
+        """Map [B, S, H] to [B, S, H]; see :class:`GroupedQueryAttention` for the other arguments."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation, documents)
         return hidden + self.ffn(self.ffn_norm(hidden))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The config of a Qwen3 dense model."""
+"""Config of a dense Qwen3 model."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Qwen3Config(Qwen3Base):
         return value
 
     def window(self, layer: int) -> int | None:
-        """How many positions a token of this layer sees; ``None`` for all."""
+        """Number of positions that a token of this layer sees; ``None`` for all."""
         return self.sliding_window if layer >= self.sliding_from_layer else None
 
 
 def tiny() -> Qwen3Config:
-    """A model that runs in milliseconds on a CPU, with every feature that has a choice: grouped heads, untied head."""
+    """Config of a model that runs in milliseconds on a CPU, with grouped heads and an untied head."""
     return Qwen3Config(
         vocab_size=64,
         hidden_size=32,

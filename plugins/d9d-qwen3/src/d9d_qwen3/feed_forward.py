@@ -1,23 +1,22 @@
-"""The feed-forward part of a layer: one SwiGLU, or a mixture of them."""
+"""DevicePrefetcher-forward part of a layer: SwiGLU, or a mixture of SwiGLU experts."""
 
 from __future__ import annotations
 
-from d9d_moe.balancing.build import balancers
-from d9d_moe.dispatch import LocalDispatcher
-from d9d_moe.experts import GroupedSwiGLU
-from d9d_moe.layer import MoELayer
-from d9d_moe.router import TopKRouter
+from d9d_moe.balancing.balancers import build_balancers
+from d9d_moe.dispatch.local import LocalDispatcher
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.experts.layer import MoELayer
+from d9d_moe.router.top_k import TopKRouter
 from d9d_nn.swiglu import SwiGLU
 
-from d9d_qwen3.configs import AnyQwen3Config
-from d9d_qwen3.moe_config import Qwen3MoeConfig
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 
 def feed_forward(config: AnyQwen3Config, layer: int) -> SwiGLU | MoELayer:
-    """What the layer of this index has. Maps [B, S, H] to [B, S, H].
+    """Build the feed-forward part of the layer of this index, which maps [B, S, H] to [B, S, H].
 
     Args:
-        config: of the whole model.
+        config: config of the whole model.
         layer: index in the whole model.
     """
     if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:
@@ -35,7 +34,7 @@ def _experts(config: Qwen3MoeConfig) -> MoELayer:
         config.experts_per_token,
         std=std,
         renormalise=config.renormalise,
-        balancing=balancers(config.balancing),
+        balancing=build_balancers(config.balancing),
         capacity=config.capacity,
     )
     bank = GroupedSwiGLU(hidden, config.moe_intermediate_size, experts, std=std, output_std=output_std)

@@ -1,15 +1,14 @@
-"""How much arithmetic training takes."""
+"""Floating point operations of a training step."""
 
 from __future__ import annotations
 
 from d9d_nn.heads.config import ClassificationHeadConfig
 
-from d9d_qwen3.configs import AnyQwen3Config
-from d9d_qwen3.moe_config import Qwen3MoeConfig
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
 
 def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> float:
-    """Forward and backward of one token: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
+    """Operations of one token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
     A matmul parameter costs one multiply and one add, once forward and twice backward. The embedding look-up is no
     matmul; each causal_lm head is one, tied or not. Of the experts of a layer, those of one token count, and the
@@ -30,7 +29,7 @@ def layer_parameters(config: AnyQwen3Config) -> int:
 
 
 def head_parameters(config: AnyQwen3Config, sequence_length: int) -> float:
-    """Matmul parameters of all heads that one token uses; of what works once per sample, a token's share."""
+    """Matmul parameters of all heads that one token uses; a share of those that work once per sample."""
     words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
     return config.hidden_size * (words + classes / sequence_length)
@@ -46,7 +45,7 @@ def _feed_forward(config: AnyQwen3Config) -> int:
 
 
 def _keys(window: int | None, sequence_length: int) -> float:
-    """Keys that one token sees on average in a layer."""
+    """Number of keys that one token sees on average in a layer."""
     # The triangle of causal attention, without the smaller one that lies beyond the window.
     beyond = max(sequence_length - (window or sequence_length), 0)
     return sequence_length / 2 - beyond**2 / (2 * sequence_length)

@@ -10,11 +10,11 @@ from d9d_nn.heads.heads import Heads
 from torch import Tensor
 
 from d9d_qwen3.backbone import Qwen3Backbone, embedding_of
-from d9d_qwen3.configs import AnyQwen3Config
+from d9d_qwen3.moe_config import AnyQwen3Config
 
 
 class Qwen3(Qwen3Backbone):
-    """The backbone of one stage, with the heads on the last.
+    """Backbone of one pipeline stage, with the heads on the last.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``. A
     tied causal_lm head has none: it takes the embedding's. If that is on another stage, the last one has a copy, under
@@ -22,8 +22,8 @@ class Qwen3(Qwen3Backbone):
     the embedding and each causal_lm head have ``regular.weight`` and ``added.weight`` in place of ``weight``.
 
     Args:
-        config: of the whole model.
-        stage: which part of it.
+        config: config of the whole model.
+        stage: pipeline stage to build.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for; or a head has a

@@ -1,4 +1,4 @@
-"""The config of a Qwen3 model with mixtures of experts."""
+"""Config of a Qwen3 model with mixtures of experts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from d9d_moe.balancing.config import Balancing, BiasUpdateConfig
 from pydantic import Field, ValidationInfo, field_validator
 
 from d9d_qwen3.base_config import Qwen3Base
+from d9d_qwen3.config import Qwen3Config
 from d9d_qwen3.presets import MOE_PRESETS, Presets
 
 ExpertFiles = Literal["per_expert", "fused"]
@@ -97,7 +98,7 @@ class Qwen3MoeConfig(Qwen3Base):
         return any(isinstance(balancing, BiasUpdateConfig) for balancing in self.balancing)
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
-        """Routers with a selection bias resume from such, and those without from such."""
+        """Refuse to resume routers with a selection bias from those without, and the other way round."""
         had = any(balancing["name"] == "bias_update" for balancing in saved.get("balancing", ()))
         if had and not self.has_selection_bias:
             raise ValueError(
@@ -111,8 +112,12 @@ class Qwen3MoeConfig(Qwen3Base):
             )
 
 
+#: Configs that the same classes of modules take.
+AnyQwen3Config = Qwen3Config | Qwen3MoeConfig
+
+
 def tiny() -> Qwen3MoeConfig:
-    """A model that runs in milliseconds on a CPU, with experts in all layers and an untied head."""
+    """Config of a model that runs in milliseconds on a CPU, with experts in all layers and an untied head."""
     return Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=32,

@@ -1,4 +1,4 @@
-"""What d9d-qwen3 offers: the models qwen3 and qwen3_moe."""
+"""Declaration of the models ``qwen3`` and ``qwen3_moe``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PROVIDES = frozenset(
 
 @hookimpl
 def d9d_models() -> Iterable[ModelSpec]:
-    """Qwen3, dense and with experts."""
+    """Qwen3 models, dense and with experts."""
     yield ModelSpec(
         name="qwen3",
         summary="Qwen3 dense: grouped queries with head norms, rotary positions, SwiGLU.",
         config=Ref("d9d_qwen3.config:Qwen3Config"),
         build=Ref("d9d_qwen3.model:Qwen3"),
-        hugging_face=Ref("d9d_qwen3.hugging_face:Qwen3HuggingFace"),
+        hugging_face=Ref("d9d_qwen3.hugging_face.dense:Qwen3HuggingFace"),
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
         tiny=Ref("d9d_qwen3.config:tiny"),
         provides=_PROVIDES,
@@ -41,7 +41,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         summary="Qwen3 with mixtures of experts: as qwen3, each token computed by a few of many SwiGLU experts.",
         config=Ref("d9d_qwen3.moe_config:Qwen3MoeConfig"),
         build=Ref("d9d_qwen3.model:Qwen3"),
-        hugging_face=Ref("d9d_qwen3.moe_hugging_face:Qwen3MoeHuggingFace"),
+        hugging_face=Ref("d9d_qwen3.hugging_face.moe:Qwen3MoeHuggingFace"),
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
         tiny=Ref("d9d_qwen3.moe_config:tiny"),
         provides=_PROVIDES

@@ -1,4 +1,4 @@
-"""The published sizes of Qwen3, dense and with experts, as in their ``config.json``.
+"""Published sizes of Qwen3, dense and with experts, as in their ``config.json``.
 
 Source: Qwen team 2025, "Qwen3 Technical Report", tables 1 and 2.
 """
@@ -62,7 +62,7 @@ MOE_PRESETS: Presets = {
 
 
 def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
-    """The fields given, and those of their ``preset`` that are not.
+    """Fill the fields that are not given from their ``preset``.
 
     Raises:
         ValueError: there is no such preset, or the sizes are those of ``pretrained`` weights.
@@ -80,7 +80,7 @@ def fill(values: Mapping[str, Any], presets: Presets) -> Mapping[str, Any]:
 
 
 def sizes_or_preset(schema: dict[str, Any]) -> None:
-    """In a config's JSON schema, let ``preset`` (or ``pretrained``) stand for the fields required without it."""
+    """Let ``preset`` or ``pretrained`` stand for the required fields in a config's JSON schema."""
     sizes = schema.pop("required", [])
     sources = [name for name in ("preset", "pretrained") if name in schema["properties"]]
     schema["anyOf"] = [*({"required": [name]} for name in sources), {"required": sizes}]

@@ -1,12 +1,12 @@
-"""Which layers of a Qwen3 model belong to which pipeline stage."""
+"""Division of a Qwen3 model's layers into pipeline stages."""
 
 from __future__ import annotations
 
 from d9d_core.extend import Stage
 from d9d_nn.stages import stage_layers
 
-from d9d_qwen3.configs import AnyQwen3Config
 from d9d_qwen3.flops import head_parameters, layer_parameters
+from d9d_qwen3.moe_config import AnyQwen3Config
 
 #: What the embedding costs in a step, as a part of what a head over the same words costs: an estimate. For each token a
 #: head takes 6 V H floating point operations, and a look-up next to none. But the embedding's gradient is dense: for
@@ -17,14 +17,14 @@ _EMBEDDING_PER_HEAD = 1 / 16
 
 
 def layers_of(config: AnyQwen3Config, stage: Stage) -> range:
-    """The layers of a stage, such that stages cost about the same, heads and embedding included.
+    """Layers of a stage, such that stages cost about the same, heads and embedding included.
 
     An estimate from the matmul parameters that a token uses. Scores of attention are left out, since the sequence's
     length is unknown: they make layers cost more, next to a head, than is assumed here. Layers count as alike.
 
     Args:
-        config: of the whole model.
-        stage: which stage.
+        config: config of the whole model.
+        stage: pipeline stage.
 
     Raises:
         BuildError: the layers cannot be split over the stages, or not in the way that the job asks for.

@@ -126,7 +126,7 @@ class ScheduleSpec(ConfiguredSpec):
 
     Attributes:
         handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for the actions that core does not
-            run: ``Ref("d9d_pipeline.executor:handlers")`` runs all of those that core defines.
+            run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` runs all of those that core defines.
     """
 
     handlers: Ref | None = None

@@ -134,5 +134,5 @@ def _check_handled(name: str, kinds: frozenset[type[Action]]) -> None:
     if unknown := [kind.__name__ for kind in kinds - Pipeline().kinds]:
         raise BuildError(
             f"pipeline: '{name}' asks for {', '.join(sorted(unknown))}, which nothing can run: its plugin declares no "
-            "'handlers'; d9d-pipeline's are Ref('d9d_pipeline.executor:handlers')"
+            "'handlers'; d9d-pipeline's are Ref('d9d_pipeline.runtime.handlers:handlers')"
         )

@@ -1,4 +1,4 @@
-"""The part of an attention layer where tokens look at each other; owns no parameters.
+"""Attention core: the part of an attention layer where tokens look at each other; owns no parameters.
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head.
 """
@@ -12,7 +12,7 @@ from d9d_core.extend import OpSlot
 from torch import Tensor, nn
 
 from d9d_nn.attention.masks import AttentionMasks
-from d9d_nn.ops.attention_slot import AttentionSlot
+from d9d_nn.ops.attention.slot import AttentionSlot
 
 
 class AttentionCore(nn.Module):
@@ -22,7 +22,7 @@ class AttentionCore(nn.Module):
         query_heads: N.
         key_value_heads: K.
         head_dim: D.
-        window: how many positions a query sees, its own included; ``None`` for all.
+        window: number of positions that a query sees, its own included; ``None`` for all.
     """
 
     def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None = None) -> None:
@@ -32,13 +32,13 @@ class AttentionCore(nn.Module):
         )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The attention itself."""
+        """Slot of the attention."""
         return {"attention": self.attention}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Tensor | None = None
     ) -> Tensor:
-        """See :func:`d9d_nn.ops.attention.attention`.
+        """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
 
         Args:
             query: [B, S, N, D].

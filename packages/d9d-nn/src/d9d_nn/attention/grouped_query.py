@@ -15,11 +15,11 @@ from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.linear import Linear
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
-from d9d_nn.rope import Rotation
+from d9d_nn.rope.rotary_embedding import Rotation
 
 
 class GroupedQueryAttention(nn.Module):
-    """N query heads that share K key/value heads (Ainslie et al. 2023), optionally with normalised queries and keys.
+    """Attention of N query heads that share K key/value heads (Ainslie et al. 2023), with head norms if asked for.
 
     Args:
         hidden_size: H.
@@ -30,7 +30,7 @@ class GroupedQueryAttention(nn.Module):
         output_std: initial standard deviation of the output projection.
         head_norm_eps: RMSNorm of each query and key head before the rotation, with this epsilon; ``None`` for no norm.
         bias: whether the four projections have biases; they start at zero.
-        window: how many positions a token sees, its own included; ``None`` for all earlier ones.
+        window: number of positions that a token sees, its own included; ``None`` for all earlier ones.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class GroupedQueryAttention(nn.Module):
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The rotation; the attention itself belongs to the core."""
+        """Slot of the rotation; the slot of the attention belongs to the core."""
         return {"rope": self.rope}
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
-        """The one core."""
+        """Attention core of this layer."""
         return {"core": self.core}
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
-        """Heads are not cut."""
+        """Numbers of heads, which the ranks of ``tp`` must share evenly."""
         return {"tp": self._heads}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Heads are split; the head norms see split heads and stay whole. Who splits o_proj adds its bias once."""
+        """Styles of the projections; the head norms stay whole. Who splits o_proj adds its bias once."""
         return {
             "q_proj": TensorStyle.COLUMN,
             "k_proj": TensorStyle.COLUMN,
@@ -86,7 +86,7 @@ class GroupedQueryAttention(nn.Module):
 
         Args:
             hidden: [B, S, H].
-            rotation: of each position.
+            rotation: rotation of each position.
             documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
 
         Returns:

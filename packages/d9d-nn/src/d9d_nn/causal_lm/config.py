@@ -1,4 +1,4 @@
-"""Configs of the task and its metric."""
+"""Configs of the task ``causal_lm`` and the metric ``perplexity``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.extend import PluginConfig
 
 
 class CausalLMConfig(PluginConfig):
-    """Next-token prediction."""
+    """Task of next-token prediction."""
 
     name: Literal["causal_lm"] = "causal_lm"
     """Selects the plugin."""
@@ -18,7 +18,7 @@ class CausalLMConfig(PluginConfig):
 
 
 class PerplexityConfig(PluginConfig):
-    """Exponential of the mean token loss."""
+    """Metric: exponential of the mean token loss."""
 
     name: Literal["perplexity"] = "perplexity"
     """Selects the plugin."""

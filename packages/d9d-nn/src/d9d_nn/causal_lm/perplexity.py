@@ -1,4 +1,4 @@
-"""The metric ``perplexity``."""
+"""Metric ``perplexity``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 
 class Perplexity:
-    """``exp(mean token loss)`` over all targets since the last reset.
+    """Perplexity ``exp(mean token loss)`` over all targets since the last reset.
 
     Reads the observations ``token_loss`` float [B, S] and ``targets`` int64 [B, S] of the task ``causal_lm``.
 
@@ -28,7 +28,7 @@ class Perplexity:
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """Sums of shards add up."""
+        """Reduction of each state over shards: sums."""
         return {"loss": "sum", "targets": "sum"}
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
@@ -62,13 +62,13 @@ class Perplexity:
         self._empty = False
 
     def compute(self) -> Mapping[str, Tensor]:
-        """The series ``perplexity``; none before the first update. Without any target its value is 1, never NaN."""
+        """Series ``perplexity``; none before the first update. Without any target its value is 1, never NaN."""
         if self._empty:
             return {}
         return {"perplexity": torch.exp(self._loss / self._targets.clamp(min=1))}
 
     def reset(self) -> None:
-        """Forget everything; the sums stay on their device, because moving them there again would wait for it."""
+        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
         self._loss, self._targets = torch.zeros_like(self._loss), torch.zeros_like(self._targets)
         self._empty = True
 

@@ -1,4 +1,4 @@
-"""The task ``causal_lm``: predict the next token.
+"""Task ``causal_lm``: predict the next token.
 
 Shapes: B samples, S positions.
 """
@@ -20,13 +20,13 @@ _TERM = "cross_entropy"
 
 
 class CausalLM:
-    """One loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
+    """Next-token prediction with one loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
 
     Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]. The
     model's last stage returns ``token_loss`` float32 [B, S], as ``<head>/token_loss`` if it has several heads.
 
     Args:
-        config: which head.
+        config: config with the head's name.
     """
 
     def __init__(self, config: CausalLMConfig) -> None:
@@ -34,7 +34,7 @@ class CausalLM:
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """The one term, counted once."""
+        """Coefficient of the loss term."""
         return {_TERM: 1.0}
 
     def check(self, model: Any, facts: State) -> None:
@@ -49,20 +49,20 @@ class CausalLM:
             raise JobError("\n".join(problems))
 
     def count(self, microbatch: Microbatch) -> int:
-        """B x S, ignored targets included."""
+        """Number of positions, B x S, ignored targets included."""
         return microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """The number of targets that are predicted."""
+        """Number of targets that are predicted."""
         return {_TERM: (microbatch["targets"] != IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Tokens enter the first stage; positions, documents and targets reach every stage."""
+        """Inputs of a stage: tokens enter the first one; positions, documents and targets reach every stage."""
         shared = {name: microbatch[name] for name in ("positions", "documents", "targets") if name in microbatch}
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """The sum of the token losses; ignored targets have none.
+        """Sum of the token losses; ignored targets have none.
 
         Raises:
             JobError: the model has no such output.
@@ -70,6 +70,6 @@ class CausalLM:
         return {_TERM: read_output(outputs, "token_loss", self.config.head).sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """``token_loss`` and ``targets``."""
+        """Observations ``token_loss`` and ``targets``."""
         loss = read_output(outputs, "token_loss", self.config.head)
         return {"token_loss": loss.detach(), "targets": microbatch["targets"]}

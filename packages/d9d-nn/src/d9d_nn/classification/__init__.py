@@ -1,1 +1,1 @@
-"""Sorting samples into classes: the task ``classification``."""
+"""Classification of samples: the task ``classification``."""

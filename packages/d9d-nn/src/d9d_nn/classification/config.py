@@ -1,4 +1,4 @@
-"""Config of the task."""
+"""Config of the task ``classification``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.extend import PluginConfig
 
 
 class ClassificationConfig(PluginConfig):
-    """One label per sample."""
+    """Task of classification with one label per sample."""
 
     name: Literal["classification"] = "classification"
     """Selects the plugin."""

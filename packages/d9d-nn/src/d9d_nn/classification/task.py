@@ -1,4 +1,4 @@
-"""The task ``classification``: predict the label of each sample.
+"""Task ``classification``: predict the label of each sample.
 
 Shapes: B samples, S positions, C classes.
 """
@@ -21,14 +21,14 @@ _TERM = "cross_entropy"
 
 
 class Classification:
-    """One loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
+    """Classification with one loss term, ``cross_entropy``: the mean negative log-likelihood of the labels.
 
     Microbatches hold ``tokens`` int64 [B, S], right-padded, and ``labels`` int64 [B], -100 for a sample that does not
     count. They may hold ``lengths`` int64 [B], and ``positions`` and ``documents``, int64 [B, S]; a sample is one text.
     The model's last stage returns ``class_logits`` [B, C], as ``<head>/class_logits`` if it has several heads.
 
     Args:
-        config: which head.
+        config: config with the head's name.
     """
 
     def __init__(self, config: ClassificationConfig) -> None:
@@ -36,7 +36,7 @@ class Classification:
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """The one term, counted once."""
+        """Coefficient of the loss term."""
         return {_TERM: 1.0}
 
     def check(self, model: Any, facts: State) -> None:
@@ -56,20 +56,20 @@ class Classification:
             raise JobError("\n".join(problems))
 
     def count(self, microbatch: Microbatch) -> int:
-        """B x S, padding included."""
+        """Number of positions, B x S, padding included."""
         return microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """The number of labels that are predicted."""
+        """Number of labels that are predicted."""
         return {_TERM: (microbatch["labels"] != IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Tokens enter the first stage; positions, documents and lengths reach every stage."""
+        """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
         shared = {name: microbatch[name] for name in ("positions", "documents", "lengths") if name in microbatch}
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """The sum of the samples' losses, computed in float32 or wider; ignored labels have none.
+        """Sum of the samples' losses, computed in float32 or wider; ignored labels have none.
 
         Raises:
             JobError: the model has no such output.
@@ -79,6 +79,6 @@ class Classification:
         return {_TERM: functional.cross_entropy(wide, microbatch["labels"], ignore_index=IGNORE, reduction="sum")}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """``class_logits`` and ``labels``."""
+        """Observations ``class_logits`` and ``labels``."""
         logits = read_output(outputs, "class_logits", self.config.head)
         return {"class_logits": logits.detach(), "labels": microbatch["labels"]}

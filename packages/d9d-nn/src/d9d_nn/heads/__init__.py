@@ -1,1 +1,1 @@
-"""What a model computes from its hidden states: token losses, classes, embeddings."""
+"""Heads, which compute token losses, classes or embeddings from a model's hidden states."""

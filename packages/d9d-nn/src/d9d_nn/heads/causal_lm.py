@@ -1,4 +1,4 @@
-"""The head of a causal language model: projection to the vocabulary, and the loss when targets are given.
+"""Head of a causal language model: projection to the vocabulary, and the loss when targets are given.
 
 Shapes: B samples, S positions, H features, V words of the vocabulary.
 """
@@ -19,7 +19,7 @@ class VocabularyWeight(nn.Module):
     """Part of a head's weight, under a name of its own.
 
     Args:
-        words: how many words of the vocabulary it holds.
+        words: number of words of the vocabulary that it holds.
         features: H.
         std: standard deviation of the initial weights.
     """
@@ -36,7 +36,7 @@ class VocabularyWeight(nn.Module):
 
 
 class CausalLMHead(nn.Module):
-    """Hidden states -> loss per token, or logits.
+    """Head that maps hidden states to a loss per token, or to logits.
 
     The loss is computed here, not by the task, so that an op that never builds all logits can take its place.
 
@@ -51,7 +51,7 @@ class CausalLMHead(nn.Module):
         vocabulary: V.
         std: standard deviation of the initial weights.
         tied: whether the caller brings the weight.
-        added_tokens: how many of the last words have a parameter of their own; less than V.
+        added_tokens: number of the last words that have a parameter of their own; less than V.
     """
 
     weight: nn.Parameter | None
@@ -78,11 +78,11 @@ class CausalLMHead(nn.Module):
             nn.init.normal_(self.weight, std=self.std)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Projection and loss in one."""
+        """Slot of the fused projection and loss."""
         return {"linear_cross_entropy": self.linear_cross_entropy}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Each part is split over its share of the vocabulary; a weight in one piece is the owner's to name."""
+        """Styles of the parts of the weight: split over the vocabulary. A weight in one piece is for its owner."""
         return {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB} if self.split else {}
 
     def forward(

@@ -1,4 +1,4 @@
-"""How a task finds the head it trains."""
+"""Choice of the head that a task trains."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
-    """The config of the head that a task reads; ``None`` if the model's config states no heads.
+    """Config of the head that a task reads; ``None`` if the model's config states no heads.
 
     Args:
         model: the model's config, with heads by name in ``heads`` if it has several kinds.
-        kind: of head that the task needs.
+        kind: kind of head that the task needs.
         name: ``task.head``; may be ``None`` if the model has one head.
 
     Raises:
@@ -44,7 +44,7 @@ def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
 
 
 def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
-    """One output of the chosen head; that of an only head has no prefix.
+    """Read one output of the chosen head; that of an only head has no prefix.
 
     Raises:
         JobError: the model did not compute it.
@@ -56,7 +56,7 @@ def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
 
 
 def exceeded(model: Any, facts: State) -> list[str]:
-    """What the data has and the model has not, a line each: token ids and positions, as far as both state them."""
+    """Limits of the model that the data exceeds, a line each: token ids and positions, as far as both state them."""
     return [
         f"model.{field}: the model has {have} {what}, the data has {need}; "
         f"set model.{field} to {need} or more, or {otherwise}"

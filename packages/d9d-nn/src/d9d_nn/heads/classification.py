@@ -1,4 +1,4 @@
-"""The head of a classifier. Shapes: B samples, S positions, H features, C classes."""
+"""Head of a classifier. Shapes: B samples, S positions, H features, C classes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from d9d_nn.heads.pooling import pool
 
 
 class ClassificationHead(nn.Module):
-    """Pools each sample and projects it to classes; weight [C, H], no bias.
+    """Head that pools each sample and projects it to classes; weight [C, H], no bias.
 
     Args:
         hidden_size: H.
         num_classes: C.
-        pooling: which positions stand for a sample.
+        pooling: positions that stand for a sample.
         std: standard deviation of the initial weights.
     """
 
@@ -31,6 +31,6 @@ class ClassificationHead(nn.Module):
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """Hidden states [B, S, H], and tokens of each sample int64 [B] -> ``{"class_logits": float32 [B, C]}``."""
+        """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"class_logits": float32 [B, C]}``."""
         logits = functional.linear(pool(hidden, lengths, self.pooling), self.weight)
         return {"class_logits": logits.to(torch.promote_types(logits.dtype, torch.float32))}

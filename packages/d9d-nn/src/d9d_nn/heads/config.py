@@ -1,4 +1,4 @@
-"""Configs of heads: a model's config holds them by name. No torch."""
+"""Configs of heads, which a model's config holds by name. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Layers = Annotated[list[int], Field(min_length=1)]
 
 
 class CausalLMHeadConfig(Section):
-    """Predicts the next token. Gives ``token_loss`` float [B, S] with targets, else ``logits`` [B, S, V]."""
+    """Language model head. Gives ``token_loss`` float [B, S] with targets, else ``logits`` [B, S, V]."""
 
     kind: Literal["causal_lm"] = "causal_lm"
     """Selects the head."""
 
 
 class ClassificationHeadConfig(Section):
-    """Sorts samples into classes. Gives ``class_logits`` float [B, C]."""
+    """Classification head. Gives ``class_logits`` float [B, C]."""
 
     kind: Literal["classification"] = "classification"
     """Selects the head."""
@@ -37,7 +37,7 @@ class ClassificationHeadConfig(Section):
 
 
 class EmbeddingHeadConfig(Section):
-    """Turns samples into vectors. Gives ``embedding`` float [B, D]; has no parameters."""
+    """Embedding head. Gives ``embedding`` float [B, D]; has no parameters."""
 
     kind: Literal["embedding"] = "embedding"
     """Selects the head."""
@@ -62,11 +62,11 @@ Heads = Annotated[dict[HeadName, HeadConfig], Field(min_length=1)]
 
 
 def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
-    """The layers whose mean a head reads, ascending from 0; ``None`` if it reads the final state.
+    """Layers whose mean a head reads, ascending from 0; ``None`` if it reads the final state.
 
     Args:
         head: its config.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
 
     Raises:
         ValueError: the model has no such layer, or a layer is named twice.
@@ -87,12 +87,12 @@ def head_layers(head: HeadConfig, num_layers: int) -> tuple[int, ...] | None:
 def check_heads(
     heads: Mapping[str, HeadConfig], *, hidden_size: int | None, num_layers: int | None, tied: bool | None
 ) -> None:
-    """Compare heads with the model that they sit on; what is ``None`` is not compared.
+    """Check heads against the model that they sit on; what is ``None`` is not compared.
 
     Args:
         heads: by name.
         hidden_size: features of a hidden state.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
         tied: whether a head takes its weight from the embedding.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The head of an embedding model. Shapes: B samples, S positions, H features, D features of an embedding."""
+"""Head of an embedding model. Shapes: B samples, S positions, H features, D features of an embedding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from d9d_nn.heads.pooling import pool
 
 
 class EmbeddingHead(nn.Module):
-    """Pools each sample, keeps its first features and scales what is left to length one. No parameters.
+    """Head that pools each sample, keeps its first features and normalises them. No parameters.
 
     Args:
-        pooling: which positions stand for a sample.
+        pooling: positions that stand for a sample.
         normalize: whether vectors get length one.
         dim: D; ``None`` keeps all H features.
     """
@@ -24,7 +24,7 @@ class EmbeddingHead(nn.Module):
         self.pooling, self.normalize, self.dim = pooling, normalize, dim
 
     def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """Hidden states [B, S, H], and tokens of each sample int64 [B] -> ``{"embedding": float32 [B, D]}``."""
+        """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"embedding": float32 [B, D]}``."""
         pooled = pool(hidden, lengths, self.pooling)[:, : self.dim]
         wide = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
         # A plain slice is a view, and FSDP2 warns of modules that return views.

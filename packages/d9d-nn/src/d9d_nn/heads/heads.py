@@ -1,4 +1,4 @@
-"""All heads of a model. Shapes: B samples, S positions, H features, V words of the vocabulary."""
+"""Container of a model's heads. Shapes: B samples, S positions, H features, V words of the vocabulary."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from d9d_nn.heads.layer_mean import Layers
 
 
 class Heads(nn.ModuleDict):
-    """A model's heads by name, each with what it reads.
+    """Heads of a model by name, each with the hidden states that it reads.
 
     Args:
         configs: by name.
         hidden_size: H.
         vocabulary: V.
-        num_layers: of the whole model.
+        num_layers: number of layers of the whole model.
         std: standard deviation of the initial weights.
         tied: whether causal_lm heads take the embedding's weight.
-        added_tokens: how many of the last words have a parameter of their own in a causal_lm head.
+        added_tokens: number of the last words that have a parameter of their own in a causal_lm head.
 
     Raises:
         BuildError: a head has the name of an attribute of modules.
@@ -55,7 +55,7 @@ class Heads(nn.ModuleDict):
                 self[name] = CausalLMHead(hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Language model heads are split over the vocabulary. The others pool, so they need all positions."""
+        """Styles of the heads: language model heads split the vocabulary; others pool, so they need all positions."""
         return {
             name: TensorStyle.VOCAB for name, head in self.items() if isinstance(head, CausalLMHead) and not head.split
         }

@@ -1,4 +1,4 @@
-"""The mean of several layers' outputs, added up while they are computed, over all pipeline stages.
+"""Mean of several layers' outputs, summed while they are computed, over all pipeline stages.
 
 An output counts as the model's final norm leaves it. The norm's weight is on the last stage only and is the same for
 all layers, so stages add up ``x / rms(x)`` and the weight comes last. Shapes: B samples, S positions, H features.
@@ -16,17 +16,17 @@ Layers = tuple[int, ...]
 
 
 def sum_name(layers: Layers) -> str:
-    """What a running sum is called on its way between stages, for example ``layer_sum_0_2``."""
+    """Name of a running sum between stages, for example ``layer_sum_0_2``."""
     return "_".join(("layer_sum", *map(str, layers)))
 
 
 class LayerSums:
-    """The running sums of one forward.
+    """Running sums of layer outputs in one forward.
 
     Args:
-        wanted: which layers are summed together, ascending.
+        wanted: sets of layers that are summed together, ascending.
         eps: added to the mean square, as in the final norm.
-        so_far: what earlier stages have sent, by :func:`sum_name`.
+        so_far: sums that earlier stages have sent, by :func:`sum_name`.
         done: layers of earlier stages.
 
     Raises:
@@ -46,7 +46,7 @@ class LayerSums:
             raise ValueError(f"a head needs {min(missing)}; pass on all that the previous stage returned")
 
     def add(self, layer: int, hidden: Tensor) -> None:
-        """Count the output of a layer, [B, S, H]."""
+        """Add the output of a layer, [B, S, H]."""
         names = [sum_name(layers) for layers in self._wanted if layer in layers]
         if names:
             scaled = functional.rms_norm(hidden, hidden.shape[-1:], eps=self._eps).to(hidden.dtype)
@@ -54,11 +54,11 @@ class LayerSums:
                 self._sums[name] = self._sums[name] + scaled if name in self._sums else scaled
 
     def to_send(self) -> dict[str, Tensor]:
-        """What the next stage needs: sums of which one layer or more have been counted, [B, S, H] each."""
+        """Sums that the next stage needs: those with one layer or more, [B, S, H] each."""
         return self._sums
 
     def means(self, norm_weight: Tensor) -> dict[Layers, Tensor]:
-        """Layers -> the mean of their normalised outputs, [B, S, H], when all have been counted."""
+        """Mean of the normalised outputs of each set of layers, [B, S, H], when all have been added."""
         return {layers: self._mean(layers, norm_weight) for layers in self._wanted}
 
     def _mean(self, layers: Layers, norm_weight: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From positions to samples. Shapes: B samples, S positions, H features."""
+"""Pooling of positions to samples. Shapes: B samples, S positions, H features."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from d9d_nn.heads.config import Pooling
 
 
 def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling) -> Tensor:
-    """One vector per right-padded sample; padding counts for nothing, whatever it holds.
+    """Pool each right-padded sample to one vector; padding counts for nothing, whatever it holds.
 
     Args:
         hidden: [B, S, H].

@@ -1,1 +1,1 @@
-"""The few operations worth a custom kernel; each file holds one's readable PyTorch reference, or a backend of it."""
+"""Ops, the operations worth a custom kernel: readable PyTorch references, and backends."""

@@ -1,4 +1,4 @@
-"""Products of rows with weights whose gradients can be computed apart from those of the rows.
+"""Products of rows with weights whose weight gradients can be deferred.
 
 Shapes: ``...`` any leading dims, I features in, O features out.
 """
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product and its two gradients. None of these functions is recorded by autograd.
+    """Product and its two gradients. None of these functions is recorded by autograd.
 
     Attributes:
         forward: rows, weight -> out.
@@ -33,21 +33,21 @@ class Product:
 
 
 def may_defer(weight: Tensor, deferral: Deferral | None) -> bool:
-    """Whether :func:`product` has something to leave for later; a compiled graph computes everything at once."""
+    """Whether :func:`product` has a weight gradient to defer; a compiled graph computes everything at once."""
     if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
         return False
     return weight.requires_grad and torch.is_grad_enabled()
 
 
 def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bias: Tensor | None = None) -> Tensor:
-    """``parts.forward(rows, weight)``; the deferral decides when the gradient of the weight is computed.
+    """Compute ``parts.forward(rows, weight)``; the deferral decides when the weight gradient is computed.
 
     Args:
-        rows: what is multiplied.
+        rows: rows to multiply.
         weight: needs a gradient. What led to it, such as a cast, is recorded by autograd and passed later.
-        deferral: of the module's stage.
-        parts: how to compute.
-        bias: what ``parts.forward`` adds to each row, to give it its gradient.
+        deferral: deferral of the module's stage.
+        parts: functions of the product and its gradients.
+        bias: bias that ``parts.forward`` adds to each row, to give it its gradient.
     """
     # The backward must come here also where only the weight needs it, which autograd does not see.
     alone = None if rows.requires_grad else rows.new_empty(0).requires_grad_()
@@ -57,13 +57,13 @@ def product(rows: Tensor, weight: Tensor, deferral: Deferral, parts: Product, bi
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | None) -> Tensor:
-    """:func:`torch.nn.functional.linear`, bit for bit; the gradient of its weight may be left for later.
+    """Compute :func:`torch.nn.functional.linear`, bit for bit; its weight gradient may be deferred.
 
     Args:
         x: [..., I].
         weight: [O, I].
         bias: [O]; its gradient is never left, as a sum over rows is cheaper than to keep them.
-        deferral: of the module's stage, if it has one.
+        deferral: deferral of the module's stage, if it has one.
 
     Returns:
         [..., O].
@@ -120,7 +120,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """What autocast makes of an argument of a linear layer, where it is on; casts are recorded."""
+    """Cast an argument of a linear layer as autocast does, where it is on; casts are recorded."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x

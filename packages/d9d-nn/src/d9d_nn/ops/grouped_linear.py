@@ -1,4 +1,4 @@
-"""``grouped_linear``: each expert's rows times that expert's matrix.
+"""Op ``grouped_linear``: each expert's rows times that expert's matrix.
 
 Shapes: R rows, E experts, I features in, O features out. The slot's static facts are ``in_features``,
 ``out_features`` and ``experts``.
@@ -70,7 +70,7 @@ def _by_expert(split: list[int]) -> Product:
 
 
 def autocast_operands(x: Tensor, bank: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in autocast's dtype where it is on, as for a linear layer; torch casts for ``@``, not for its kernels."""
+    """Cast both operands as autocast does for a linear layer; torch casts for ``@``, not for its kernels."""
     device = x.device.type
     # The meta device has no autocast. (is_autocast_available would say so, but torch 2.11 cannot compile it.)
     if device != "meta" and torch.is_autocast_enabled(device):

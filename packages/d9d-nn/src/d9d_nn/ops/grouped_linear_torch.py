@@ -33,14 +33,14 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """The function; it is the same for all signatures."""
+    """Backend function; it is the same for all signatures."""
     return grouped_mm
 
 
 def grouped_mm(
     x: Tensor, bank: Tensor, counts: Tensor, *, spare_rows: bool = True, deferral: Deferral | None = None
 ) -> Tensor:
-    """See :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device."""
+    """Grouped linear map, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device."""
     x, bank = autocast_operands(x, bank)
     ends = counts.cumsum(0, dtype=torch.int32)
     # The kernel leaves memory as it was in rows past the last end.
@@ -61,7 +61,7 @@ def _by_expert(ends: Tensor, spare: Tensor | None) -> Product:
 
 
 class _GroupedMM(torch.autograd.Function):
-    """Torch's own gradient fails for gradients of stride 0, such as those of a sum, and leaves spare rows unset."""
+    """Grouped product with gradients for any stride and zeros in spare rows, which torch's own gradient lacks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""``linear_cross_entropy``: the output projection and the loss of each token, without keeping all logits.
+"""Op ``linear_cross_entropy``: output projection and loss of each token, without keeping all logits.
 
 Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk. The slot's static facts are ``features``
 and ``vocabulary``.
@@ -71,12 +71,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _chunk_loss(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits [C, V] and words int64 [C, 1] -> loss [C]."""
+    """Loss [C] of logits [C, V] and words int64 [C, 1]."""
     return -functional.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype)).gather(1, words).squeeze(1)
 
 
 def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
-    """``(softmax(logits) - onehot(word)) * grad_loss``, [C, V] in the dtype of the logits; grad_loss is [C, 1]."""
+    """Gradient ``(softmax(logits) - onehot(word)) * grad_loss``, [C, V] as the logits; grad_loss is [C, 1]."""
     grad = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
     grad.scatter_add_(1, words, grad.new_full((1, 1), -1.0).expand_as(words))
     # Into the narrow tensor at once: a product in place and a cast would read and write the wide one again.
@@ -84,7 +84,7 @@ def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``; total may be wider."""
+    """Compute ``total += a @ b``; total may be wider."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.device.type == "cuda":  # which adds up in the wide format inside the product

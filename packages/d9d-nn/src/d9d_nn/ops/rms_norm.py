@@ -1,4 +1,4 @@
-"""``rms_norm``: divide by the root mean square and scale (Zhang and Sennrich 2019, "RMSNorm", equation 4).
+"""Op ``rms_norm``: divide by the root mean square and scale (Zhang and Sennrich 2019, "RMSNorm", equation 4).
 
 Shapes: D features, ``...`` any leading dims. The slot's static fact is ``features``.
 """
@@ -37,7 +37,7 @@ def torch_supports(signature: OpSignature) -> Decision:
 
 
 def torch_build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """``torch.nn.functional.rms_norm`` with our arguments."""
+    """Backend by ``torch.nn.functional.rms_norm``."""
 
     def fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # The kernel reads one dtype; under autocast the weight stays wider than what a projection returns.

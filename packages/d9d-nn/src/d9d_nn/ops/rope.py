@@ -1,4 +1,4 @@
-"""``rope``: rotate queries and keys by their position (Su et al. 2021, "RoFormer", equation 34).
+"""Op ``rope``: rotate queries and keys by their position (Su et al. 2021, "RoFormer", equation 34).
 
 Shapes: B samples, S positions, N query heads, K key heads, D features of a head. Feature i is paired with feature
 i + D/2, as in Hugging Face checkpoints. The slot's static fact is ``head_dim``.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference: rotates each pair of features, in the wider of the dtypes of features and angles, then rounds.
+    """Reference: rotate each pair of features, in the wider of the dtypes of features and angles, then round.
 
     Args:
         query: [B, S, N, D].

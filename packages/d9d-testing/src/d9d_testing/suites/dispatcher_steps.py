@@ -73,7 +73,7 @@ def steps(
 
 
 def _step(dispatcher: Any, case: Case, hidden: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    from d9d_moe.routing import Routing
+    from d9d_moe.router.routing import TopKRouting
 
     rank, local = dist.get_rank(), case.experts // dist.get_world_size()
     inputs = {name: x.to(device) for name, x in inputs_of(case, rank, hidden, dtype).items()}
@@ -83,7 +83,7 @@ def _step(dispatcher: Any, case: Case, hidden: int, dtype: torch.dtype, device: 
     tokens, weights, bank = (inputs[name].requires_grad_(name in case.learns) for name in ("tokens", "weights", "bank"))
 
     def layer(tokens: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
-        sending = dispatcher.dispatch(tokens, Routing.of(indices, weights, case.experts, case.limit))
+        sending = dispatcher.dispatch(tokens, TopKRouting.of(indices, weights, case.experts, case.limit))
         meanwhile = tokens.sin()
         sent = sending.wait()
         outputs = _experts(sent, bank)

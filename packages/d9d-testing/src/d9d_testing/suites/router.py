@@ -30,7 +30,7 @@ class RouterSuite:
             settings = {"plain": {}, "dropping": {"capacity": 1.0}}
 
     A router is called with tokens [T, H], and with the number of samples as ``samples``; it returns what
-    :class:`d9d_moe.routing.Routing` has.
+    :class:`d9d_moe.router.routing.TopKRouting` has.
 
     Attributes:
         factory: ``module:attribute`` or ``file.py:attribute`` of ``(H, E, k, **settings) -> nn.Module``.

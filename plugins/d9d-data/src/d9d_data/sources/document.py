@@ -1,4 +1,4 @@
-"""A document: bytes that identify it, and the text in them."""
+"""Documents: bytes that identify them, and the text in them."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from d9d_core.extend import DataError
 
 
 class Document(Protocol):
-    """One document of a corpus. Both methods may be called again, and read again."""
+    """Document of a corpus. Both methods may be called again, and read again."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Name of the document in messages."""
         ...
 
     @property
     def kind(self) -> str:
-        """Which way the text is made from the bytes: equal kind and bytes mean equal text."""
+        """Kind of conversion from bytes to text: equal kind and bytes mean equal text."""
         ...
 
     def raw(self) -> bytes:
-        """The bytes that the text is made from: cheap to get, hashed to recognise the corpus."""
+        """Bytes that the text is made from: cheap to get, hashed to recognise the corpus."""
         ...
 
     def text(self) -> str:
-        """The text."""
+        """Text of the document."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FileDocument:
-    """A UTF-8 file."""
+    """Document of a UTF-8 file."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """The path."""
+        """Path of the file."""
         return str(self.path)
 
     @property
     def kind(self) -> str:
-        """The whole file is the text."""
+        """Kind of a whole file."""
         return "text"
 
     def raw(self) -> bytes:
-        """The bytes of the file.
+        """Bytes of the file.
 
         Raises:
             DataError: the file cannot be read.
@@ -60,7 +60,7 @@ class FileDocument:
             raise _unreadable(self.path, error) from error
 
     def text(self) -> str:
-        """The decoded file, without a byte-order mark.
+        """Decoded file, without a byte-order mark.
 
         Raises:
             DataError: the file is not UTF-8.
@@ -76,11 +76,11 @@ class FileDocument:
 
 @dataclass(frozen=True, slots=True)
 class LineDocument:
-    """One line of a ``.jsonl`` file: a JSON object with the text in its field ``text``.
+    """Document of one line of a ``.jsonl`` file: a JSON object with the text in its field ``text``.
 
     Attributes:
         path: the file.
-        number: of the line, from 1.
+        number: number of the line, from 1.
         begin, end: the bytes of the line in the file.
     """
 
@@ -91,16 +91,16 @@ class LineDocument:
 
     @property
     def name(self) -> str:
-        """The path and the number of the line."""
+        """Path of the file and number of the line."""
         return f"{self.path}:{self.number}"
 
     @property
     def kind(self) -> str:
-        """A field of the line is the text."""
+        """Kind of a JSON line."""
         return "jsonl"
 
     def raw(self) -> bytes:
-        """The bytes of the line.
+        """Bytes of the line.
 
         Raises:
             DataError: the file cannot be read.
@@ -113,7 +113,7 @@ class LineDocument:
             raise _unreadable(self.path, error) from error
 
     def text(self) -> str:
-        """The field ``text``.
+        """Field ``text`` of the line.
 
         Raises:
             DataError: the line is no JSON object with such a field.
@@ -133,7 +133,7 @@ class LineDocument:
 
 
 def lines_of(path: Path) -> list[Document]:
-    """The lines of a ``.jsonl`` file, empty ones left out.
+    """Lines of a ``.jsonl`` file, empty ones left out.
 
     Raises:
         DataError: the file cannot be read.
@@ -160,20 +160,20 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class InlineDocument:
-    """A text that is in memory already."""
+    """Document of a text that is in memory already."""
 
     name: str
     content: str
 
     @property
     def kind(self) -> str:
-        """The bytes are the text."""
+        """Kind of plain text."""
         return "text"
 
     def raw(self) -> bytes:
-        """The text in UTF-8."""
+        """Text in UTF-8."""
         return self.content.encode()
 
     def text(self) -> str:
-        """The text."""
+        """Text of the document."""
         return self.content

@@ -1,4 +1,4 @@
-"""From the job file's list of sources to documents."""
+"""Resolution of the job file's list of sources to documents."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PYTHON: Mapping[str, Callable[[], list[Document]]] = {
 
 
 def find_documents(sources: Sequence[str], lines: bool = False) -> list[Document]:
-    """The documents of all sources: sources in their order, files sorted by name.
+    """Documents of all sources: sources in their order, files sorted by name.
 
     Args:
-        sources: as the job file names them.
+        sources: names of sources in the job file.
         lines: the lines of ``.jsonl`` files are documents; else they are texts like any other.
 
     Raises:
@@ -70,7 +70,7 @@ def _is_hidden(relative: Path) -> bool:
 
 
 def _nearest(path: Path) -> str:
-    """What does exist of a missing path."""
+    """Longest existing part of a missing path."""
     existing = next((parent for parent in path.parents if parent.is_dir()), None)
     if existing is None:
         return "check the spelling"

@@ -20,7 +20,7 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 
 def topics() -> list[Document]:
-    """The language reference as ``help()`` shows it, one document per topic (about 0.5 million characters)."""
+    """Language reference as ``help()`` shows it, one document per topic (about 0.5 million characters)."""
     try:
         from pydoc_data.topics import topics as texts
     except ImportError as error:
@@ -32,37 +32,37 @@ def topics() -> list[Document]:
 
 
 def sources() -> list[Document]:
-    """The standard library's modules in Python, one document per file (about 12 million characters)."""
+    """Modules of the standard library in Python, one document per file (about 12 million characters)."""
     return [FileDocument(path) for path in _library()]
 
 
 def docstrings() -> list[Document]:
-    """The docstrings of the standard library, one document per module (about 1.7 million characters)."""
+    """Docstrings of the standard library, one document per module (about 1.7 million characters)."""
     return [DocstringsOf(FileDocument(path)) for path in _library()]
 
 
 class DocstringsOf:
-    """The docstrings of one Python file, in the order of its source, found without importing it."""
+    """Docstrings of one Python file, in the order of its source, found without importing it."""
 
     def __init__(self, file: FileDocument) -> None:
         self._file = file
 
     @property
     def name(self) -> str:
-        """The path of the file."""
+        """Path of the file."""
         return self._file.name
 
     @property
     def kind(self) -> str:
-        """Only the docstrings are the text."""
+        """Kind of the docstrings of a file."""
         return "docstrings"
 
     def raw(self) -> bytes:
-        """The bytes of the file."""
+        """Bytes of the file."""
         return self._file.raw()
 
     def text(self) -> str:
-        """The docstrings, cleaned of their indentation, with empty lines between them."""
+        """Docstrings, cleaned of their indentation, with empty lines between them."""
         return self._text
 
     @cached_property

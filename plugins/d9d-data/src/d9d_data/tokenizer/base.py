@@ -1,4 +1,4 @@
-"""A tokenizer: token ids of texts, and the files that bring it along with an exported model."""
+"""Protocol of tokenizers: token ids of texts, and the files that go along with an exported model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ CONFIG_FILE, TOKENIZER_FILE = "tokenizer_config.json", "tokenizer.json"
 
 
 class TextTokenizer:
-    """Encodes texts.
+    """Tokenizer of texts.
 
     Args:
         backend: the tokenizer.
         end_of_text: the token that ends documents; part of the vocabulary.
-        description: what it is, for people.
+        description: name of the tokenizer, for people.
         config: contents of ``tokenizer_config.json``.
     """
 

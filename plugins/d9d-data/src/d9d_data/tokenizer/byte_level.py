@@ -18,7 +18,7 @@ from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 
 class BytesTokenizer(TextTokenizer):
-    """Ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text.
+    """Tokenizer of bytes: ids 0 to 255 are the bytes of the UTF-8 text, 256 is the end of text.
 
     Raises:
         DataError: the end of text is written like a byte.
@@ -32,7 +32,7 @@ class BytesTokenizer(TextTokenizer):
         super().__init__(backend, end_of_text, "bytes (256 bytes and the end of text)")
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """The bytes of each text."""
+        """Bytes of each text."""
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
 
@@ -42,7 +42,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
     Deterministic: equal texts give the same tokenizer.
 
     Args:
-        texts: what to learn merges from.
+        texts: texts to learn merges from.
         vocab_size: 256 bytes, the end of text, and merges; fewer if the texts have no more pairs to merge.
         end_of_text: becomes id 0.
 
@@ -64,7 +64,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
 
 
 def _check_distinct(end_of_text: str, tokens: Collection[str]) -> None:
-    """One id for both would end documents in the middle of a text."""
+    """Refuse one id for both, which would end documents in the middle of a text."""
     if end_of_text in tokens:
         raise DataError(
             f"data.end_of_text: {end_of_text!r} is also a token of ordinary text; use one that no text holds, "
@@ -78,7 +78,7 @@ def _make_byte_level(backend: tokenizers.Tokenizer, *, split_words: bool) -> Non
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """Printable character -> byte. Printable Latin-1 stands for itself; the other bytes take 256, 257, ... in order."""
+    """Byte of each printable character. Printable Latin-1 is itself; other bytes take 256, 257, ... in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}

@@ -1,4 +1,4 @@
-"""A tokenizer from a ``tokenizer.json``."""
+"""Tokenizer from a ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[S
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """The ``tokenizer.json`` that a path names, itself or as its directory.
+    """Path of the ``tokenizer.json`` that a path names, itself or as its directory.
 
     Raises:
         DataError: there is none, or it cannot be looked for.

@@ -1,4 +1,4 @@
-"""The tokenizer a config asks for."""
+"""Selection of the tokenizer that a config asks for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
     Args:
         choice: ``bytes``, a path, or what to train.
         end_of_text: the token that ends documents, if the config names one.
-        texts: what to train on; read only for that.
+        texts: texts to train on; read only for that.
 
     Raises:
         DataError: the file is absent or holds no tokenizer.
@@ -33,7 +33,7 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
 
 
 def tokenizer_identity(choice: str | BpeTokenizer) -> str:
-    """What decides which tokenizer a choice stands for; for a file, its contents rather than its path.
+    """Identity of the tokenizer that a choice stands for; for a file, its contents rather than its path.
 
     Raises:
         DataError: the file is absent.

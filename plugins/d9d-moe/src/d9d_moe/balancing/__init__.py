@@ -1,1 +1,1 @@
-"""Keeping experts equally busy: loss terms of a router, and a bias that follows the load."""
+"""Load balancing of experts: loss terms of a router, and a bias that follows the load."""

@@ -1,4 +1,4 @@
-"""What balances a router: the protocols, and what a balancer sees.
+"""Protocols of balancers, and the router's values that they see.
 
 Shapes: T tokens, E experts, k experts of a token.
 """
@@ -15,13 +15,13 @@ TINY = 1e-20
 
 
 class Choice(NamedTuple):
-    """What a router computed for a microbatch.
+    """Logits, scores and chosen experts of a microbatch.
 
     Attributes:
         logits: [T, E], float32 or wider.
         scores: [T, E], before any bias of the selection.
         indices: int64 [T, k], the chosen experts, before any is dropped for want of capacity.
-        samples: how many samples of equal length the tokens are, one after the other.
+        samples: number of samples of equal length that the tokens are, one after the other.
     """
 
     logits: Tensor
@@ -30,36 +30,36 @@ class Choice(NamedTuple):
     samples: int
 
     def shares(self) -> Tensor:
-        """Scores [T, E] with a sum of one per token: what sigmoid scores become, and softmax scores are."""
+        """Scores [T, E] normalised to a sum of one per token, as softmax scores are."""
         return self.scores / (self.scores.sum(dim=-1, keepdim=True) + TINY)
 
 
 @runtime_checkable
 class BalancingLoss(Protocol):
-    """A loss term of a router."""
+    """Loss term of a router."""
 
     @property
     def term(self) -> str:
-        """Its name among the losses of the job, a valid attribute name."""
+        """Name of the term among the losses of the job, a valid attribute name."""
         ...
 
     @property
     def layout_invariant(self) -> bool:
-        """Whether the loss of a batch is the same, however the batch is cut into microbatches and spread over ranks."""
+        """Whether the loss of a batch is the same, however the batch is cut and spread over ranks."""
         ...
 
     def loss_term(self) -> LossTerm:
-        """Its coefficient, and what it is a mean over."""
+        """Coefficient of the term, and what it is a mean over."""
         ...
 
     def total(self, choice: Choice) -> Tensor:
-        """The sum over the microbatch, 0-d, with a graph to the scores or logits."""
+        """Sum over the microbatch, 0-d, with a graph to the scores or logits."""
         ...
 
 
 @runtime_checkable
 class BiasUpdate(Protocol):
-    """Moves the bias of a router's selection once per optimizer step."""
+    """Update of the bias of a router's selection, once per optimizer step."""
 
     @property
     def layout_invariant(self) -> bool:
@@ -67,7 +67,7 @@ class BiasUpdate(Protocol):
         ...
 
     def moved(self, bias: Tensor, counts: Tensor) -> Tensor:
-        """The new bias, float32 [E], from the present one and the rows of each expert in the step, int64 [E]."""
+        """New bias, float32 [E], from the present one and the rows of each expert in the step, int64 [E]."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The choices of balancing, as models have them in their configs."""
+"""Config field ``balancing`` of models with experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class BalancingConfig(PluginConfig):
-    """Base of the choices."""
+    """Base of the configs of balancers."""
 
     @classmethod
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003 - the context knows the model, which has other fields
@@ -20,7 +20,7 @@ class BalancingConfig(PluginConfig):
 
 
 class AuxiliaryLossConfig(BalancingConfig):
-    """A loss on uneven use of experts."""
+    """Auxiliary loss on uneven use of experts."""
 
     name: Literal["auxiliary_loss"] = "auxiliary_loss"
     """Selects this balancing."""
@@ -31,7 +31,7 @@ class AuxiliaryLossConfig(BalancingConfig):
 
 
 class ZLossConfig(BalancingConfig):
-    """A loss on large router logits."""
+    """Auxiliary loss on large router logits."""
 
     name: Literal["z_loss"] = "z_loss"
     """Selects this balancing."""
@@ -40,7 +40,7 @@ class ZLossConfig(BalancingConfig):
 
 
 class BiasUpdateConfig(BalancingConfig):
-    """A bias of the selection that follows the load, without a loss."""
+    """Bias of the selection that follows the load, without a loss."""
 
     name: Literal["bias_update"] = "bias_update"
     """Selects this balancing."""
@@ -52,7 +52,7 @@ _NAMES = tuple(kind.model_fields["name"].default for kind in (AuxiliaryLossConfi
 
 
 def _named(value: Any) -> Any:
-    """A bare name as a mapping; what is neither it nor a mapping with a known name is refused in our own words."""
+    """Turn a bare name into a mapping; anything without a known name is refused in our own words."""
     if isinstance(value, PluginConfig):
         return value
     fields = {"name": value} if isinstance(value, str) else value

@@ -1,1 +1,1 @@
-"""Experts on several ranks."""
+"""Expert parallelism: the experts of every layer are sharded over the ranks of ``ep``."""

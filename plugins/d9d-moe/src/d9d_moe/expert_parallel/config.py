@@ -1,4 +1,4 @@
-"""What a job file says about expert parallelism."""
+"""Config of the strategy ``expert_parallel``; apart from it, because reading a job file imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.extend import PluginConfig
 
 
 class ExpertParallelConfig(PluginConfig):
-    """Each rank of ``ep`` keeps an equal share of every layer's experts, and tokens travel to them."""
+    """Expert parallelism: each rank of ``ep`` keeps a share of every layer's experts, and tokens travel to them."""
 
     name: Literal["expert_parallel"] = "expert_parallel"
     """Selects the plugin."""

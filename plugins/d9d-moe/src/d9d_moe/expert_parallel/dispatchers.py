@@ -1,23 +1,21 @@
-"""Giving the layers of a stage another dispatcher."""
+"""Replacement of the dispatchers of a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
 
-from d9d_core.extend import BuildError, HasExperts, modules_with
+from d9d_core.extend import BuildError, Dispatcher, HasExperts, modules_with
 from torch import nn
-
-from d9d_moe.dispatch import Dispatcher
 
 
 def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> tuple[str, ...]:
-    """Let every layer with experts send its tokens by a dispatcher; layers of equally many experts share one. In place.
+    """Replace the dispatcher of every layer with experts, in place; layers of equally many experts share one.
 
     For strategies at the anchor ``expert``, position ``after``: what they replace is that of ``expert_parallel``.
 
     Args:
-        stage: where to look.
+        stage: stage whose modules are searched.
         make: number of experts on all ranks -> the dispatcher.
 
     Returns:
@@ -31,7 +29,7 @@ def replace_dispatchers(stage: nn.Module, make: Callable[[int], Dispatcher]) -> 
 
 
 def experts_of(layer: HasExperts) -> int:
-    """The number of experts on all ranks.
+    """Number of experts of a layer on all ranks.
 
     Raises:
         BuildError: parameters disagree about it.

@@ -1,4 +1,4 @@
-"""Experts compute with the part of their banks that this rank holds."""
+"""Forward of expert banks on the local shards of their parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def compute_with_local_banks(bank: nn.Module) -> None:
-    """Let a module's forward see local tensors ``[experts here, ...]`` where its parameters are DTensors. In place.
+    """Let a module's forward see local shards ``[experts here, ...]`` of its DTensors. In place.
 
     So neither the module nor a kernel meets a DTensor. The gradient of a local part is that of the DTensor's: tokens of
     all ranks have come to the experts, and nothing is left to add up over ``ep``.
@@ -23,7 +23,7 @@ def compute_with_local_banks(bank: nn.Module) -> None:
 
 
 class LocalBanks:
-    """Takes the place of a bank's forward. No closure: deep copies of the bank must compute with their own parameters.
+    """Replacement of a bank's forward. No closure: deep copies of the bank must compute with their own parameters.
 
     Args:
         bank: the module.
@@ -35,7 +35,7 @@ class LocalBanks:
         self.forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the forward returns."""
+        """Call the forward with local shards as parameters."""
         # What FSDP2 and torch.func.functional_call do: modules look their parameters up here at each access.
         own: dict[str, Any] = self.bank._parameters  # noqa: SLF001
         spread = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}

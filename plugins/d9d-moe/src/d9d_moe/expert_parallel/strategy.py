@@ -1,4 +1,4 @@
-"""Expert parallelism (Lepikhin et al. 2020, "GShard", section 3.2).
+"""Strategy ``expert_parallel`` (Lepikhin et al. 2020, "GShard", section 3.2).
 
 ``ep`` is laid over data-parallel ranks, which see different tokens: each rank of a group of ``ep`` keeps
 ``experts / ep`` neighbouring experts of every layer, and tokens travel between the ranks of the group. All other
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from d9d_moe.all_to_all import AllToAllDispatcher
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
@@ -27,10 +27,10 @@ VIEW = "expert"
 
 
 class ExpertParallel:
-    """Spreads the experts of every layer over ``ep``, and sends tokens to them by all-to-all."""
+    """Strategy that shards the experts of every layer over ``ep``, and sends tokens to them by all-to-all."""
 
     def __init__(self, config: ExpertParallelConfig) -> None:
-        """Nothing can be configured."""
+        """Take the config, which has no fields."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Turn banks into DTensors and replace dispatchers. Collective over all ranks.
@@ -56,12 +56,12 @@ class ExpertParallel:
 
 
 def spread_bank(bank: nn.Module, mesh: DeviceMesh, name: str) -> None:
-    """Split every parameter of a bank by expert, on the meta device and in place.
+    """Shard every parameter of a bank by expert, on the meta device and in place.
 
     Args:
         bank: all of its parameters have one slice per expert in dimension 0.
         mesh: ``ep``.
-        name: of the bank, for errors.
+        name: name of the bank, for errors.
 
     Raises:
         BuildError: the mesh does not divide the number of experts.

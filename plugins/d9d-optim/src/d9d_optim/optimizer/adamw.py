@@ -14,7 +14,7 @@ from d9d_optim.optimizer.groups import ParameterGroup
 
 
 class AdamW(NamedOptimizer):
-    """The same bits as ``torch.optim.AdamW(fused=True)``, with gated steps and state by name.
+    """AdamW with the same bits as ``torch.optim.AdamW(fused=True)``, gated steps and state by name.
 
     State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, ``step`` (0-d float32, taken steps).
     """

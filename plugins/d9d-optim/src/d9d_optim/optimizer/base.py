@@ -1,4 +1,4 @@
-"""What the optimizers share: groups, named state, the gate, and the learning rate."""
+"""Base of the optimizers: groups, named optimizer state, the gate, and the learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d9d_optim.optimizer.groups import ParameterGroup, group_parameters
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The tensors of one group that have a gradient, as equally long lists: one fused call updates them all.
+    """Tensors of one group that have a gradient, as equally long lists: one fused call updates them all.
 
     Of DTensors, the parts that this rank holds.
 
@@ -91,11 +91,11 @@ class NamedOptimizer(ABC):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first group now."""
+        """Learning rate of the first group now."""
         return self._lr_of(self._groups[0])
 
     def describe(self) -> Mapping[str, Any]:
-        """Group -> base learning rate, weight decay, and parameter names."""
+        """Base learning rate, weight decay and parameter names of each group."""
         return {
             group.label: {
                 "lr": self._base_lr * group.lr_scale,
@@ -106,7 +106,7 @@ class NamedOptimizer(ABC):
         }
 
     def state(self) -> Mapping[str, Tensor]:
-        """``"<parameter name>/<slot>"`` -> the optimizer's own tensor; loading copies into it.
+        """State dict: ``"<parameter name>/<slot>"`` -> the optimizer's own tensor; loading copies into it.
 
         Raises:
             BuildError: :meth:`init_state` was not called, so there is nothing to load into.
@@ -118,7 +118,7 @@ class NamedOptimizer(ABC):
     @property
     @abstractmethod
     def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The state of each parameter: slot name -> what makes its initial value, given the dtype of moments."""
+        """Slots of a parameter's state: name -> function that makes its initial value, given the dtype of moments."""
 
     @abstractmethod
     def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
@@ -128,7 +128,7 @@ class NamedOptimizer(ABC):
         return self._base_lr * group.lr_scale * self._factor
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
-        """What the moments of a parameter are kept in, and its update is computed in."""
+        """Dtype of the moments of a parameter, and of the computation of its update."""
         return parameter.dtype if self._least_dtype is None else torch.promote_types(parameter.dtype, self._least_dtype)
 
     def _update_wide(
@@ -155,10 +155,10 @@ class NamedOptimizer(ABC):
 
 
 def zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros of the parameter's shape and layout."""
+    """Initial state of zeros with the parameter's shape and layout."""
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
 
 
 def counter(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
-    """A step count: 0-d, float32 on the parameter's device, because the fused kernels count there."""
+    """Initial step count: 0-d, float32 on the parameter's device, because the fused kernels count there."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)

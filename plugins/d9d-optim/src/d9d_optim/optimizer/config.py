@@ -1,4 +1,4 @@
-"""What a job file says about an optimizer."""
+"""Configs of optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GroupRule(Section):
 
 
 class OptimizerConfig(PluginConfig):
-    """What all optimizers of this package share."""
+    """Shared fields of all optimizers of this package."""
 
     lr: float = Field(ge=0, allow_inf_nan=False)
     """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
@@ -39,7 +39,7 @@ class OptimizerConfig(PluginConfig):
 
 
 class AdamWConfig(OptimizerConfig):
-    """AdamW."""
+    """Optimizer AdamW."""
 
     name: Literal["adamw"] = "adamw"
     """Selects the plugin."""
@@ -62,7 +62,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 class SGDConfig(OptimizerConfig):
-    """Stochastic gradient descent."""
+    """Optimizer SGD: stochastic gradient descent."""
 
     name: Literal["sgd"] = "sgd"
     """Selects the plugin."""

@@ -1,4 +1,4 @@
-"""Which parameter gets which learning rate and weight decay."""
+"""Parameter groups: learning rate and weight decay of each parameter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ParameterGroup:
     """Parameters that are updated with the same settings.
 
     Attributes:
-        label: how ``d9d explain`` calls it.
+        label: name of the group in ``d9d explain``.
         lr_scale: factor on the base learning rate.
         weight_decay: decay per unit of learning rate.
         names: parameter names, in the model's order.
@@ -68,7 +68,7 @@ def _first_match(name: str, rules: Sequence[GroupRule]) -> int | None:
 
 
 def _check_rule(index: int, config: OptimizerConfig, owner: Mapping[str, int | None], frozen: set[str]) -> None:
-    """A rule that decides about no parameter is an error, not a silent no-op."""
+    """Refuse a rule that decides about no parameter: an error, not a silent no-op."""
     if index in owner.values():
         return
     pattern = config.groups[index].match

@@ -14,7 +14,7 @@ from d9d_optim.optimizer.groups import ParameterGroup
 
 
 class SGD(NamedOptimizer):
-    """The same bits as ``torch.optim.SGD(fused=True)``, with gated steps and state by name.
+    """SGD with the same bits as ``torch.optim.SGD(fused=True)``, gated steps and state by name.
 
     State per parameter: ``momentum_buffer`` of its shape, or none at all without momentum. It starts as zeros
     instead of as a copy of the first gradient: the first update is the same (0 * momentum + gradient), the state can be

@@ -1,4 +1,4 @@
-"""What a job file says about a learning-rate schedule."""
+"""Configs of learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Literal
 from d9d_core.extend import PluginConfig, Section
 from pydantic import Field, field_validator, model_validator
 
-from d9d_optim.schedule.curves import CurveName
+CurveName = Literal["linear", "cosine", "poly", "exponential"]
 
 
 class ConstantConfig(PluginConfig):
-    """The base learning rate in every step."""
+    """Schedule of a constant learning rate."""
 
     name: Literal["constant"] = "constant"
     """Selects the plugin."""
 
 
 class CosineConfig(PluginConfig):
-    """Linear warm-up, then half a cosine."""
+    """Schedule of a linear warm-up, then half a cosine."""
 
     name: Literal["cosine"] = "cosine"
     """Selects the plugin."""
@@ -52,7 +52,7 @@ class Phase(Section):
 
 
 class PiecewiseConfig(PluginConfig):
-    """A chain of phases; each begins at the factor the one before it reached."""
+    """Schedule of a chain of phases; each begins at the factor the one before it reached."""
 
     name: Literal["piecewise"] = "piecewise"
     """Selects the plugin."""

@@ -1,1 +1,1 @@
-"""Trading memory for a second forward of blocks."""
+"""Activation checkpointing: a second forward of blocks in place of stored activations."""

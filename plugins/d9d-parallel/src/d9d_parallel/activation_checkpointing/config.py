@@ -1,4 +1,4 @@
-"""What a job file says about activation checkpointing."""
+"""Config of the strategy ``activation_checkpointing``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 
 class ActivationCheckpointingConfig(PluginConfig):
-    """Which blocks are computed again in the backward. By default all of them."""
+    """Activation checkpointing of blocks, which the backward computes again. By default all of them."""
 
     name: Literal["activation_checkpointing"] = "activation_checkpointing"
     """Selects the plugin."""

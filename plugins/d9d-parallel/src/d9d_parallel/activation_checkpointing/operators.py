@@ -1,4 +1,4 @@
-"""Choosing, by operator, what a checkpointed block keeps although it is computed again."""
+"""Selective checkpointing by operator: outputs that a checkpointed block keeps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 
 class KeepOutputs:
-    """The policy of torch's selective checkpointing: keep the outputs of some operators.
+    """Policy of torch's selective checkpointing: keep the outputs of some operators.
 
     Args:
         operators: their overloads.
@@ -31,12 +31,12 @@ class KeepOutputs:
     def __call__(
         self, _context: SelectiveCheckpointContext, operator: object, *_args: object, **_kwargs: object
     ) -> CheckpointPolicy:
-        """What happens to the outputs of one call."""
+        """Decide about the outputs of one call."""
         return CheckpointPolicy.MUST_SAVE if operator in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def keeping(patterns: Iterable[str]) -> Contexts | None:
-    """Contexts for blocks that keep what matches; ``None`` without patterns.
+    """Contexts of blocks that keep the outputs of matching operators; ``None`` without patterns.
 
     Blocks should share the result: Dynamo compiles anew for another one.
 
@@ -52,7 +52,7 @@ def keeping(patterns: Iterable[str]) -> Contexts | None:
 
 
 def find_operators(pattern: str) -> list[OpOverload]:
-    """All overloads of the registered operators whose ``namespace.name`` matches.
+    """Overloads of all registered operators whose ``namespace.name`` matches.
 
     Raises:
         BuildError: there is none.

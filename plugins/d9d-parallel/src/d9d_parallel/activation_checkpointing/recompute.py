@@ -1,4 +1,4 @@
-"""The forward of a checkpointed block."""
+"""Forward of a checkpointed block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_parallel.activation_checkpointing.operators import Contexts
 
 
 class Recomputed:
-    """Calls a module's forward, forgets what it computed, and computes it again in the backward.
+    """Forward of a module whose activations are not kept but computed again in the backward.
 
     It takes the place of ``module.forward``, so neither the module tree nor any parameter name changes. It is a class
     with a Python ``__call__``, not a ``functools.partial``: Dynamo looks for a Python frame to compile and would skip
@@ -33,7 +33,7 @@ class Recomputed:
         self.contexts = contexts
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs of the forward."""
+        """Run the forward."""
         # Dynamo refuses torch's own default for `context_fn`, so it is passed only where there is one.
         if self.contexts is not None:
             kwargs["context_fn"] = self.contexts
@@ -46,7 +46,7 @@ def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, con
     """Make one module compute its forward again in the backward, in place.
 
     Args:
-        module: whose forward.
+        module: module with the forward.
         preserve_rng_state: whether random numbers must repeat.
         contexts: decide which operators keep their outputs, if any does; see :func:`operators.keeping`.
     """

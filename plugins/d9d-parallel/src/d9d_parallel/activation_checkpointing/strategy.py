@@ -1,4 +1,4 @@
-"""Activation checkpointing per block (Chen et al., Training Deep Nets with Sublinear Memory Cost)."""
+"""Strategy ``activation_checkpointing`` (Chen et al., Training Deep Nets with Sublinear Memory Cost)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_parallel.blocks import find_blocks
 
 
 class ActivationCheckpointing:
-    """Keeps only the inputs of the chosen blocks, and what chosen operators return; the backward computes the rest."""
+    """Strategy that keeps only the inputs of the chosen blocks, and what chosen operators return."""
 
     def __init__(self, config: ActivationCheckpointingConfig) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class ActivationCheckpointing:
 
 
 def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> tuple[list[str], dict[str, str]]:
-    """The names that match a pattern, in order; of those the first and each ``every``-th after it.
+    """Names that match a pattern, in order; of those the first and each ``every``-th after it.
 
     Beside them, the patterns that match no name, and the text of the error that this is unless another stage has one.
     """

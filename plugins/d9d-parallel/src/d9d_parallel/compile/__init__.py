@@ -1,1 +1,1 @@
-"""Compiling blocks."""
+"""Compilation of blocks."""

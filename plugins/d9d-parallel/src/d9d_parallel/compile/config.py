@@ -1,4 +1,4 @@
-"""What a job file says about compilation."""
+"""Config of the strategy ``compile``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import model_validator
 
 
 class CompileConfig(PluginConfig):
-    """How each block is compiled; the fields are those of ``torch.compile``."""
+    """Compilation of each block; the fields are those of ``torch.compile``."""
 
     name: Literal["compile"] = "compile"
     """Selects the plugin."""

@@ -1,4 +1,4 @@
-"""Compilation per block: alike blocks share one compiled graph, so the time it takes does not grow with the depth."""
+"""Strategy ``compile``: alike blocks share one compiled graph, so its time does not grow with the depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_parallel.compile.config import CompileConfig
 
 
 class Compile:
-    """Compiles every block in place; compilation happens when a block is first called."""
+    """Strategy that compiles every block in place; compilation happens when a block is first called."""
 
     def __init__(self, config: CompileConfig) -> None:
         self._config = config

@@ -1,1 +1,1 @@
-"""Replicas and shards of the model over ranks that see different samples."""
+"""Data parallelism: replicas and shards of the model over ranks that see different samples."""

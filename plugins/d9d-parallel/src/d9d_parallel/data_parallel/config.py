@@ -1,4 +1,4 @@
-"""What a job file says about data parallelism."""
+"""Configs of the strategies ``replicate``, ``fsdp`` and ``hsdp``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class DataParallelConfig(PluginConfig):
-    """What all three strategies share."""
+    """Shared fields of all three strategies."""
 
     compute_dtype: Dtype | None = None
     """Format of parameters and inputs in forward and backward; that of ``precision.parameters`` if absent."""
@@ -35,14 +35,14 @@ class DataParallelConfig(PluginConfig):
 
 
 class ReplicateConfig(DataParallelConfig):
-    """The whole model on every rank."""
+    """Data parallelism with a replica of the whole model on every rank."""
 
     name: Literal["replicate"] = "replicate"
     """Selects the plugin."""
 
 
 class ShardedConfig(DataParallelConfig):
-    """What the strategies that shard parameters share."""
+    """Shared fields of the strategies that shard parameters."""
 
     reshard_after_forward: bool | PositiveInt = True
     """Free a block's whole parameters after its forward and gather them again for the backward; a number gathers within
@@ -50,14 +50,14 @@ class ShardedConfig(DataParallelConfig):
 
 
 class FsdpConfig(ShardedConfig):
-    """Each rank keeps a shard of every parameter, gradient and optimizer state."""
+    """Fully sharded data parallelism: each rank keeps a shard of every parameter, gradient and optimizer state."""
 
     name: Literal["fsdp"] = "fsdp"
     """Selects the plugin."""
 
 
 class HsdpConfig(ShardedConfig):
-    """Replicas of a sharded model: shards within ``dp_shard``, copies over ``dp_replicate``."""
+    """Hybrid sharded data parallelism: shards within ``dp_shard``, replicas over ``dp_replicate``."""
 
     name: Literal["hsdp"] = "hsdp"
     """Selects the plugin."""

@@ -1,4 +1,4 @@
-"""Experts that are spread over ranks: their data parallelism runs over other ranks than that of the rest."""
+"""Data parallelism of experts that are sharded over ranks: it runs over other ranks than that of the rest."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ VIEW, REPLICAS, SHARDS = "expert", "expert_replicate", "expert_fsdp"
 
 
 def find_banks(stage: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold experts, by qualified name."""
+    """Modules that hold experts, by qualified name."""
     layers = modules_with(stage, HasExperts)
     members = {id(bank) for layer in layers.values() for bank in layer.expert_banks().values()}
     return {name: module for name, module in stage.named_modules() if id(module) in members}
 
 
 def is_spread(bank: nn.Module) -> bool:
-    """Whether its parameters are split by expert over ranks already."""
+    """Whether a bank's parameters are sharded by expert already."""
     return any(isinstance(parameter, DTensor) for parameter in bank.parameters())
 
 
 class ShardDimension:
-    """Which dimension of a bank ``[experts, ...]`` is split over ranks that hold the same experts.
+    """Shard dimension of a bank ``[experts, ...]`` over ranks that hold the same experts.
 
     Dimension 0, as long as each rank keeps whole experts; else the first other one that the ranks divide. Splitting
     another dimension costs a copy on every gathering, splitting dimension 0 none.
 
     Args:
         topology: tells how many such ranks there are.
-        strategy: who asks; stands in the error.
+        strategy: name of the strategy, for the error.
     """
 
     def __init__(self, topology: Topology, strategy: str) -> None:
@@ -39,7 +39,7 @@ class ShardDimension:
         self._strategy = strategy
 
     def __call__(self, parameter: nn.Parameter) -> Shard:
-        """The placement, as FSDP2 asks for it.
+        """Placement of a parameter, as FSDP2 asks for it.
 
         Raises:
             BuildError: no dimension divides.

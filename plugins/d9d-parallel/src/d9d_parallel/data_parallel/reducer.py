@@ -1,4 +1,4 @@
-"""Telling FSDP2 which backward is the last of a step, and when gradients of weights come after it."""
+"""Reducer of FSDP2 stages: which backward is the last of a step, and when weight gradients come after it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class FsdpReducer:
-    """Switches the reductions of a stage on and off between microbatches; see :class:`d9d_core.protocols.strategy.Reducer`.
+    """Reducer (:class:`d9d_core.protocols.strategy.Reducer`) that switches a stage's reductions between microbatches.
 
     From the first incomplete backward of a step on, nothing is reduced until :meth:`reduce`, whatever ``defer`` says:
     a unit's gradients travel together, and some of them are still to come.
 
     Args:
         root: the stage.
-        defer: what waits for the last microbatch.
+        defer: reductions that wait for the last microbatch.
     """
 
     def __init__(self, root: FSDPModule, defer: Literal["nothing", "all_reduce", "everything"]) -> None:
@@ -40,11 +40,11 @@ class FsdpReducer:
             self._root.set_requires_all_reduce(last)
 
     def after_weights(self) -> None:
-        """Add what has come to the gradients of earlier microbatches, in the format in which they add up."""
+        """Accumulate new gradients on those of earlier microbatches, in the format in which they add up."""
         keep_fsdp_gradients(self._root)
 
     def reduce(self) -> None:
-        """Reduce everything that has waited. Collective over the ranks of all units of the stage."""
+        """Reduce all gradients that wait. Collective over the ranks of all units of the stage."""
         self._waiting = False
         self._root.set_is_last_backward(True)
         self._sync(True)

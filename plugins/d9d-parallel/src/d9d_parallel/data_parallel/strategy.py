@@ -1,4 +1,4 @@
-"""Data parallelism on FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
+"""Data parallelism by FSDP2 (Zhao et al., PyTorch FSDP; torch.distributed.fsdp.fully_shard).
 
 One unit per block and one for the rest of the stage; experts that are spread over ranks are units of their own, over
 the ranks that hold the same ones. Gradients are summed, never averaged: the loss is divided by its
@@ -29,7 +29,7 @@ from d9d_parallel.data_parallel.reducer import FsdpReducer
 
 @dataclass(frozen=True)
 class _Dims:
-    """What FSDP2's mesh is made of, and what it therefore sums over.
+    """Dimensions of FSDP2's mesh, and the axes that it therefore sums over.
 
     Attributes:
         dense, experts: dimensions of the two views, outermost first.
@@ -46,7 +46,7 @@ _REPLICATED = _Dims(("dp_replicate", "fsdp"), (REPLICAS, SHARDS), ("dp_replicate
 
 
 class Replicate:
-    """The whole model on every rank of ``dp_replicate``; gradients are summed over it."""
+    """Strategy with the whole model on every rank of ``dp_replicate``; gradients are all-reduced over it."""
 
     def __init__(self, config: ReplicateConfig) -> None:
         self._config = config
@@ -62,7 +62,7 @@ class Replicate:
 
 
 class Fsdp:
-    """Parameters, gradients and optimizer state are sharded over ``dp_shard`` (and ``cp``)."""
+    """Strategy that shards parameters, gradients and optimizer state over ``dp_shard`` (and ``cp``)."""
 
     def __init__(self, config: FsdpConfig) -> None:
         self._config = config
@@ -77,7 +77,7 @@ class Fsdp:
 
 
 class Hsdp:
-    """Parameters are sharded over ``dp_shard`` (and ``cp``), and the shards are copied over ``dp_replicate``."""
+    """Strategy that shards over ``dp_shard`` (and ``cp``), with replicas of the shards over ``dp_replicate``."""
 
     def __init__(self, config: HsdpConfig) -> None:
         self._config = config
@@ -102,9 +102,9 @@ def wrap(
 
     Args:
         stage: on the meta device.
-        topology: where the meshes come from.
+        topology: topology with the meshes.
         dims: one dimension to shard over, or two: replicas, then shards.
-        config: of the strategy.
+        config: config of the strategy.
         reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
     Raises:
@@ -175,7 +175,7 @@ def wrap(
 
 
 def _ignored(stage: nn.Module, config: DataParallelConfig) -> tuple[frozenset[str], dict[str, str]]:
-    """The parameters that stay outside, and the patterns that match none."""
+    """Parameters that stay outside of FSDP2, and the patterns that match none."""
     names = [name for name, _ in stage.named_parameters()]
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     unmatched = {
@@ -193,7 +193,7 @@ def _check_formats(
     compute: torch.dtype | None,
     strategy: str,
 ) -> None:
-    """Experts multiply what they get by their weights, so both must have one format; a norm or a router casts."""
+    """Refuse different formats of experts and their inputs, which they multiply; a norm or a router casts."""
     names = [f"{bank}.{name}" for bank, module in experts.items() for name, _ in module.named_parameters()]
     for name in names:
         dtype = stage.get_parameter(name).dtype
@@ -236,7 +236,7 @@ def _check_ties(stage: nn.Module, blocks: Mapping[str, nn.Module], strategy: str
 
 
 def _reshard_without_backward(stage: nn.Module, _inputs: object, _outputs: object) -> None:
-    """After an evaluation, what the backward would free is freed, and parameters are sharded ones again."""
+    """Reshard parameters after an evaluation, which no backward would do."""
     if not torch.is_grad_enabled():
         for unit in stage.modules():
             if isinstance(unit, FSDPModule):
@@ -244,7 +244,7 @@ def _reshard_without_backward(stage: nn.Module, _inputs: object, _outputs: objec
 
 
 def _units_of(block: nn.Module) -> list[FSDPModule]:
-    """The block and the experts in it, in the order of a forward."""
+    """Units of a block and of the experts in it, in the order of a forward."""
     return [unit for unit in block.modules() if isinstance(unit, FSDPModule)]
 
 
@@ -258,14 +258,14 @@ def _prefetch(blocks: list[list[FSDPModule]], config: DataParallelConfig) -> Non
 
 
 def _windows(blocks: list[list[FSDPModule]], depth: int) -> Iterable[tuple[list[FSDPModule], list[FSDPModule]]]:
-    """Each block but the last: its units, its experts first among those that are fetched ahead with it."""
+    """Pairs of the units of each block but the last, and of the units fetched ahead with it, its experts first."""
     for index, units in enumerate(blocks[:-1]):
         following = blocks[index + 1 : index + 1 + depth]
         yield units, [*units[1:], *(unit for later in following for unit in later)]
 
 
 def _reduce_dtype(stage: nn.Module, config: DataParallelConfig) -> torch.dtype | None:
-    """The format of sums over ranks; ``None`` is that of the gradients as they add up."""
+    """Format of sums over ranks; ``None`` is that of the gradients as they add up."""
     compute = _dtype(config.compute_dtype)
     if config.reduce_dtype is not None or compute is None:
         return _dtype(config.reduce_dtype)

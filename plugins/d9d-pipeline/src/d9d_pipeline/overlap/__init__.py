@@ -1,1 +1,1 @@
-"""A forward and a backward of two stages at the same time."""
+"""Overlapped pairs: a forward and a backward of two stages at the same time."""

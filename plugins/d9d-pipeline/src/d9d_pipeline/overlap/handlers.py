@@ -1,4 +1,4 @@
-"""The handlers of a schedule with overlapped pairs."""
+"""Handlers of a schedule with overlapped pairs."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from d9d_core.extend import (
 from d9d_engine.step.executor import Executor
 from torch import Tensor
 
-from d9d_pipeline.overlap.duet import Duet
+from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
 
 
-def overlapped(executor: Executor, handlers: Mapping[type[Action], Handler]) -> dict[type[Action], Handler]:
-    """The same handlers, with every stage on a stream of its own, and one for overlapped pairs.
+def overlap_handlers(executor: Executor, handlers: Mapping[type[Action], Handler]) -> dict[type[Action], Handler]:
+    """Handlers that run each stage on a stream of its own, and overlapped pairs at the same time.
 
     Args:
-        executor: whose stages run; changed in place, see :class:`Duet`.
-        handlers: of all other actions.
+        executor: executor of the stages; they are changed in place, see :class:`PairRunner`.
+        handlers: handlers of all other actions.
     """
-    pairs = Pairs(executor, handlers)
+    pairs = OverlapHandlers(executor, handlers)
     found: dict[type[Action], Handler] = dict.fromkeys(handlers, pairs.on_stream)
     return found | {Overlap: pairs.overlap}
 
 
-class Pairs:
-    """Runs actions on the streams of their stages, and pairs of them at the same time.
+class OverlapHandlers:
+    """Handlers of actions on the streams of their stages, and of overlapped pairs.
 
     Args:
-        executor: whose stages run.
-        handlers: of all actions but pairs.
+        executor: executor of the stages.
+        handlers: handlers of all actions but pairs.
     """
 
     def __init__(self, executor: Executor, handlers: Mapping[type[Action], Handler]) -> None:
@@ -49,10 +49,10 @@ class Pairs:
         self._executor = executor
         self._handlers = handlers
         self._streams = StageStreams(device, executor.stages)
-        self._duet = Duet(executor.stages, device)
+        self._pair_runner = PairRunner(executor.stages, device)
 
     def on_stream(self, action: Action, state: StepState) -> None:
-        """Run one action."""
+        """Run one action on the stream of its stage."""
         if self._streams.join not in state.ends:
             self._streams.fork()
             state.ends.append(self._streams.join)
@@ -68,7 +68,7 @@ class Pairs:
         """Run a forward and a backward at the same time."""
         assert isinstance(action, Overlap)
         forward, backward = action.forward, action.backward
-        self._duet.run(partial(self.on_stream, forward, state), partial(self.on_stream, backward, state))
+        self._pair_runner.run(partial(self.on_stream, forward, state), partial(self.on_stream, backward, state))
 
     def _cross(self, arrivals: dict[tuple[int, int], Arrival], action: MicrobatchAction, target: int) -> None:
         key = (target, action.microbatch)

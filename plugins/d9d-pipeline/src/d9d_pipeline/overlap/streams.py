@@ -1,4 +1,4 @@
-"""A CUDA stream for each stage of a rank. Without a GPU, everything here does nothing."""
+"""CUDA streams of the stages of a rank; without a GPU, everything here does nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StageStreams:
-    """Work of one stage lies on its stream, forward and backward: autograd runs a node on the stream of its forward.
+    """CUDA stream of each stage, for forward and backward: autograd runs a node on the stream of its forward.
 
     What has to be ordered across streams, and whose memory has to be kept (the allocator gives memory back to the
     stream that it was allocated on, without asking who else still reads it):
@@ -24,7 +24,7 @@ class StageStreams:
       other way round, and calls ``record_stream`` with the one that did not allocate the buffer.
 
     Args:
-        device: where the stages are.
+        device: device of the stages.
         stages: their numbers.
     """
 
@@ -36,7 +36,7 @@ class StageStreams:
 
     @contextmanager
     def on(self, stage: int) -> Iterator[None]:
-        """Launch on the stage's stream, in this thread, and order nothing."""
+        """Context that launches on the stage's stream, in this thread, and orders nothing."""
         if not self._streams:
             yield
             return
@@ -57,7 +57,7 @@ class StageStreams:
                 self._around.wait_stream(stream)
 
     def mark(self, stage: int) -> torch.cuda.Event | None:
-        """Remember what the stage was given so far. ``None`` without a GPU."""
+        """Record an event after what the stage was given so far. ``None`` without a GPU."""
         stream = self._streams.get(stage)
         if stream is None:
             return None
@@ -68,7 +68,7 @@ class StageStreams:
     def handoff(
         self, tensors: Iterable[Tensor], source: int | None, target: int | None, made: torch.cuda.Event | None = None
     ) -> None:
-        """Let another stage read tensors, after what made them.
+        """Let another stage read tensors, after the work that made them.
 
         Args:
             tensors: allocated on the stream of ``source``.

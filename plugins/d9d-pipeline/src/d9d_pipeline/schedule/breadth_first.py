@@ -1,4 +1,4 @@
-"""All forwards, then all backwards: the least communication at a time, and the most memory."""
+"""Breadth-first schedules: all forwards, then all backwards; least communication, most memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from d9d_core.extend import Action, Backward, Forward, Program
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import loop
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import loop
 from d9d_pipeline.schedule.units import check
 
 
@@ -33,4 +33,4 @@ def _breadth_first(ranks: int, microbatches: int, stages_per_rank: int) -> Seque
         order: list[Action] = [Forward(stage, index) for stage in stages for index in range(microbatches)]
         order += [Backward(stage, index) for stage in reversed(stages) for index in range(microbatches)]
         orders.append(order)
-    return connect(orders, placement)
+    return insert_transfers(orders, placement)

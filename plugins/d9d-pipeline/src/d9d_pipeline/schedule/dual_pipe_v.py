@@ -1,4 +1,4 @@
-"""DualPipeV: forwards and backwards in pairs, so that the communication inside one hides behind the other."""
+"""DualPipeV: forwards and backwards in pairs, so that the communication of one hides behind the other."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from d9d_core.extend import Action, Program
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import vee
-from d9d_pipeline.schedule.counted import Counted
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.order_builder import OrderBuilder
+from d9d_pipeline.schedule.placement import vee
 from d9d_pipeline.schedule.units import check
 
 
@@ -18,13 +18,13 @@ def dual_pipe_v(ranks: int, microbatches: int) -> Sequence[Program]:
     The V is described at github.com/deepseek-ai/DualPipe. Takes at least ``2 * ranks`` microbatches.
     """
     check("dual_pipe_v", ranks, microbatches, least=2 * ranks)
-    return connect([_order(rank, ranks, microbatches) for rank in range(ranks)], vee(ranks))
+    return insert_transfers([_order(rank, ranks, microbatches) for rank in range(ranks)], vee(ranks))
 
 
 def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     down, up = vee(ranks)[rank]
     behind = ranks - 1 - rank
-    steps = Counted(microbatches)
+    steps = OrderBuilder(microbatches)
     for _ in range(2 * behind):
         steps.forward(down)
     for _ in range(rank + 1):
@@ -49,8 +49,8 @@ def _order(rank: int, ranks: int, microbatches: int) -> list[Action]:
     return steps.actions
 
 
-def _last_backwards(steps: Counted, rank: int, behind: int) -> None:
-    """The second half of them leaves the gradients of weights for later."""
+def _last_backwards(steps: OrderBuilder, rank: int, behind: int) -> None:
+    """Append the backwards after the last forward; their second half defers weight gradients."""
     down, up = vee(rank + behind + 1)[rank]
     turns = [stage for _ in range(rank + 1) for stage in (up, down)] + [down] * behind
     for index, stage in enumerate(turns):

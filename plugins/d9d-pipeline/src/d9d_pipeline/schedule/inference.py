@@ -1,4 +1,4 @@
-"""Forwards only, for evaluation."""
+"""Schedule of an evaluation: forwards only."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 from d9d_core.extend import Forward, Program
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import Placement
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import Placement
 from d9d_pipeline.schedule.units import check, depth_first, rounds
 
 
 def inference(placement: Placement, microbatches: int) -> Sequence[Program]:
-    """Run all microbatches forward, where a schedule for training has put the stages.
+    """Run all microbatches forward, on the stages of a schedule for training.
 
     A round of as many microbatches as there are ranks passes through one stage of a rank after the other.
 
     Args:
-        placement: which rank has which stages, as ``d9d_core.program.validation.placement`` reads it off programs.
-        microbatches: how many.
+        placement: stages of each rank, as ``d9d_core.program.validation.placement`` reads it off programs.
+        microbatches: number of microbatches.
     """
     check("inference", len(placement), microbatches)
     groups = rounds(microbatches, len(placement))
     orders = [[Forward(*unit) for unit in depth_first(stages, groups)] for stages in placement]
-    return connect(orders, placement)
+    return insert_transfers(orders, placement)

@@ -1,4 +1,4 @@
-"""A few forwards ahead, then a forward and a backward in turn: as little memory as keeps all ranks busy."""
+"""1F1B schedules: a few forwards ahead, then a forward and a backward in turn, in the least memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from d9d_core.extend import Action, Backward, Forward, Program
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import loop
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import loop
 from d9d_pipeline.schedule.units import check, depth_first, rounds
 
 
@@ -17,7 +17,9 @@ def one_forward_one_backward(ranks: int, microbatches: int) -> Sequence[Program]
     Rank r holds at most ``ranks - r`` microbatches.
     """
     check("1f1b", ranks, microbatches)
-    return connect([_order((rank,), ranks, ranks - 1 - rank, microbatches) for rank in range(ranks)], loop(ranks, 1))
+    return insert_transfers(
+        [_order((rank,), ranks, ranks - 1 - rank, microbatches) for rank in range(ranks)], loop(ranks, 1)
+    )
 
 
 def interleaved_one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sequence[Program]:
@@ -33,7 +35,7 @@ def interleaved_one_forward_one_backward(ranks: int, microbatches: int, stages_p
         # Megatron's number: the first backward meets a rank after two steps for each rank behind it.
         ahead = (stages_per_rank - 1) * largest + 2 * (ranks - 1 - rank)
         orders.append(_order(stages, ranks, ahead, microbatches))
-    return connect(orders, placement)
+    return insert_transfers(orders, placement)
 
 
 def _order(stages: Sequence[int], ranks: int, ahead: int, microbatches: int) -> list[Action]:

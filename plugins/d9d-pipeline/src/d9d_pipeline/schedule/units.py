@@ -1,4 +1,4 @@
-"""What the schedules share: limits on their arguments, and the order of stage-microbatches on a rank."""
+"""Checks of arguments and orders of stage-microbatches that the schedules share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Unit = tuple[int, int]
 
 
 def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
-    """Refuse what a schedule cannot do.
+    """Refuse arguments that a schedule cannot take.
 
     Raises:
         ValueError: there are too few microbatches; the text says how many it takes.
@@ -22,7 +22,7 @@ def check(name: str, ranks: int, microbatches: int, least: int = 1) -> None:
 
 
 def rounds(microbatches: int, ranks: int) -> list[range]:
-    """Microbatches in groups of about as many as there are ranks, and no fewer unless that is all there are.
+    """Groups of about as many microbatches as there are ranks, and no fewer unless that is all there are.
 
     A group passes through one stage of a rank after the other, so with fewer than ``ranks`` in it the ranks would wait
     for a microbatch to come around.
@@ -33,5 +33,5 @@ def rounds(microbatches: int, ranks: int) -> list[range]:
 
 
 def depth_first(stages: Sequence[int], groups: Sequence[range]) -> list[Unit]:
-    """Each group of microbatches through all ``stages`` before the next group."""
+    """Order that takes each group of microbatches through all ``stages`` before the next group."""
     return [(stage, microbatch) for group in groups for stage in stages for microbatch in group]

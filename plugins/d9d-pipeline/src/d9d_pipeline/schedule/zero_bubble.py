@@ -1,4 +1,4 @@
-"""Gradients of weights, which nobody waits for, fill the gaps of 1F1B."""
+"""ZB-H1: 1F1B whose bubbles are filled with weight gradients."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 from d9d_core.extend import Action, Forward, InputBackward, Program, WeightBackward
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import loop
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.placement import loop
 from d9d_pipeline.schedule.units import check, depth_first, rounds
 
 
 def zb1p(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sequence[Program]:
     """ZB-H1 (Qi et al. 2024, arXiv:2401.10241, section 2.1), with several stages on each rank if asked for.
 
-    Rank r starts gradients of weights r backwards late, so that every rank holds what the first one does.
+    Rank r starts weight gradients r backwards late, so that every rank holds what the first one does.
     """
     check("zb1p", ranks, microbatches)
     placement = loop(ranks, stages_per_rank)
@@ -32,4 +32,4 @@ def zb1p(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Sequence[Pr
                 order.append(WeightBackward(*backwards[step - rank]))
         order += (WeightBackward(*unit) for unit in backwards[max(0, len(backwards) - rank) :])
         orders.append(order)
-    return connect(orders, placement)
+    return insert_transfers(orders, placement)

@@ -6,30 +6,30 @@ from collections.abc import Sequence
 
 from d9d_core.extend import Action, Forward, InputBackward, Program
 
-from d9d_pipeline.communication import connect
-from d9d_pipeline.placement import vee
-from d9d_pipeline.schedule.counted import Counted
-from d9d_pipeline.schedule.gaps import weights_into_gaps
+from d9d_pipeline.schedule.fill_bubbles import fill_bubbles
+from d9d_pipeline.schedule.insert_transfers import insert_transfers
+from d9d_pipeline.schedule.order_builder import OrderBuilder
+from d9d_pipeline.schedule.placement import vee
 from d9d_pipeline.schedule.units import check
 
 
 def zero_bubble_v(ranks: int, microbatches: int) -> Sequence[Program]:
     """ZB-V (Qi et al. 2024, arXiv:2401.10241, section 6 and figure 6): zero bubbles in the memory of 1F1B.
 
-    No rank waits between its first action and its last if forward, gradients of inputs and gradients of weights take
+    No rank waits between its first action and its last if forward, input gradients and weight gradients take
     equally long, and communication takes no time. The pattern needs ``2 * ranks - 1`` microbatches; with fewer it is
-    that pattern without the others. Up to ``ranks`` microbatches fit into memory anyway, so gradients of weights then
+    that pattern without the others. Up to ``ranks`` microbatches fit into memory anyway, so weight gradients then
     fill the gaps that the others leave.
     """
     check("zero_bubble_v", ranks, microbatches)
     orders = [_order(rank, ranks, microbatches) for rank in range(ranks)]
-    return connect(weights_into_gaps(orders) if microbatches <= ranks else orders, vee(ranks))
+    return insert_transfers(fill_bubbles(orders) if microbatches <= ranks else orders, vee(ranks))
 
 
 def _order(rank: int, ranks: int, limit: int) -> list[Action]:
     down, up = vee(ranks)[rank]
     microbatches = max(limit, 2 * ranks - 1)
-    steps = Counted(limit)
+    steps = OrderBuilder(limit)
     # What is past the limit is left out, so loops end where nothing else would follow.
     for _ in range(min(limit, 2 * (ranks - rank) - 1)):
         steps.forward(down)

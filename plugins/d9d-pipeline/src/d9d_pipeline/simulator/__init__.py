@@ -1,1 +1,1 @@
-"""How long programs take, where they wait, and what they hold, without a GPU."""
+"""Simulator of programs: times, bubbles and memory of a step, without a GPU."""

@@ -1,4 +1,4 @@
-"""How long each action takes, and what a microbatch holds."""
+"""Costs of actions: their times, and the activation memory of a microbatch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times in any unit, the same for all.
+    """Times of actions in any unit, the same for all.
 
     Attributes:
-        forward: of one microbatch.
-        backward: as a whole: both of its halves.
-        weight: of the gradients of weights alone; those of inputs take the rest of ``backward``.
-        transfer: of one tensor from one rank to another, after both sides are there.
-        overlap: what part of the shorter one of an overlapped pair is hidden behind the longer one: 0 is one after the
+        forward: time of a forward of one microbatch.
+        backward: time of a whole backward: both of its halves.
+        weight: time of the weight gradients alone; input gradients take the rest of ``backward``.
+        transfer: time of one tensor from one rank to another, after both sides are there.
+        overlap: the part of the shorter one of an overlapped pair is hidden behind the longer one: 0 is one after the
             other, 1 is both at once.
-        memory: what the activations of one microbatch take, in any unit.
+        memory: size of the activations of one microbatch, in any unit.
     """
 
     forward: PerStage = 1.0
@@ -42,7 +42,7 @@ class Costs:
 
     @classmethod
     def parse(cls, text: str) -> Costs:
-        """``f=1,b=2,w=1,t=0.1,o=0.5``; what is left out has its default, and ``w`` half of ``b``.
+        """Parse ``f=1,b=2,w=1,t=0.1,o=0.5``; what is left out has its default, and ``w`` half of ``b``.
 
         Raises:
             ValueError: a letter means nothing, or a number is none.
@@ -67,7 +67,7 @@ class Costs:
         return cls(**values)
 
     def durations(self, index: ProgramIndex) -> dict[type[Action], list[float]]:
-        """Type of a computation -> its time on each stage.
+        """Time of each type of computation on each stage.
 
         Raises:
             ValueError: costs are given for another number of stages, or a part is more than the whole.
@@ -86,7 +86,7 @@ class Costs:
 
 
 def of_stages(value: PerStage, index: ProgramIndex, name: str) -> list[float]:
-    """One number for each stage.
+    """Cost of each stage.
 
     Raises:
         ValueError: there are not as many numbers as stages.

@@ -1,4 +1,4 @@
-"""What a rank holds at most, from the order of its actions alone."""
+"""Peak memory of a rank, from the order of its actions alone."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from d9d_core.extend import (
 def live(program: Program, weights: Sequence[float], training: bool = True) -> float:
     """Most activations held at a time.
 
-    They are held from a forward to the end of its backward, or of its gradients of weights if those come apart; without
+    They are held from a forward to the end of its backward, or of its weight gradients if those come apart; without
     training, while the forward runs.
 
     Args:
-        program: of one rank.
-        weights: what those of one microbatch take, for each stage.
+        program: program of one rank.
+        weights: size of the activations of one microbatch, for each stage.
         training: whether there are backwards.
     """
     held = most = 0.0
@@ -43,7 +43,7 @@ def live(program: Program, weights: Sequence[float], training: bool = True) -> f
 
 
 def inbox(program: Program) -> int:
-    """Most tensors that memory is offered for, and that no computation has taken yet."""
+    """Most received tensors that no computation has taken yet."""
     offered = most = 0
     waiting = set()
     for action in program:

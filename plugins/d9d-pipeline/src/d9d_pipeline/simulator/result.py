@@ -1,4 +1,4 @@
-"""What a simulated step took."""
+"""Result of a simulation: times, bubbles, memory and the critical path of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COMPUTES = (Forward, Backward, InputBackward, WeightBackward, Overlap)
 
 
 class Span(NamedTuple):
-    """One computation in time."""
+    """Start and end of one computation."""
 
     action: Action
     begin: float
@@ -39,20 +39,20 @@ class Simulation:
 
     @property
     def ranks(self) -> int:
-        """Of the pipeline."""
+        """Number of pipeline ranks."""
         return len(self.index.programs)
 
     def stages(self, rank: int) -> list[int]:
-        """Of a rank, in the order in which a microbatch meets them."""
+        """Stages of a rank, in the order in which a microbatch meets them."""
         return [stage for stage, host in enumerate(self.index.hosts) if host == rank]
 
     @cached_property
     def makespan(self) -> float:
-        """From the first action of any rank to the last one."""
+        """Time from the first action of any rank to the last one."""
         return max(self.ends, default=0.0)
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """The computations of a rank, in order."""
+        """Computations of a rank, in order."""
         first = self.index.first[rank]
         for number, action in enumerate(self.index.programs[rank], first):
             if isinstance(action, _COMPUTES):
@@ -60,18 +60,18 @@ class Simulation:
 
     @cached_property
     def busy(self) -> list[float]:
-        """Rank -> how long it computes."""
+        """Time that each rank computes."""
         return [sum(span.end - span.begin for span in self.spans(rank)) for rank in range(self.ranks)]
 
     @cached_property
     def bubble(self) -> float:
-        """Part of the step that ranks are idle, on average; the start and the end of the pipeline included."""
+        """Idle part of the step, averaged over ranks; the start and the end of the pipeline included."""
         total = self.ranks * self.makespan
         return 1 - sum(self.busy) / total if total else 0.0
 
     @cached_property
     def inner_bubble(self) -> float:
-        """Part of its time between its own first and last computation that the idlest rank waits.
+        """Idle part of the time between its own first and last computation, of the idlest rank.
 
         That is what papers on zero bubbles count: as soon as a rank is done, it goes on with the next step.
         """
@@ -84,7 +84,7 @@ class Simulation:
 
     @cached_property
     def sent(self) -> list[int]:
-        """Rank -> number of tensors it sends to other ranks."""
+        """Number of tensors that each rank sends to other ranks."""
         counts = [0] * self.ranks
         for (source, _), pairs in self.index.channels().items():
             counts[source] += len(pairs)
@@ -97,7 +97,7 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> list[Action]:
-        """Computations and sends of which each one starts when the one before it ends, from the start to the end.
+        """Computations and sends of which each starts when the one before it ends, from start to end.
 
         None of them can take longer without the whole step taking longer.
         """

@@ -1,4 +1,4 @@
-"""Runs programs in simulated time."""
+"""Simulation of programs in discrete events."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def simulate(
     buffers: int | None = None,
     training: bool = True,
 ) -> Simulation:
-    """Run the programs of all ranks, each action as soon as its rank and its inputs are there.
+    """Simulate the programs of all ranks; each action starts as soon as its rank and its inputs are ready.
 
     A rank computes one thing at a time. A transfer starts when its tensor was sent, memory for it was offered and the
     transfer before it, from the same rank to the same rank, is over; nobody but the computation that needs the tensor
     waits for it. Every action is looked at once.
 
     Args:
-        programs: of all ranks.
+        programs: programs of all ranks.
         costs: times; by default a backward takes two forwards, and communication nothing.
-        buffers: how many tensors may be on their way from one rank to another before the next send waits; ``None`` is
-            any number.
+        buffers: number of tensors that may be on their way from one rank to another before the next send waits;
+            ``None`` is any number.
         training: whether there are backwards.
 
     Raises:
@@ -39,23 +39,23 @@ def simulate(
     index = ProgramIndex.of(programs)
     if problems := problems_of(index, training):
         raise BuildError(f"pipeline: invalid programs: {'; '.join(problems[:5])}")
-    clockwork = _Clockwork(index, costs, buffers)
-    if not clockwork.run():
+    events = _EventLoop(index, costs, buffers)
+    if not events.run():
         raise BuildError(f"pipeline: {find_deadlock(index, buffers)}")
     memory = of_stages(costs.memory, index, "memory")
     return Simulation(
         index=index,
-        begins=clockwork.begins,
-        ends=clockwork.ends,
-        arrivals=clockwork.arrivals,
-        causes=clockwork.causes,
+        begins=events.begins,
+        ends=events.ends,
+        arrivals=events.arrivals,
+        causes=events.causes,
         peak_live=[live(program, memory, training) for program in programs],
         inbox=[inbox(program) for program in programs],
     )
 
 
-class _Clockwork:
-    """The state of a run: times of all actions by their number."""
+class _EventLoop:
+    """State of a simulation: times of all actions by their number."""
 
     def __init__(self, index: ProgramIndex, costs: Costs, buffers: int | None) -> None:
         count = index.first[-1]
@@ -80,7 +80,7 @@ class _Clockwork:
         self._issued = bytearray(count)
 
     def run(self) -> bool:
-        """Whether all programs came to their end."""
+        """Run all programs; whether they came to their end."""
         index, needs, pairs, arrivals = self._index, self._needs, self._pairs, self.arrivals
         begins, ends, causes = self.begins, self.ends, self.causes
         ranks = len(index.programs)
@@ -120,7 +120,7 @@ class _Clockwork:
         return place == index.first[1:]
 
     def _issue(self, number: int, time: float, pair: tuple[int, int, int]) -> bool:
-        """Note that one side of a transfer is ready; whether both are."""
+        """Record that one side of a transfer is ready; whether both are."""
         send, receive, before = pair
         self.ends[number] = time
         self._issued[number] = 1

@@ -1,0 +1,1 @@
+"""Op ``attention``: reference, slot and backends."""

@@ -1,0 +1,67 @@
+"""Op ``attention``: causal softmax attention inside documents, with grouped key and value heads.
+
+Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
+
+The slot's static facts are ``head_dim``, ``query_heads``, ``key_value_heads``, ``causal`` and ``window``; a backend
+refuses a window it does not compute. A backend is a function ``(query, key, value, mask)``, where ``mask`` is
+``documents`` as :func:`attention` reads them, or, if the function has an attribute ``prepare``, what that returned; see
+:class:`d9d_nn.ops.attention.slot.AttentionSlot`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def visible(length: int, documents: Tensor | None, device: torch.device, window: int | None = None) -> Tensor:
+    """Mask of the keys that a query sees: its own and earlier positions, in its document and window.
+
+    Args:
+        length: S.
+        documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
+        device: device of the result.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+
+    Returns:
+        bool [S, S], or [B, S, S] with documents; ``[..., query, key]``. The diagonal is always true.
+    """
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
+    if window is not None:
+        seen = seen.triu_(1 - window)
+    if documents is None:
+        return seen
+    return seen & (documents[:, :, None] == documents[:, None, :])
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None, *, window: int | None = None
+) -> Tensor:
+    """Reference: ``softmax(query @ key.T / sqrt(D), over visible keys) @ value``, the softmax in float32 or wider.
+
+    Query head n reads key and value head ``n // G`` (Ainslie et al. 2023, "GQA", section 2.2). The scores of all pairs
+    exist at once: [B, N, S, S].
+
+    Args:
+        query: [B, S, N, D].
+        key: [B, S, K, D].
+        value: [B, S, K, D].
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        window: a query sees a key iff ``0 <= query position - key position < window`` (Beltagy et al. 2020,
+            "Longformer", section 3.1, causal); ``None`` for all earlier keys.
+
+    Returns:
+        [B, S, N, D] in the dtype of ``value``.
+    """
+    samples, length, heads, features = query.shape
+    grouped = query.view(samples, length, key.shape[2], -1, features)
+    scores = torch.einsum("bskgd,btkd->bkgst", grouped, key) / math.sqrt(features)
+    mask = visible(length, documents, query.device, window)
+    if documents is not None:
+        mask = mask[:, None, None]
+    widest = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=widest)
+    mixed = torch.einsum("bkgst,btkd->bskgd", probabilities.to(value.dtype), value)
+    return mixed.reshape(samples, length, heads, features)

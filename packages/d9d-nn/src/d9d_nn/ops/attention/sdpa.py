@@ -1,0 +1,84 @@
+"""Backend ``sdpa`` of ``attention``: PyTorch's fused scaled dot product attention.
+
+Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from d9d_core.extend import Decision, OpSignature
+from torch import Tensor
+from torch.nn import functional
+
+from d9d_nn.ops.attention.reference import visible
+
+_FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
+
+
+def supports(signature: OpSignature) -> Decision:
+    """Accept causal attention in any floating-point dtype, on any device."""
+    if signature.dtype not in _FLOATS:
+        return Decision(
+            accept=False, reason=f"needs one of {', '.join(sorted(_FLOATS))}, the model is {signature.dtype}"
+        )
+    if not signature.static.get("causal", True):
+        return Decision(accept=False, reason="computes causal attention only")
+    masks = "with documents it reads a mask of S x S per sample, without them none"
+    if signature.static.get("window") is not None:
+        masks = "a window makes it read a mask of S x S, per sample with documents"
+    return Decision(accept=True, reason=f"fused, torch picks the kernel; {masks}", priority=10)
+
+
+def build(signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend for this device and window."""
+    # On CUDA, the flash and cuDNN kernels read grouped heads, in 16 bits and without a mask. What is left would be the
+    # kernel that holds all scores, so for the others heads are repeated. On CPU all kernels read grouped heads.
+    on_cuda = signature.device == "cuda"
+    grouped = not on_cuda or signature.dtype in ("bfloat16", "float16")
+    return Sdpa(signature.static.get("window"), grouped=grouped, grouped_with_mask=signature.device == "cpu")
+
+
+class Sdpa:
+    """Attention by ``scaled_dot_product_attention``.
+
+    Args:
+        window: number of positions that a query sees, its own included; ``None`` for all.
+        grouped: whether the kernels that read no mask read grouped heads; if not, they are repeated.
+        grouped_with_mask: whether the kernels that read a mask read grouped heads.
+    """
+
+    def __init__(self, window: int | None, *, grouped_with_mask: bool, grouped: bool = True) -> None:
+        self._window = window
+        self._grouped = grouped
+        self._grouped_with_mask = grouped_with_mask
+
+    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+        """Make the mask: bool [B, 1, S, S] with documents, [S, S] with a window, else ``None`` for plain causal."""
+        if documents is not None:
+            return visible(length, documents, device, self._window)[:, None]
+        if self._window is not None and self._window < length:
+            return visible(length, None, device, self._window)
+        return None
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
+        groups = query.shape[2] // key.shape[2]
+        grouped = groups > 1 and (self._grouped if mask is None else self._grouped_with_mask)
+        if groups > 1 and not grouped:
+            key, value = _repeat(key, groups), _repeat(value, groups)
+        mixed = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=grouped,
+        )
+        return mixed.transpose(1, 2)
+
+
+def _repeat(heads: Tensor, groups: int) -> Tensor:
+    """Repeat each head G times in a row, [B, S, K, D] -> [B, S, K * G, D]."""
+    return heads.repeat_interleave(groups, dim=2)

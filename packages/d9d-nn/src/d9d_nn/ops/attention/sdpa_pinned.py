@@ -1,0 +1,101 @@
+"""Backends ``sdpa_flash``, ``sdpa_cudnn``, ``sdpa_efficient`` of ``attention``: ``sdpa`` held to one kernel.
+
+For those who measure kernels or must rule some out. None is ever chosen by itself: ``sdpa`` lets torch pick among the
+same kernels with the call's shapes in view.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from d9d_core.extend import Decision, JobError, OpSignature
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from d9d_nn.ops.attention.sdpa import Sdpa
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedKernel:
+    """Kernel of PyTorch's attention, and the signatures that it computes.
+
+    Attributes:
+        name: name of the kernel, as people say it.
+        dtypes: it computes in these.
+        widest_head: greatest number of features of a head.
+        head_multiple: the number of features is a multiple of this.
+        grouped: reads grouped heads where it reads no mask.
+        masks: reads a mask.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    widest_head: int
+    head_multiple: int
+    grouped: bool
+    masks: bool
+
+    def supports(self, signature: OpSignature) -> Decision:
+        """Accept what the kernel computes, with priority 0."""
+        if refusal := self._refusal(signature):
+            return Decision(accept=False, reason=refusal)
+        masks = "" if self.masks else "; refuses documents when it is called, as it reads no mask"
+        return Decision(accept=True, reason=f"{self.name} alone; only by name, as sdpa picks among all kernels{masks}")
+
+    def build(self, signature: OpSignature) -> Callable[..., Tensor]:
+        """Backend for this window."""
+        return _Pinned(self, signature.static.get("window"))
+
+    def _refusal(self, signature: OpSignature) -> str | None:
+        head_dim = signature.static.get("head_dim")
+        if signature.device != "cuda":
+            return f"{self.name} is a kernel of CUDA, the device is {signature.device}"
+        if signature.dtype not in self.dtypes:
+            return f"{self.name} needs one of {', '.join(self.dtypes)}, the model is {signature.dtype}"
+        if not signature.static.get("causal", True):
+            return "computes causal attention only"
+        if head_dim is not None and (head_dim > self.widest_head or head_dim % self.head_multiple):
+            return (
+                f"{self.name} needs head_dim up to {self.widest_head}, a multiple of {self.head_multiple}; "
+                f"here it is {head_dim}"
+            )
+        if signature.static.get("window") is not None and not self.masks:
+            return f"a window needs a mask, and {self.name} reads none"
+        return None
+
+
+class _Pinned(Sdpa):
+    def __init__(self, kernel: PinnedKernel, window: int | None) -> None:
+        super().__init__(window, grouped=kernel.grouped, grouped_with_mask=False)
+        self._kernel = kernel
+        self._backend: SDPBackend = _BACKENDS[kernel.name]
+
+    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+        if documents is not None and not self._kernel.masks:
+            raise JobError(
+                f"kernels.attention: {self._kernel.name} reads no mask, but the microbatch has documents; "
+                "choose sdpa, sdpa_efficient or flex, or data of one document per sample"
+            )
+        return super().prepare(documents, length, device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        with sdpa_kernel(self._backend):
+            return super().__call__(query, key, value, mask)
+
+
+# Widths: where forward and backward both run on every GPU since compute capability 8.0 (cuDNN goes further on some).
+FLASH = PinnedKernel("flash attention", ("bfloat16", "float16"), 256, 8, grouped=True, masks=False)
+CUDNN = PinnedKernel("cuDNN attention", ("bfloat16", "float16"), 128, 8, grouped=True, masks=True)
+EFFICIENT = PinnedKernel(
+    "memory-efficient attention", ("bfloat16", "float16", "float32"), 2**16, 8, grouped=False, masks=True
+)
+
+_BACKENDS = {
+    FLASH.name: SDPBackend.FLASH_ATTENTION,
+    CUDNN.name: SDPBackend.CUDNN_ATTENTION,
+    EFFICIENT.name: SDPBackend.EFFICIENT_ATTENTION,
+}

@@ -1,0 +1,66 @@
+"""Slot of ``attention``, which lets a backend make its mask once for all layers.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from d9d_core.extend import OpSlot
+from torch import Tensor
+
+from d9d_nn.ops.attention.reference import attention
+
+
+class AttentionSlot(OpSlot):
+    """Slot of a call of attention.
+
+    A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
+    mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
+
+    Args:
+        query_heads: N.
+        key_value_heads: K.
+        head_dim: D.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+    """
+
+    def __init__(self, *, query_heads: int, key_value_heads: int, head_dim: int, window: int | None) -> None:
+        super().__init__(
+            "attention",
+            attention if window is None else partial(attention, window=window),
+            query_heads=query_heads,
+            key_value_heads=key_value_heads,
+            head_dim=head_dim,
+            causal=True,
+            window=window,
+        )
+        self._prepare: Callable[[Tensor | None, int, torch.device], Any] = _documents
+
+    @property
+    def mask_key(self) -> tuple[str, int | None]:
+        """Key of everything that a mask depends on, but for the documents."""
+        return self.backend, self.static["window"]
+
+    def bind(self, backend: str, function: Callable[..., Any]) -> None:
+        """Replace the function that calls go to, and with it how masks are made."""
+        super().bind(backend, function)
+        self._prepare = getattr(function, "prepare", _documents)
+
+    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Any:
+        """Make the mask that calls take.
+
+        Args:
+            documents: int64 [B, S]; ``None`` if a sample is one document.
+            length: S.
+            device: device of queries and keys.
+        """
+        return self._prepare(documents, length, device)
+
+
+def _documents(documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG001
+    return documents

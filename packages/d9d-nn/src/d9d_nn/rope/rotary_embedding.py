@@ -1,0 +1,73 @@
+"""Rotary position embeddings: the angles of each position.
+
+Shapes: B samples, S positions, D features of a head.
+"""
+
+from __future__ import annotations
+
+from d9d_core.extend import BuildError
+from torch import Tensor, nn
+
+from d9d_nn.rope.scaling import RopeScaling
+from d9d_nn.rope.scaling_frequencies import rotary_frequencies
+
+
+class Rotation:
+    """Cosines and sines of each pair of features at each position, shared by all layers of a stage.
+
+    Neither a tuple nor a dataclass: FSDP's mixed precision casts the tensors that it finds in either, and rounded
+    angles would place distant tokens wrongly.
+
+    Args:
+        cos: float32 [B or 1, S, D/2]; YaRN multiplies it and the sine by its attention factor.
+        sin: float32 [B or 1, S, D/2].
+    """
+
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos = cos
+        self.sin = sin
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotation of positions by angles ``position * theta ** (-2 i / D)`` for pair i (Su et al. 2021, section 3.2.2).
+
+    Holds no buffer: the frequencies are a handful of numbers, and what is not stored needs no initialisation.
+
+    Args:
+        head_dim: D.
+        theta: the longest wavelength is ``2 pi theta``.
+        scaling: change of frequencies for sequences longer than those of pretraining.
+
+    Raises:
+        BuildError: dynamic scaling of heads with a single pair.
+    """
+
+    def __init__(self, head_dim: int, *, theta: float, scaling: RopeScaling | None = None) -> None:
+        super().__init__()
+        if scaling is not None and scaling.type == "dynamic" and head_dim <= 2:
+            raise BuildError(
+                f"rope_scaling: dynamic scaling needs heads of more than one pair of features, head_dim is {head_dim}; "
+                "choose a larger head_dim, or linear scaling"
+            )
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """Compute the angles in float32.
+
+        Dynamic scaling depends on S, so every position of the sample must be there, also on a rank that computes with
+        a part of them.
+
+        Args:
+            positions: int64 [B or 1, S].
+        """
+        length, device = positions.shape[1], positions.device
+        frequencies, factor = rotary_frequencies(self.head_dim, self.theta, self.scaling, length, device)
+        angles = positions.unsqueeze(-1).float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        return Rotation(cos=cos, sin=sin)

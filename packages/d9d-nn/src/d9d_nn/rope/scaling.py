@@ -1,0 +1,172 @@
+"""Scaling of rotary positions to sequences longer than those of pretraining, as jobs and config.json state it.
+
+Reads without torch; :mod:`d9d_nn.rope.scaling_frequencies` computes what is described here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from d9d_core.extend import CheckpointError, Section
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, ValidationInfo, field_validator
+
+
+class _Scaling(Section):
+    factor: float = Field(ge=1, allow_inf_nan=False)
+    """How many times longer sequences become."""
+
+
+class LinearScaling(_Scaling):
+    """Position interpolation: every angle divided by ``factor`` (Chen et al. 2023, arXiv 2306.15595, section 2.3)."""
+
+    type: Literal["linear"] = "linear"
+    """Selects the method."""
+
+
+class DynamicScaling(_Scaling):
+    """Dynamic NTK: sequences longer than the original maximum get a larger theta, which depends on their length.
+
+    The length is that of the whole sample, so a document packed with others is not rotated as it is alone.
+    """
+
+    type: Literal["dynamic"] = "dynamic"
+    """Selects the method."""
+
+    original_max_positions: int = Field(gt=0)
+    """Longest sequence of pretraining; up to it nothing changes. Hugging Face: ``max_position_embeddings``."""
+
+
+class YarnScaling(_Scaling):
+    """YaRN: slow pairs are interpolated, fast ones are not (Peng et al. 2023, arXiv 2309.00071, section 3)."""
+
+    model_config = ConfigDict(validate_default=True)  # or mscale alone would pass
+
+    type: Literal["yarn"] = "yarn"
+    """Selects the method."""
+
+    original_max_positions: int = Field(gt=0)
+    """Longest sequence of pretraining."""
+
+    beta_fast: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    """Pairs that turn more often than this within the original maximum stay as they are."""
+
+    beta_slow: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Pairs that turn less often than this are interpolated; smaller than ``beta_fast``."""
+
+    attention_factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Multiplies cosine and sine, so its square multiplies the scores; null takes what the paper fitted."""
+
+    mscale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """With ``mscale_all_dim``, the attention factor is the quotient of the two fits (DeepSeek-V2)."""
+
+    mscale_all_dim: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """See ``mscale``; one without the other is refused."""
+
+    truncate: bool = True
+    """Round the bounds between fast and slow pairs to whole pairs."""
+
+    @field_validator("beta_slow")
+    @classmethod
+    def _slower_than_fast(cls, value: float, info: ValidationInfo) -> float:
+        fast = info.data.get("beta_fast")
+        if fast is not None and value >= fast:
+            raise ValueError(f"{value:g} is not smaller than beta_fast = {fast:g}")
+        return value
+
+    @field_validator("mscale_all_dim")
+    @classmethod
+    def _both_or_none(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if (value is None) != (info.data.get("mscale") is None):
+            raise ValueError("mscale and mscale_all_dim have an effect only together; give both or neither")
+        if value is not None and info.data.get("attention_factor") is not None:
+            raise ValueError("attention_factor replaces what mscale and mscale_all_dim give; remove one or the other")
+        return value
+
+
+class Llama3Scaling(_Scaling):
+    """Llama 3.1: like YaRN with bounds on wavelengths and no attention factor (Grattafiori et al. 2024)."""
+
+    type: Literal["llama3"] = "llama3"
+    """Selects the method."""
+
+    original_max_positions: int = Field(gt=0)
+    """Longest sequence of pretraining."""
+
+    low_freq_factor: float = Field(gt=0, allow_inf_nan=False)
+    """Wavelengths above ``original_max_positions / low_freq_factor`` are stretched by ``factor``."""
+
+    high_freq_factor: float = Field(gt=0, allow_inf_nan=False)
+    """Wavelengths below ``original_max_positions / high_freq_factor`` stay as they are."""
+
+    @field_validator("high_freq_factor")
+    @classmethod
+    def _higher_than_low(cls, value: float, info: ValidationInfo) -> float:
+        low = info.data.get("low_freq_factor")
+        if low is not None and value <= low:
+            raise ValueError(f"{value:g} is not greater than low_freq_factor = {low:g}")
+        return value
+
+
+RopeScaling = Annotated[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling, Field(discriminator="type")]
+
+_SCALING: TypeAdapter[LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling] = TypeAdapter(RopeScaling)
+
+#: what config.json has beside a scaling: other fields of ours, or the two spellings of its type.
+_BESIDE = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def scaling_from_hugging_face(
+    parameters: Mapping[str, Any], max_positions: int
+) -> LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None:
+    """Read the scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
+
+    Args:
+        parameters: that mapping, empty if there is none. A ``rope_theta`` in it is left to the caller.
+        max_positions: ``max_position_embeddings`` of the same file.
+
+    Returns:
+        ``None`` for type ``default``.
+
+    Raises:
+        CheckpointError: the method is unknown, rotates a part of each head only, or has impossible settings.
+    """
+    where = "config.json: rope_parameters"
+    part = parameters.get("partial_rotary_factor")
+    if part not in (None, 1):
+        raise CheckpointError(f"{where}.partial_rotary_factor is {part!r}; heads are rotated whole here, as with 1.0")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind == "default":
+        return None
+    # Files write null for what they leave to the default.
+    values = {key: value for key, value in parameters.items() if key not in _BESIDE and value is not None}
+    original = values.pop(_ORIGINAL, max_positions)
+    if kind != "linear":
+        values["original_max_positions"] = max_positions if kind == "dynamic" else original
+    if kind == "yarn":
+        values.setdefault("factor", max_positions / original)
+        # transformers reads them in pairs and only where no attention factor is given.
+        if "attention_factor" in values or not (values.get("mscale") and values.get("mscale_all_dim")):
+            values = {key: value for key, value in values.items() if not key.startswith("mscale")}
+    try:
+        return _SCALING.validate_python({"type": kind, **values})
+    except ValidationError as error:
+        problems = (": ".join((*map(str, line["loc"][1:]), line["msg"])) for line in error.errors())
+        raise CheckpointError(f"{where} of rope_type {kind!r} cannot be used: {'; '.join(problems)}") from error
+
+
+def scaling_to_hugging_face(
+    scaling: LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None,
+) -> dict[str, Any]:
+    """Write the fields of ``rope_parameters`` of a config.json beside ``rope_theta``.
+
+    For ``dynamic``, ``max_position_embeddings`` must be its ``original_max_positions``: the file has no other place.
+    """
+    if scaling is None:
+        return {"rope_type": "default"}
+    values = scaling.model_dump(exclude_none=True)
+    original = values.pop("original_max_positions", None)
+    if original is not None and scaling.type != "dynamic":
+        values[_ORIGINAL] = original
+    return {"rope_type": values.pop("type"), **values}

@@ -1,0 +1,81 @@
+"""Rotary frequencies under each scaling.
+
+Shapes: S positions, D features of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+
+def rotary_frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None, length: int, device: torch.device
+) -> tuple[Tensor, float]:
+    """Angle per position of each pair of features, and what multiplies cosine and sine.
+
+    Nothing here waits for the device: everything but the pairs' indices is a number of the host.
+
+    Args:
+        head_dim: D.
+        theta: base of the frequencies.
+        scaling: ``None`` for the frequencies of Su et al. 2021.
+        length: S of the whole sample; only ``dynamic`` reads it.
+        device: device of the frequencies.
+
+    Returns:
+        float32 [D/2], and a factor for cosine and sine.
+    """
+    if isinstance(scaling, DynamicScaling) and length > scaling.original_max_positions:
+        stretch = scaling.factor * length / scaling.original_max_positions - (scaling.factor - 1)
+        theta = theta * stretch ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    plain = 1.0 / theta**exponents
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor, 1.0
+    if isinstance(scaling, YarnScaling):
+        return _yarn(plain, scaling, head_dim, theta), _attention_factor(scaling)
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(plain, scaling), 1.0
+    return plain, 1.0
+
+
+def _yarn(plain: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
+    def pair_that_turns(times: float) -> float:
+        """Index of the pair with this many turns within the original maximum, as a real number."""
+        return head_dim * math.log(scaling.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # transformers bounds the index of a pair by D - 1, not D/2 - 1; published models are tuned with that.
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=plain.device)
+    interpolated = ((pairs - low) / width).clamp(0, 1)
+    return plain / scaling.factor * interpolated + plain * (1 - interpolated)
+
+
+def _attention_factor(scaling: YarnScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale is not None and scaling.mscale_all_dim is not None:
+        return _fitted(scaling.factor, scaling.mscale) / _fitted(scaling.factor, scaling.mscale_all_dim)
+    return _fitted(scaling.factor, 1.0)
+
+
+def _fitted(factor: float, mscale: float) -> float:
+    """Attention factor of equation 15 of the YaRN paper, whose mscale is 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelengths = 2 * math.pi / plain
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    # 0 beyond the longest wavelength, 1 below the shortest, a line between them.
+    kept = ((scaling.original_max_positions / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * plain / scaling.factor + kept * plain

@@ -1,0 +1,1 @@
+"""Prepared corpus: documents tokenised once, and cached on disk."""

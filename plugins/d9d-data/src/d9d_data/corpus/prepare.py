@@ -1,0 +1,134 @@
+"""Preparation of a corpus: documents as token ids on disk, tokenised once for all runs that ask for the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from d9d_core.extend import DataError
+
+from d9d_data.config import CorpusConfig, DocumentsConfig
+from d9d_data.corpus.cache import cached_directory, file_digests
+from d9d_data.corpus.tokenise import Split, tokenise
+from d9d_data.sources.document import Document
+from d9d_data.sources.find import find_documents
+from d9d_data.tokenizer.select import tokenizer_identity
+
+#: Part of the cache key; raise it when the layout, or how tokens are made, changes.
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """One split of a prepared corpus.
+
+    Attributes:
+        tokens: [N] token ids, memory-mapped.
+        starts: [D + 1] where documents start, and N; memory-mapped.
+        vocab_size: one more than the largest id.
+        tokenizer: description of the tokenizer, for people.
+        unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
+        digest: identifies tokens and boundaries.
+        assets: directory with the tokenizer's files.
+    """
+
+    tokens: npt.NDArray[np.integer[Any]]
+    starts: npt.NDArray[np.int64]
+    vocab_size: int
+    tokenizer: str
+    unigram_entropy: float
+    digest: str
+    assets: Path
+
+    @property
+    def end_of_text(self) -> int:
+        """Token id that ends every document."""
+        return int(self.tokens[-1])
+
+    def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
+        """Let another process map the files anew; by default it would get a copy of all that they hold."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return _rebuilt, tuple(_Mapped(Path(str(v.filename))) if isinstance(v, np.memmap) else v for v in values)
+
+    def save_assets(self, directory: Path) -> None:
+        """Copy the tokenizer's files."""
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in self.assets.iterdir():
+            shutil.copyfile(file, directory / file.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """File of an array that another process maps."""
+
+    file: Path
+
+
+def _rebuilt(*values: Any) -> Corpus:
+    arguments: list[Any] = [map_array(value.file) if isinstance(value, _Mapped) else value for value in values]
+    return Corpus(*arguments)
+
+
+def map_array(file: Path) -> npt.NDArray[Any]:
+    """Map the array in a ``.npy`` file, which is read as it is used."""
+    array: npt.NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+    return array
+
+
+def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
+    """Find the corpus of a config in the cache, or prepare it.
+
+    Raises:
+        DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
+    """
+    documents = find_documents(config.sources, lines=isinstance(config, DocumentsConfig))
+    key = _key(config, documents)
+
+    def build(directory: Path) -> None:
+        begin = time.perf_counter()
+        note(f"preparing {len(documents):,} documents from {', '.join(config.sources)}; this happens once")
+        facts = tokenise(config, documents, directory)
+        if _key(config, documents) != key:
+            raise DataError("data.sources: a file changed while it was being read; start again when all are in place")
+        note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
+
+    return _open(cached_directory(cache_dir, key, build, note), config.split)
+
+
+def _key(config: CorpusConfig, documents: Iterable[Document]) -> str:
+    settings = {
+        "format": FORMAT,
+        "tokenizer": tokenizer_identity(config.tokenizer),
+        "end_of_text": config.end_of_text,
+        "held_out": config.held_out,
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    for document in documents:
+        raw = document.raw()
+        # The same bytes may be read in several ways, and two short documents are not one long one.
+        digest.update(f"{document.kind} {len(raw)} ".encode())
+        digest.update(raw)
+    return f"text-{digest.hexdigest()[:32]}"
+
+
+def _open(directory: Path, split: Split) -> Corpus:
+    facts = json.loads((directory / "facts.json").read_text(encoding="utf-8"))
+    tokens_file, starts_file = f"{split}.tokens.npy", f"{split}.starts.npy"
+    digests = file_digests(directory)
+    return Corpus(
+        tokens=map_array(directory / tokens_file),
+        starts=map_array(directory / starts_file),
+        vocab_size=facts["vocab_size"],
+        tokenizer=facts["tokenizer"],
+        unigram_entropy=facts["unigram_entropy"],
+        digest=hashlib.sha256((digests[tokens_file] + digests[starts_file]).encode()).hexdigest(),
+        assets=directory / "tokenizer",
+    )

@@ -1,0 +1,1 @@
+"""Order of samples, and their division over packs, ranks and microbatches."""

@@ -1,0 +1,47 @@
+"""Division of a pack's samples over ranks and microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from d9d_core.extend import DataContext, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes by which the samples of a pack are divided.
+
+    Attributes:
+        batch_size: samples of a pack, over all ranks.
+        microbatch_size: samples of a microbatch on one rank.
+        rank, ranks: this process among those that see different samples.
+    """
+
+    batch_size: int
+    microbatch_size: int
+    rank: int
+    ranks: int
+
+    @classmethod
+    def of(cls, context: DataContext) -> Self:
+        """Layout of a job.
+
+        Raises:
+            DataError: the batch cannot be divided into microbatches of equal size; names sizes that can.
+        """
+        unit = context.ranks * context.microbatch_size
+        if context.batch_size % unit:
+            below = context.batch_size // unit * unit
+            options = " or ".join(str(size) for size in (below, below + unit) if size)
+            raise DataError(
+                f"a batch of {context.batch_size} samples cannot be divided over {context.ranks} data-parallel ranks "
+                f"in microbatches of {context.microbatch_size}: it must be a multiple of {unit}; use {options}, or "
+                "another microbatch size"
+            )
+        return cls(context.batch_size, context.microbatch_size, context.rank, context.ranks)
+
+    @property
+    def share(self) -> int:
+        """Number of samples of a pack that one rank gets."""
+        return self.batch_size // self.ranks

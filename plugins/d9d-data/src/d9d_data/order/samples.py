@@ -1,0 +1,38 @@
+"""Order of samples: a function of the seed and of how many were consumed, of nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from d9d_data.order.permutation import Permutation
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """Endless sequence of samples; each epoch visits every sample once.
+
+    Attributes:
+        samples: number of samples.
+        seed: chooses the orders of all epochs.
+        shuffle: false keeps every epoch in order.
+    """
+
+    samples: int
+    seed: int
+    shuffle: bool
+
+    def take(self, first: int, count: int) -> npt.NDArray[np.int64]:
+        """Samples at places ``first`` to ``first + count`` (exclusive) of the sequence."""
+        places = np.arange(first, first + count, dtype=np.int64)
+        epochs, within = np.divmod(places, self.samples)
+        if not self.shuffle:
+            return within
+        chosen = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            # Keyed by both, so that epoch 1 of seed 0 has nothing to do with epoch 0 of seed 1.
+            chosen[here] = Permutation(self.samples, f"seed {self.seed} epoch {epoch}")(within[here])
+        return chosen

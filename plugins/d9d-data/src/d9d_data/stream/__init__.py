@@ -1,0 +1,1 @@
+"""Resumable streams of packs over a corpus."""

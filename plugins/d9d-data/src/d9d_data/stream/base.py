@@ -1,0 +1,86 @@
+"""Base of streams of packs over a corpus."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from d9d_core.extend import DataError, Pack, State
+
+from d9d_data.corpus.prepare import Corpus
+from d9d_data.stream.reader import PackReader, PackSource
+
+
+class CorpusStream:
+    """Endless stream of packs; see :class:`d9d_core.protocols.data.DataStream`.
+
+    Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
+    any pack from that number alone.
+
+    Args:
+        corpus: the documents.
+        source: builds this rank's part of any pack.
+        batch_size: samples of a pack, over all ranks.
+        workers: processes that build packs ahead.
+        identity: everything that decides which samples come when, apart from the seed; as words.
+        settings: the fields of the job file behind that, for messages.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        source: PackSource,
+        batch_size: int,
+        workers: int,
+        identity: str,
+        settings: Sequence[str],
+    ) -> None:
+        self._corpus = corpus
+        self._batch_size = batch_size
+        self._reader = PackReader(source, batch_size, workers)
+        self._consumed = 0
+        self._settings = settings
+        self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def next_pack(self) -> Pack:
+        """Microbatches of this rank in the next step: int64 CPU tensors [B, S] by the names of language modelling.
+
+        Raises:
+            DataError: a worker process died.
+        """
+        taken = self._reader.read(self._consumed)
+        self._consumed += self._batch_size
+        return taken
+
+    def state(self) -> State:
+        """Samples consumed by all ranks together, and the fingerprint of the data."""
+        return {"consumed": self._consumed, "fingerprint": self._fingerprint}
+
+    def load_state(self, state: State) -> None:
+        """Continue at ``state``; ranks, microbatch size and workers may differ from those it was saved with.
+
+        Raises:
+            DataError: the state belongs to other data.
+        """
+        consumed, fingerprint = state.get("consumed"), state.get("fingerprint")
+        if fingerprint != self._fingerprint:
+            raise DataError(
+                f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
+                f"{self._fingerprint}); the contents of the sources, tokenizer, split, held_out, "
+                f"{', '.join(self._settings[:-1])} and {self._settings[-1]} must be as they were; to train on other "
+                "data, start a new run from the saved weights"
+            )
+        if not isinstance(consumed, int) or consumed < 0:
+            raise DataError(
+                f"the checkpoint's data position is damaged: consumed is {consumed!r}; use another checkpoint"
+            )
+        self._consumed = consumed
+
+    def save_assets(self, directory: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
+        self._corpus.save_assets(directory)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any; otherwise they end with the stream."""
+        self._reader.close()

@@ -1,0 +1,144 @@
+"""Stream of whole documents in packs of similar length, for the dataset ``documents``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from d9d_core.extend import DataContext, DataError, State
+
+from d9d_data.config import DocumentsConfig
+from d9d_data.corpus.prepare import Corpus, prepare
+from d9d_data.order.layout import Layout
+from d9d_data.order.samples import SampleOrder
+from d9d_data.order.windows import WindowOrder
+from d9d_data.stream.base import CorpusStream
+from d9d_data.stream.padding import pad
+from d9d_data.stream.reader import Arrays
+
+# Batches sorted together unless the job file says otherwise: enough that the lengths in a pack differ by little.
+_WINDOW_BATCHES = 64
+
+
+def build_documents(config: DocumentsConfig, context: DataContext) -> DocumentStream:
+    """Prepare the corpus (once, then from the cache) and open its stream.
+
+    Raises:
+        DataError: the data or the sizes cannot be used; the text says what to change.
+    """
+    return DocumentStream(config, context, prepare(config, context.cache_dir, context.note))
+
+
+class DocumentStream(CorpusStream):
+    """Stream of documents, each a sample; a pack has samples of similar length.
+
+    Packs are formed globally, see :mod:`~d9d_data.order.windows`. The samples of a pack, in order of length, are dealt
+    to the ranks in turn: all ranks get as many, and their n-th microbatches are of about one length.
+
+    Which samples form a pack depends on the batch size and the window. So a state can be continued with others of these
+    only where a window ends, for the old sizes and for the new.
+    """
+
+    def __init__(self, config: DocumentsConfig, context: DataContext, corpus: Corpus) -> None:
+        layout = Layout.of(context)
+        samples = len(corpus.starts) - 1
+        order = SampleOrder(samples, context.seed, config.shuffle)
+        window = _window(config.bucket_window, samples, layout.batch_size)
+        windows = WindowOrder(order, corpus, config.sequence_length + 1, window, layout.batch_size)
+        source = DocumentPacks(corpus, windows, config.sequence_length, config.pad_multiple, layout)
+        identity = f"documents {corpus.digest} {config.sequence_length} {config.shuffle}"
+        super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
+        self._sequence_length = config.sequence_length
+        self._window = window
+
+    @property
+    def facts(self) -> State:
+        """Sizes of this split (``tokens`` before cutting), and the entropy (nats per token) of the train split."""
+        lengths = np.diff(self._corpus.starts)
+        return {
+            "vocab_size": self._corpus.vocab_size,
+            "sequence_length": self._sequence_length,
+            "tokens": len(self._corpus.tokens),
+            "documents": len(lengths),
+            "cut_documents": int(np.count_nonzero(lengths > self._sequence_length + 1)),
+            "samples": len(lengths),
+            "bucket_window": self._window,
+            "unigram_entropy": self._corpus.unigram_entropy,
+            "tokenizer": self._corpus.tokenizer,
+        }
+
+    def state(self) -> State:
+        """Samples consumed by all ranks together, the fingerprint of the data, and the sizes that form packs."""
+        return {**super().state(), "batch_size": self._batch_size, "bucket_window": self._window}
+
+    def load_state(self, state: State) -> None:
+        """Continue at ``state``; ranks, microbatch size and workers may differ from those it was saved with.
+
+        Raises:
+            DataError: the state belongs to other data, or batch size or window differ and it is inside a window.
+        """
+        before = self._consumed
+        super().load_state(state)
+        sizes = (state.get("batch_size"), state.get("bucket_window"))
+        if sizes == (self._batch_size, self._window):
+            return
+        consumed, self._consumed = self._consumed, before
+        batch_size, window = sizes
+        if not isinstance(batch_size, int) or not isinstance(window, int) or window < 1:
+            raise DataError(
+                f"the checkpoint's data position is damaged: batch_size is {batch_size!r} and bucket_window "
+                f"{window!r}; use another checkpoint"
+            )
+        if consumed % window or consumed % self._window:
+            raise DataError(
+                f"the checkpoint was saved after {consumed} samples with a batch size of {batch_size} and a "
+                f"bucket_window of {window}; with a batch size of {self._batch_size} and a bucket_window of "
+                f"{self._window}, some samples around there would come twice and others never. Keep both as they were, "
+                "or change them at a checkpoint whose number of samples is a multiple of both windows"
+            )
+        self._consumed = consumed
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPacks:
+    """Source of one rank's part of any pack of documents; see :class:`DocumentStream`."""
+
+    corpus: Corpus
+    order: WindowOrder
+    sequence_length: int
+    pad_multiple: int
+    layout: Layout
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Microbatches of [B, S], each of its own S; the shortest first."""
+        corpus, layout = self.corpus, self.layout
+        mine = self.order(consumed)[layout.rank :: layout.ranks]
+        return [
+            pad(
+                corpus.tokens,
+                corpus.starts,
+                mine[begin : begin + layout.microbatch_size],
+                self.sequence_length,
+                self.pad_multiple,
+            )
+            for begin in range(0, layout.share, layout.microbatch_size)
+        ]
+
+
+def _window(wanted: int | None, samples: int, batch_size: int) -> int:
+    """Samples of a window: a multiple of the batch size, and no more than an epoch has, or one batch."""
+    most = max(1, samples // batch_size) * batch_size
+    if wanted is None:
+        return min(most, _WINDOW_BATCHES * batch_size)
+    if wanted % batch_size:
+        below = wanted // batch_size * batch_size
+        options = " or ".join(str(size) for size in (below, below + batch_size) if 0 < size <= most)
+        raise DataError(
+            f"data.bucket_window: {wanted} samples cannot be cut into batches of {batch_size}; use {options or most}"
+        )
+    if wanted > most:
+        raise DataError(
+            f"data.bucket_window: {wanted} samples are more than the {samples} of an epoch, so a pack would hold the "
+            f"same document several times; use at most {most}"
+        )
+    return wanted

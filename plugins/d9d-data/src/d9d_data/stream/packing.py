@@ -1,0 +1,51 @@
+"""Packing: samples cut from one long row of tokens.
+
+Shapes: B samples, S positions, N tokens, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: What the loss ignores.
+NO_TARGET = -100
+
+Int64 = npt.NDArray[np.int64]
+
+
+def sample_count(tokens: int, sequence_length: int) -> int:
+    """Number of samples of ``sequence_length`` positions in a row of tokens; the last needs a token after it."""
+    return max(0, tokens - 1) // sequence_length
+
+
+def pack(
+    tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int
+) -> Mapping[str, Int64]:
+    """Cut a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
+
+    Args:
+        tokens: [N] all documents, each with its end-of-text token.
+        starts: [D + 1] where each document starts, and N.
+        samples: [B] which samples.
+        sequence_length: S.
+
+    Returns:
+        ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 where that starts another document; ``positions``
+        [B, S], counted from the start of the document or, if that lies before the sample, from the start of the sample;
+        ``documents`` [B, S], numbered from 0 in each sample.
+    """
+    first = samples[:, None] * sequence_length  # [B, 1]
+    places = first + np.arange(sequence_length + 1)  # [B, S + 1]
+    window = np.asarray(tokens[places], dtype=np.int64)  # [B, S + 1]
+    document = np.searchsorted(starts, places, side="right") - 1  # [B, S + 1]
+    here, following = document[:, :-1], document[:, 1:]  # [B, S]
+    return {
+        "tokens": np.ascontiguousarray(window[:, :-1]),
+        "targets": np.where(here == following, window[:, 1:], NO_TARGET),
+        "positions": places[:, :-1] - np.maximum(starts[here], first),
+        "documents": here - here[:, :1],
+    }

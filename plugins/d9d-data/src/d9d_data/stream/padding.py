@@ -1,0 +1,54 @@
+"""Padding: microbatches of whole documents, padded to one length.
+
+Shapes: B samples, S positions, N tokens, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from d9d_data.stream.packing import NO_TARGET
+
+Int64 = npt.NDArray[np.int64]
+
+
+def pad(
+    tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int, multiple: int
+) -> Mapping[str, Int64]:
+    """Pad a microbatch: sample i is document i, cut to ``sequence_length`` positions.
+
+    The last token of a document is predicted but predicts nothing, so a document of n tokens has n - 1 positions; one
+    that is nothing but its end-of-text token has one, without a target. S is the most positions of any sample here,
+    rounded up to a multiple of ``multiple``. Padding follows the sample as another document: no token of the sample
+    sees it, and attention over it is over something.
+
+    Args:
+        tokens: [N] all documents, each with its end-of-text token.
+        starts: [D + 1] where each document starts, and N.
+        samples: [B] which documents.
+        sequence_length: most positions of a sample; a multiple of ``multiple``.
+        multiple: divisor of S.
+
+    Returns:
+        ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding;
+        ``positions`` [B, S], counted from the start of the sample, and again from the start of padding; ``documents``
+        [B, S], 0, and 1 in padding.
+    """
+    first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
+    lengths = np.clip(available - 1, 1, sequence_length)[:, None]  # [B, 1]
+    columns = np.arange(-(-int(lengths.max()) // multiple) * multiple)  # [S]
+    inside = columns < lengths  # [B, S]
+    followed = columns < available[:, None] - 1  # [B, S]
+    end = len(tokens) - 1  # the last token of all ends a document
+    places = np.where(inside, first[:, None] + columns, end)
+    following = np.where(inside & followed, places + 1, end)
+    return {
+        "tokens": np.asarray(tokens[places], dtype=np.int64),
+        "targets": np.where(inside & followed, np.asarray(tokens[following], dtype=np.int64), NO_TARGET),
+        "positions": np.where(inside, columns, columns - lengths),
+        "documents": (~inside).astype(np.int64),
+    }

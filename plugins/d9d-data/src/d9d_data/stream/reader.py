@@ -1,0 +1,131 @@
+"""Reader of packs, built in this process or in worker processes."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from d9d_core.extend import DataError, Pack
+from torch.utils.data import DataLoader, Dataset
+
+# Packs that a worker holds ready.
+_AHEAD = 2
+
+
+#: A pack before it is one of tensors. Arrays travel between processes as bytes; tensors would travel as shared memory,
+#: with an open file each, and containers have little of that.
+Arrays = Sequence[Mapping[str, npt.NDArray[np.int64]]]
+
+
+class PackSource(Protocol):
+    """Source of any pack of one rank; can be sent to another process."""
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Build the pack that comes after ``consumed`` samples, over all ranks."""
+        ...
+
+
+class PackReader:
+    """Reader of the packs of a source, one after another. Who builds them does not change what is in them.
+
+    Worker processes start when the first pack is asked for, and stay when the place changes.
+
+    Args:
+        source: builds packs.
+        step: samples of a pack, over all ranks.
+        workers: processes that build packs ahead; 0 builds each when it is asked for.
+    """
+
+    def __init__(self, source: PackSource, step: int, workers: int) -> None:
+        self._source = source
+        self._workers = workers
+        self._places = _Places(step)
+        self._loader: DataLoader[Arrays] | None = None
+        self._packs: Iterator[Arrays] = iter(())
+        self._expected: int | None = None
+
+    def read(self, consumed: int) -> Pack:
+        """Read the pack that comes after ``consumed`` samples.
+
+        Raises:
+            DataError: a worker process failed or died.
+        """
+        if not self._workers:
+            return _tensors(self._source.pack_at(consumed))
+        try:
+            if consumed != self._expected:
+                self._start(consumed)
+            arrays = next(self._packs)
+        except RuntimeError as error:
+            self.close()
+            raise DataError(
+                f"data.workers: a process that builds packs failed or died ({error}); if memory ran out, use fewer "
+                "workers; 'data.workers: 0' builds packs in the training process and shows what is wrong"
+            ) from error
+        self._expected = consumed + self._places.step
+        return _tensors(arrays)
+
+    def close(self) -> None:
+        """End the worker processes; reading starts new ones."""
+        self._loader, self._packs, self._expected = None, iter(()), None
+
+    def _start(self, consumed: int) -> None:
+        self._places.first = consumed
+        if self._loader is None:
+            self._loader = DataLoader(
+                _Packs(self._source),
+                batch_size=None,
+                sampler=self._places,
+                num_workers=self._workers,
+                collate_fn=_as_it_is,
+                prefetch_factor=_AHEAD,
+                persistent_workers=True,
+                # Forked workers would inherit locks of threads that they do not have, and the accelerator's context.
+                multiprocessing_context="spawn",
+                worker_init_fn=_ignore_interrupts,
+                # The loader draws a seed for its workers. From the default generator, it would change the training.
+                generator=torch.Generator(),
+            )
+        # In the main thread the loader would install a handler for ended children that raises between any two lines.
+        with ThreadPoolExecutor(1) as thread:
+            self._packs = thread.submit(iter, self._loader).result()
+
+
+class _Places:
+    """Endless sequence of numbers of consumed samples, one for each pack."""
+
+    def __init__(self, step: int) -> None:
+        self.first = 0
+        self.step = step
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.first, self.step)
+
+
+class _Packs(Dataset[Arrays]):
+    """Source as a dataset of torch's data loader."""
+
+    def __init__(self, source: PackSource) -> None:
+        self._source = source
+
+    def __getitem__(self, consumed: int) -> Arrays:
+        return self._source.pack_at(consumed)
+
+
+def _tensors(arrays: Arrays) -> Pack:
+    return [{name: torch.from_numpy(values) for name, values in microbatch.items()} for microbatch in arrays]
+
+
+def _as_it_is(pack: Any) -> Any:
+    return pack
+
+
+def _ignore_interrupts(_worker: int) -> None:
+    """Ignore Ctrl-C, which reaches all processes of a terminal; the training process decides how to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""Dispatch of tokens to experts on other ranks by all-to-all."""

@@ -1,0 +1,145 @@
+"""Dispatch in flight: tokens and labels sent to the ranks of their experts, and gradients sent back.
+
+Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
+arrive, R rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from d9d_core.extend import Routing
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes, send_rows
+from d9d_moe.all_to_all.plan import make_plan, read_labels, write_labels
+from d9d_moe.all_to_all.streams import HostNumbers, SideStream
+from d9d_moe.dispatch.async_exchange import AsyncExchange, Tensors, untraced
+from d9d_moe.dispatch.permutation import summed
+
+_UNEQUAL = (
+    "AllToAllDispatcher: with a limit on the rows of an expert, all ranks must route equally many tokens with the same "
+    "top_k and limit, but some differ; give the ranks samples of equal length, or route without a capacity"
+)
+
+
+class DispatchInFlight:
+    """All-to-all exchanges of one dispatch. Collective over ``group``, as are :meth:`wait` and their backwards.
+
+    Args:
+        tokens: [T, H].
+        routing: routing of the tokens.
+        group: W ranks.
+        local: experts of each rank.
+        side: side stream of the exchanges.
+
+    Attributes:
+        plan: ranks that each token is sent to.
+        local: experts of each rank.
+        sizes: rows by rank; known after the arrival.
+        rows: R, or an upper bound of it with padding; known after the arrival.
+    """
+
+    sizes: Sizes
+    rows: int
+
+    @untraced  # streams, a wait of the host, and collectives that are awaited elsewhere
+    def __init__(
+        self, tokens: Tensor, routing: Routing, group: dist.ProcessGroup, local: int, side: SideStream
+    ) -> None:
+        self.plan = make_plan(routing.indices, group.size(), local, routing.limit)
+        self.local = local
+        self._group, self._ranks, self._side = group, group.size(), side
+        # Both are kept until the arrival, because the side stream reads them.
+        self._tokens, self._routing = tokens.detach(), routing
+        self._exchange = AsyncExchange(
+            (tokens, routing.weights), (self.plan.places, routing.indices), partial(_to_gradients, local=local)
+        )
+        self._pending: PendingTensors | None = None
+        with side.active(tokens, follow=True):
+            self._pending_sizes = self._exchange_sizes()
+        if self.plan.padded is not None:
+            self._launch()
+
+    @untraced
+    def wait(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for tokens [N, H], weights [N, k], experts int64 [N, k] with ``local`` for those of other ranks."""
+        if self._pending is None:
+            self._launch()
+        assert self._pending is not None
+        back = partial(return_gradients, sizes=self.sizes.back(), group=self._group)
+        tokens, weights, experts = self._exchange.wait(_Unpacked(self._pending), (), back)
+        return tokens, weights, experts
+
+    @property
+    def sent_slots(self) -> Tensor:
+        """Choice of a rank, of T * W, for each row that left, int64 [S]; any for padding."""
+        return self.plan.slots[: sum(self.sizes.sent)].clamp(min=0)
+
+    def _exchange_sizes(self) -> HostNumbers | None:
+        """Exchange the numbers of rows between ranks."""
+        plan, routing, ranks = self.plan, self._routing, self._ranks
+        each = Sizes((1,) * ranks, (1,) * ranks)
+        if plan.padded is None:
+            rows = routing.counts.view(ranks, self.local).sum(1)
+            theirs = send_rows(torch.stack([plan.tokens, rows], dim=1), each, self._group).wait()
+            return HostNumbers(torch.cat([plan.tokens, theirs.T.flatten()]))
+        shapes = (*routing.indices.shape, routing.limit or 0)
+        mine = torch.stack([torch.full_like(plan.tokens, number) for number in shapes], dim=1)
+        theirs = send_rows(mine, each, self._group).wait()
+        # Not public, but nothing public compares on the device: NCCL would hang where ranks disagree about sizes.
+        torch._assert_async((theirs == mine).all(), _UNEQUAL)  # noqa: SLF001
+        return None
+
+    def _launch(self) -> None:
+        """Launch both exchanges; without padding the host waits for the sizes first."""
+        plan, routing, ranks = self.plan, self._routing, self._ranks
+        if self._pending_sizes is not None:
+            numbers = self._pending_sizes.wait()
+            self.sizes = Sizes(tuple(numbers[:ranks]), tuple(numbers[ranks : 2 * ranks]))
+            self.rows = sum(numbers[2 * ranks :])
+        else:
+            even = (plan.padded or 0,) * ranks
+            self.sizes = Sizes(even, even)
+            self.rows = ranks * self.local * (routing.limit or 0)
+        slots = plan.slots[: sum(self.sizes.sent)]
+        with self._side.active(self._tokens):
+            labels = write_labels(slots, routing.indices, routing.weights.detach(), ranks, self.local)
+            rows = self._tokens.index_select(0, slots.clamp(min=0) // ranks)
+            self._pending = PendingTensors((rows, labels), self.sizes, self._group)
+
+
+class _Unpacked:
+    """Rows [N, H] and labels [N, 2 * k] in flight, received as tokens, weights and experts."""
+
+    __slots__ = ("_pending",)
+
+    def __init__(self, pending: PendingTensors) -> None:
+        self._pending = pending
+
+    def wait(self) -> Tensors:
+        rows, labels = self._pending.wait()
+        experts, weights = read_labels(labels)
+        return rows, weights, experts
+
+
+def return_gradients(grads: Tensors, _saved: Tensors, *, sizes: Sizes, group: dist.ProcessGroup) -> PendingTensors:
+    """Start to return the gradients of rows [N, ...]. Collective over ``group``."""
+    return PendingTensors(grads, sizes, group)
+
+
+def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int) -> Tensors:
+    """Gradients of tokens [T, H] and weights [T, k] from those of rows [S, H] and [S, k]."""
+    (rows, labels), (places, indices) = arrived, saved
+    return summed(rows, places, absent=True), _of_choices(labels, places, indices // local)
+
+
+def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
+    """Values [T, k] of rows [S, k], from the rank of each choice; zero for choices without an expert."""
+    if not len(rows):
+        return rows.new_zeros(ranks.shape)
+    nobody = ranks >= places.shape[1]
+    place = places.gather(1, ranks.masked_fill(nobody, 0)).clamp(max=len(rows) - 1)
+    return rows.gather(0, place).masked_fill(nobody, 0)

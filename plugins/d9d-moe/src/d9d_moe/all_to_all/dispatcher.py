@@ -1,0 +1,133 @@
+"""All-to-all dispatcher of tokens to experts on the ranks of a process group.
+
+Shapes: T tokens of this rank, H features, k experts of a token, W ranks, S rows that leave this rank, N rows that
+arrive, R rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+from d9d_core.extend import BuildError, Dispatched, Routing
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_moe.all_to_all.dispatch_in_flight import DispatchInFlight, return_gradients
+from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes
+from d9d_moe.all_to_all.streams import SideStream
+from d9d_moe.dispatch.async_exchange import AsyncExchange
+from d9d_moe.dispatch.local import sort_by_expert
+from d9d_moe.dispatch.permutation import gather_rows, sum_rows, weighted_sum
+from d9d_moe.router.routing import count_rows
+
+
+class AllToAllDispatcher:
+    """Dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
+
+    A token travels once to each rank that has some of its experts, with their numbers and weights. There it is copied
+    to them, and their weighted outputs are summed; the parts return, and the token's own rank adds them up. Gradients
+    take the same way. Sums have a fixed order, so the same input gives the same bits.
+
+    Dispatch takes three collectives (sizes, labels, tokens), combine one, and the backward of both three. On a GPU the
+    host waits once for the sizes, in :meth:`~d9d_moe.dispatch.local.Transfer.wait` of the dispatch, so after what was
+    launched in between; with ``Routing.limit`` sizes follow from shapes, rows are padded, and nothing waits.
+
+    Args:
+        group: the ranks.
+        experts: E.
+
+    Raises:
+        BuildError: the experts cannot be shared out equally.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
+        ranks = group.size()
+        if experts % ranks:
+            raise BuildError(
+                f"AllToAllDispatcher: {experts} experts cannot be shared out equally to {ranks} ranks; "
+                "choose a number of ranks that divides the number of experts"
+            )
+        self.group = group
+        self.experts = experts
+        self.local = experts // ranks
+        self._side = SideStream()
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+        """Start the dispatch of tokens [T, H] to their experts. Collective over the group.
+
+        With ``routing.limit``, all ranks must have the same T, k and limit: they are compared on the device.
+        """
+        if len(routing.counts) != self.experts:
+            raise ValueError(
+                f"AllToAllDispatcher: built for {self.experts} experts, the routing has {len(routing.counts)}; "
+                "build router and dispatcher with the same number"
+            )
+        return PendingDispatch(DispatchInFlight(tokens, routing, self.group, self.local, self._side))
+
+    def combine(self, outputs: Tensor, handle: AllToAllHandle) -> PendingCombine:
+        """Start the combine of outputs [R, H] to [T, H]. Collective over the group."""
+        parts = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=True)
+        pending = PendingTensors((parts,), handle.sizes.back(), self.group)
+        return PendingCombine(AsyncExchange((parts,)), pending, handle, self.group)
+
+
+class AllToAllHandle(NamedTuple):
+    """Row numbers and sizes of a dispatch, which its combine needs.
+
+    Attributes:
+        sizes: sizes of the exchange of tokens.
+        slots: int64 [R], which of the N * k choices of arrived rows each row of the experts is.
+        places: int64 [N, k], row of each choice; R or more for experts of other ranks.
+        weights: [N, k].
+        sent_slots: int64 [S], which of the T * W choices of ranks each row that left is.
+        sent_places: int64 [T, W], row for each rank; S or more if the token did not travel there.
+    """
+
+    sizes: Sizes
+    slots: Tensor
+    places: Tensor
+    weights: Tensor
+    sent_slots: Tensor
+    sent_places: Tensor
+
+
+class PendingDispatch:
+    """Dispatch that was started."""
+
+    __slots__ = ("_in_flight",)
+
+    def __init__(self, in_flight: DispatchInFlight) -> None:
+        self._in_flight = in_flight
+
+    def wait(self) -> Dispatched:
+        """Wait for the tokens [R, H] of the experts of this rank."""
+        in_flight = self._in_flight
+        arrived, weights, experts = in_flight.wait()  # [N, H], [N, k], [N, k]
+        slots, places = sort_by_expert(experts, min(in_flight.rows, experts.numel()))
+        handle = AllToAllHandle(in_flight.sizes, slots, places, weights, in_flight.sent_slots, in_flight.plan.places)
+        rows = gather_rows(arrived, slots, places, absent=True)
+        return Dispatched(
+            rows, count_rows(experts, in_flight.local), spare_rows=in_flight.plan.padded is not None, handle=handle
+        )
+
+
+class PendingCombine:
+    """Combine that was started."""
+
+    __slots__ = ("_exchange", "_group", "_handle", "_pending")
+
+    def __init__(
+        self, exchange: AsyncExchange, pending: PendingTensors, handle: AllToAllHandle, group: dist.ProcessGroup
+    ) -> None:
+        self._exchange = exchange
+        self._pending = pending
+        self._handle = handle
+        self._group = group
+
+    def wait(self) -> Tensor:
+        """Wait for the outputs, and sum the parts of the ranks to [T, H]."""
+        handle = self._handle
+        back = partial(return_gradients, sizes=handle.sizes, group=self._group)
+        (parts,) = self._exchange.wait(self._pending, (), back)
+        return sum_rows(parts, handle.sent_slots, handle.sent_places, absent=True)

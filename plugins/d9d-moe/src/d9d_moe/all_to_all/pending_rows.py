@@ -1,0 +1,87 @@
+"""All-to-all exchange of rows between the ranks of a group; started, and awaited later.
+
+Shapes: S rows that leave this rank, N rows that arrive; both sorted by the other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_moe.dispatch.async_exchange import untraced
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Numbers of rows that an exchange sends to and receives from each rank.
+
+    Attributes:
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def back(self) -> Sizes:
+        """Sizes of the exchange in the other direction."""
+        return Sizes(self.received, self.sent)
+
+
+class PendingRows:
+    """Rows in flight. Neither what leaves nor what arrives may be touched before :meth:`wait`.
+
+    Args:
+        leaving: kept alive until then.
+        arriving: [N, ...].
+        work: handle of the collective.
+    """
+
+    __slots__ = ("_arriving", "_leaving", "_work")
+
+    def __init__(self, leaving: Tensor, arriving: Tensor, work: Any) -> None:
+        self._leaving: Tensor | None = leaving
+        self._arriving = arriving
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Wait for the rows [N, ...]. On a GPU its current stream waits, the host does not."""
+        self._work.wait()
+        self._leaving = None
+        if self._arriving.is_cuda:  # it may have been allocated for another stream
+            self._arriving.record_stream(torch.cuda.current_stream(self._arriving.device))
+        return self._arriving
+
+
+def send_rows(rows: Tensor, sizes: Sizes, group: dist.ProcessGroup) -> PendingRows:
+    """Start the exchange of rows [S, ...], without their gradients. Collective over ``group``."""
+    leaving = rows.detach().contiguous()
+    arriving = rows.new_empty(sum(sizes.received), *rows.shape[1:])
+    splits = list(sizes.received), list(sizes.sent)
+    work = dist.all_to_all_single(arriving, leaving, *splits, group=group, async_op=True)
+    return PendingRows(leaving, arriving, work)
+
+
+class PendingTensors:
+    """Several tensors of rows in flight between the same ranks.
+
+    Args:
+        tensors: [S, ...] each.
+        sizes: sizes of the exchange.
+        group: collective over it, once for each tensor.
+    """
+
+    __slots__ = ("_pending",)
+
+    @untraced  # knows collectives only if they are awaited at once
+    def __init__(self, tensors: Sequence[Tensor], sizes: Sizes, group: dist.ProcessGroup) -> None:
+        self._pending = [send_rows(rows, sizes, group) for rows in tensors]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Wait for the rows [N, ...] of each tensor."""
+        return tuple(pending.wait() for pending in self._pending)

@@ -1,0 +1,83 @@
+"""Plan of a dispatch: the ranks that each token is sent to, and the labels that go with it.
+
+A token travels once to each rank that has some of its experts, however many.
+
+Shapes: T tokens, k experts of a token, W ranks, S rows that leave this rank, sorted by rank, then by token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Plan(NamedTuple):
+    """Rows that leave this rank, as in :mod:`d9d_moe.dispatch.permutation`: the choices of a token are the ranks.
+
+    Attributes:
+        slots: int64 [T * W] or [S] with padding, ``token * W + rank`` of each row; -1 for padding and beyond S.
+        places: int64 [T, W], row for each rank; at least S if the token does not travel there.
+        tokens: int64 [W], tokens for each rank.
+        padded: rows reserved for each rank if that is known from shapes alone.
+    """
+
+    slots: Tensor
+    places: Tensor
+    tokens: Tensor
+    padded: int | None
+
+
+def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Plan:
+    """Make a plan from shapes and device values alone; the host reads nothing.
+
+    Args:
+        indices: int64 [T, k], experts, or their number for nobody.
+        ranks: W.
+        local: experts of each rank.
+        limit: most tokens for any expert; makes the number of rows static.
+    """
+    count = len(indices)
+    goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)
+    goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # nobody is beyond the last rank
+    nth = goes.cumsum(0)  # [T, W], counted from 1
+    tokens = goes.sum(0)
+    padded = None if limit is None else min(count, local * limit)
+    rows = count * ranks if padded is None else padded * ranks
+    first = tokens.cumsum(0) - tokens if padded is None else torch.arange(ranks, device=indices.device) * padded
+    places = torch.where(goes, first + nth - 1, count * ranks)
+    slots = torch.full((count * ranks + 1,), -1, dtype=torch.int64, device=indices.device)
+    slots.scatter_(0, places.flatten(), torch.arange(count * ranks, device=indices.device))
+    return Plan(slots[:rows], places, tokens, padded)
+
+
+def write_labels(slots: Tensor, indices: Tensor, weights: Tensor, ranks: int, local: int) -> Tensor:
+    """Write the labels of rows: experts and weights, as the receiving rank numbers them.
+
+    Args:
+        slots: int64 [S], as in :class:`Plan`.
+        indices: int64 [T, k].
+        weights: [T, k].
+        ranks: W.
+        local: experts of each rank.
+
+    Returns:
+        Integers [S, 2 * k] as wide as the weights: numbers among the receiver's experts, ``local`` for those of
+        others, and the bits of the weights, zeros for those of others.
+    """
+    safe = slots.clamp(min=0)
+    numbers = indices.index_select(0, safe // ranks) - (safe % ranks * local).unsqueeze(1)
+    foreign = (numbers < 0) | (numbers >= local) | (slots < 0).unsqueeze(1)
+    factors = weights.index_select(0, safe // ranks).masked_fill(foreign, 0)
+    wide = factors.to(torch.promote_types(factors.dtype, torch.float32))
+    integer = torch.int64 if wide.dtype == torch.float64 else torch.int32
+    return torch.cat([numbers.masked_fill(foreign, local).to(integer), wide.view(integer)], dim=1)
+
+
+def read_labels(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Read experts int64 [N, k] and weights float32 or float64 [N, k] from labels [N, 2 * k]."""
+    numbers, bits = labels.chunk(2, dim=1)
+    return numbers.to(torch.int64), bits.contiguous().view(
+        torch.float64 if bits.dtype == torch.int64 else torch.float32
+    )

@@ -1,0 +1,62 @@
+"""CUDA side stream of exchanges, and asynchronous copies of integers to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SideStream:
+    """CUDA stream of exchanges, so that they do not wait for what was launched since their rows were ready."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def active(self, tensor: Tensor, *, follow: bool = False) -> Iterator[None]:
+        """Context that launches on the side stream. Does nothing unless ``tensor`` is on CUDA.
+
+        Args:
+            tensor: one of those concerned.
+            follow: come after all that the current stream was given up to now.
+        """
+        if not tensor.is_cuda:
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        if follow:
+            self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+class HostNumbers:
+    """Integers in flight to the host, by one copy that nothing waits for until they are needed.
+
+    Args:
+        numbers: int64 [n] on any device.
+    """
+
+    __slots__ = ("_event", "_numbers")
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> list[int]:
+        """Wait on the host for the integers."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._numbers.tolist()
+        return numbers

@@ -1,0 +1,126 @@
+"""Balancers of a router: loss terms for an even load or small logits, and a bias without a loss.
+
+Shapes: B samples, S positions, T = B * S tokens, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from d9d_core.extend import LossTerm
+from torch import Tensor
+
+from d9d_moe.balancing.base import Balancer, Choice
+from d9d_moe.balancing.config import AuxiliaryLossConfig, BiasUpdateConfig, ZLossConfig
+
+
+@dataclass(frozen=True)
+class SequenceBalance:
+    """Balancing loss ``sum_i f_i P_i`` of each sample: 1 if all experts get the same, at most E / k.
+
+    f_i = E / (k S) * (how often the sample chose expert i); P_i is the mean of expert i's normalised scores:
+    DeepSeek-AI 2024, "DeepSeek-V3", equations 17 to 20. What was chosen counts, which a bias or groups may move away
+    from the k best scores of equation 18.
+
+    Layout invariant as long as a sample is whole on a rank: of samples whose positions ranks share, each part is
+    balanced for itself.
+    """
+
+    coefficient: float
+    term: ClassVar[str] = "router_balance"
+    layout_invariant: ClassVar[bool] = True
+
+    def loss_term(self) -> LossTerm:
+        """Loss term as a mean over samples."""
+        return LossTerm(self.coefficient, per="sample")
+
+    def total(self, choice: Choice) -> Tensor:
+        """Sum over samples."""
+        samples, (tokens, experts), top_k = choice.samples, choice.scores.shape, choice.indices.shape[1]
+        length = tokens // max(samples, 1)
+        chosen = choice.indices.reshape(samples, length * top_k)
+        counts = torch.zeros(samples, experts, dtype=choice.scores.dtype, device=chosen.device)
+        counts = counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+        shares = choice.shares().reshape(samples, length, experts).sum(dim=1)
+        return (counts * shares).sum() * (experts / max(top_k * length * length, 1))
+
+
+@dataclass(frozen=True)
+class BatchBalance:
+    """Balancing loss ``E * sum_i f_i P_i`` over the tokens of a microbatch: 1 if all experts get the same.
+
+    f_i is the fraction of choices that expert i got, P_i the mean of its normalised scores. Fedus et al. 2021, "Switch
+    Transformers", equations 4 to 6, for k = 1; over k choices as a fraction of all of them, so that the value does not
+    grow with k. Transformers' ``router_aux_loss_coef`` is for k times this value, over all
+    layers at once instead of their sum.
+
+    Samples may differ from each other as long as the microbatch is balanced. So the loss depends on which samples share
+    a microbatch and a rank: not layout invariant.
+    """
+
+    coefficient: float
+    term: ClassVar[str] = "router_balance"
+    layout_invariant: ClassVar[bool] = False
+
+    def loss_term(self) -> LossTerm:
+        """Loss term as a mean over microbatches, by their positions."""
+        return LossTerm(self.coefficient, per="position")
+
+    def total(self, choice: Choice) -> Tensor:
+        """Value of the microbatch times T."""
+        experts, chosen = choice.scores.shape[1], choice.indices.flatten()
+        counts = torch.zeros(experts, dtype=choice.scores.dtype, device=chosen.device)
+        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
+        return (counts * choice.shares().sum(dim=0)).sum() * (experts / max(len(chosen), 1))
+
+
+@dataclass(frozen=True)
+class ZLoss:
+    """Loss ``logsumexp(logits) ** 2``, which keeps logits small, where rounding matters less.
+
+    Zoph et al. 2022, "ST-MoE", equation 5.
+    """
+
+    coefficient: float
+    term: ClassVar[str] = "router_z"
+    layout_invariant: ClassVar[bool] = True
+
+    def loss_term(self) -> LossTerm:
+        """Loss term as a mean over positions."""
+        return LossTerm(self.coefficient, per="position")
+
+    def total(self, choice: Choice) -> Tensor:
+        """Sum over positions."""
+        return choice.logits.logsumexp(dim=-1).square().sum()
+
+
+@dataclass(frozen=True)
+class SignUpdate:
+    """Bias update ``b_i += rate * sign(mean load - load_i)``: experts below the mean become likelier by a fixed step.
+
+    Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", algorithm 1.
+    """
+
+    rate: float
+    layout_invariant: ClassVar[bool] = True
+
+    def moved(self, bias: Tensor, counts: Tensor) -> Tensor:
+        """New bias. Loads are compared as integers: an expert at exactly the mean keeps its bias."""
+        return bias + self.rate * (counts.sum() - counts * len(counts)).sign()
+
+
+def build_balancers(chosen: Iterable[AuxiliaryLossConfig | ZLossConfig | BiasUpdateConfig]) -> tuple[Balancer, ...]:
+    """Build the balancers that :class:`d9d_moe.router.top_k.TopKRouter` takes as ``balancing``."""
+    return tuple(_balancer(config) for config in chosen)
+
+
+def _balancer(config: AuxiliaryLossConfig | ZLossConfig | BiasUpdateConfig) -> Balancer:
+    if isinstance(config, BiasUpdateConfig):
+        return SignUpdate(config.rate)
+    if isinstance(config, ZLossConfig):
+        return ZLoss(config.coefficient)
+    kind = SequenceBalance if config.scope == "sequence" else BatchBalance
+    return kind(config.coefficient)

@@ -1,0 +1,1 @@
+"""Dispatch of tokens to experts of the same process, and the parts that all dispatchers share."""

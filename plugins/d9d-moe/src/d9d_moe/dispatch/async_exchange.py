@@ -1,0 +1,120 @@
+"""Asynchronous exchange of tensors whose forward and backward both overlap with other computation.
+
+Autograd runs functions backward in the order in which they were called forward, reversed. So there are two: the
+function that starts the exchange comes before what is computed meanwhile, the one that finishes it after that. In the
+backward, gradients leave in the second function and are awaited in the first. What passes between the two are values
+that are not there yet: placeholders stand in for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from d9d_core.extend import Transfer
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Tensors = tuple[Tensor, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """Exclude a function from ``torch.compile``: the graph breaks around it, and it runs as it is.
+
+    For communication that is awaited elsewhere, which Dynamo would follow only to give up half-way. Using it costs the
+    import of Dynamo.
+    """
+    opaque: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return opaque
+
+
+def as_arrived(arrived: Tensors, _saved: Tensors) -> Tensors:
+    """Use what arrived as gradients, unchanged."""
+    return arrived
+
+
+class AsyncExchange:
+    """Exchange of tensors, and the computation of their gradients from what comes back.
+
+    Args:
+        tensors: tensors that may have gradients.
+        saved: tensors that ``to_gradients`` needs; nothing else that it refers to may be large, or change in a
+            recomputation.
+        to_gradients: (what came back, ``saved``) -> a gradient for each of the tensors.
+    """
+
+    __slots__ = ("_link", "_tensors")
+
+    @untraced  # what the backward does to _Link is nothing that can be traced
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        saved: Sequence[Tensor] = (),
+        to_gradients: Callable[[Tensors, Tensors], Tensors] = as_arrived,
+    ) -> None:
+        self._link = _Link()
+        self._tensors: Tensors = _StartExchange.apply(self._link, to_gradients, len(tensors), *tensors, *saved)
+
+    @untraced
+    def wait(
+        self, pending: Transfer[Tensors], saved: Sequence[Tensor], send: Callable[[Tensors, Tensors], Transfer[Tensors]]
+    ) -> Tensors:
+        """Wait for the tensors of the exchange.
+
+        Args:
+            pending: on its way; integers among what arrives have no gradient.
+            saved: tensors that ``send`` needs, as above.
+            send: (gradients of what arrived, ``saved``) -> what comes back, on its way. Called in the backward.
+        """
+        arrived: Tensors = _FinishExchange.apply(self._link, send, pending, len(self._tensors), *self._tensors, *saved)
+        return arrived
+
+
+class _Link:
+    """State shared by both functions; no more, because it lives as long as the graph."""
+
+    __slots__ = ("back",)
+
+    def __init__(self) -> None:
+        self.back: Transfer[Tensors] | None = None
+
+
+class _StartExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, to_gradients: Any, count: int, *tensors: Tensor) -> Tensors:
+        ctx.link, ctx.to_gradients = link, to_gradients
+        ctx.dtypes = [tensor.dtype for tensor in tensors[:count]]
+        ctx.save_for_backward(*tensors[count:])
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_placeholders: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: a recomputed tensor can be unpacked only once
+        pending, ctx.link.back = ctx.link.back, None
+        grads = ctx.to_gradients(pending.wait(), saved)
+        typed = [grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return None, None, None, *typed, *(None for _ in saved)
+
+
+class _FinishExchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, link: _Link, send: Any, pending: Transfer[Tensors], count: int, *tensors: Tensor) -> Tensors:
+        ctx.link, ctx.send = link, send
+        ctx.placeholders = [(tensor.shape, tensor.dtype) for tensor in tensors[:count]]
+        ctx.save_for_backward(*tensors[count:])
+        arrived = pending.wait()
+        ctx.mark_non_differentiable(*(tensor for tensor in arrived if not tensor.is_floating_point()))
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        wanted = tuple(grad for grad in grads if grad.is_floating_point())
+        ctx.link.back = ctx.send(wanted, saved)
+        nothing = wanted[0].new_zeros(())  # expanded, it takes no memory
+        empty = [nothing.to(dtype).expand(shape) for shape, dtype in ctx.placeholders]
+        return None, None, None, None, *empty, *(None for _ in saved)

@@ -1,0 +1,161 @@
+"""Copies of tokens to rows and sums of rows to tokens, each the other's backward.
+
+Written out, because autograd's gradient of an index adds rows up atomically: in any order, and in the narrow dtype.
+Sums run over the experts of a token one after the other, so that no tensor of T x k x H in float32 ever exists. All is
+plain indexing, which a compiler fuses.
+
+Shapes: T tokens, H features, k choices of each token, R rows: one for each choice, or for fewer, or for none.
+
+Two tensors say which row is whose:
+
+- slots: int64 [R], the choice of each row: ``token * k + place among the token's k``.
+- places: int64 [T, k], the row of each choice, the inverse of ``slots``. R or more: the choice has no row (is absent).
+  Whether that may be is known to the host (``absent``), so that where it may not be, nothing is masked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def gather_rows(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
+    """Copy each token to its rows.
+
+    Args:
+        tokens: [T, H].
+        slots: int64 [R].
+        places: int64 [T, k]. A row that is nobody's place gets a copy too, and its gradient goes nowhere.
+        absent: whether places may be absent.
+
+    Returns:
+        [R, H].
+    """
+    rows: Tensor = _GatherRows.apply(tokens, slots, places, absent)
+    return rows
+
+
+def sum_rows(rows: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
+    """Sum each token's rows in float32 or wider.
+
+    Args:
+        rows: [R, H].
+        slots: int64 [R].
+        places: int64 [T, k].
+        absent: whether places may be absent.
+
+    Returns:
+        [T, H] in the dtype of ``rows``.
+    """
+    total: Tensor = _SumRows.apply(rows, slots, places, absent)
+    return total
+
+
+def weighted_sum(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
+    """Sum each token's rows, times its weights, in the dtype of the weights or wider.
+
+    Args:
+        rows: [R, H].
+        slots: int64 [R].
+        places: int64 [T, k].
+        weights: [T, k]. Those of absent choices get gradients of zero.
+        absent: whether places may be absent.
+
+    Returns:
+        [T, H] in the dtype of ``rows``.
+    """
+    total: Tensor = _WeightedSum.apply(rows, slots, places, weights, absent)
+    return total
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.absent = absent
+        return copied(tokens, slots, places.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return summed(grad_rows, places, ctx.absent), None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.choices = places.shape[1]
+        return summed(rows, places, absent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return copied(grad, slots, ctx.choices), None, None, None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:
+        ctx.save_for_backward(rows, slots, places, weights)
+        ctx.absent = absent
+        return summed(rows, places, absent, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
+        rows, slots, places, weights = ctx.saved_tensors
+        grad_rows = copied(grad, slots, places.shape[1])
+        grad_weights = torch.zeros_like(weights)
+        if len(rows):
+            products = _row_products(grad_rows, rows, len(places), torch.promote_types(_wide(rows), weights.dtype))
+            grad_weights = products.index_select(0, _safe(places, rows, ctx.absent).flatten()).view_as(weights)
+            if ctx.absent:
+                grad_weights = grad_weights.masked_fill(places >= len(rows), 0)
+        factors = weights.flatten().index_select(0, slots).unsqueeze(1)
+        # In place: multiplied in the wider of both dtypes and rounded once, without a wide copy of all rows.
+        grad_rows.mul_(factors)
+        return grad_rows, None, None, grad_weights.to(weights.dtype), None
+
+
+def copied(tokens: Tensor, slots: Tensor, choices: int) -> Tensor:
+    """Copy tokens [T, H] to their rows [R, H]; without a gradient."""
+    return tokens.index_select(0, slots // choices)
+
+
+def summed(rows: Tensor, places: Tensor, absent: bool, weights: Tensor | None = None) -> Tensor:
+    """Sum rows [R, H] to [T, H] in float32 or wider, rounded once; without a gradient."""
+    dtype = _wide(rows) if weights is None else torch.promote_types(_wide(rows), weights.dtype)
+    total = rows.new_zeros(len(places), rows.shape[1], dtype=dtype)
+    for choice, place in enumerate(places.unbind(1) if len(rows) else ()):
+        part = rows.index_select(0, _safe(place, rows, absent))
+        if absent:  # the narrow rows, not their weights: what nobody's rows hold may be no number
+            part.masked_fill_((place >= len(rows)).unsqueeze(1), 0)
+        # Both widen as they add, without a wide copy of the part.
+        if weights is None:
+            total.add_(part)
+        else:
+            total.addcmul_(part, weights[:, choice].unsqueeze(1))
+    # A view: of a function compiled by torch 2.11 that returns what it has summed up, the gradients are zeros.
+    return total.view_as(total) if total.dtype == rows.dtype else total.to(rows.dtype)
+
+
+def _row_products(first: Tensor, second: Tensor, chunk: int, dtype: torch.dtype) -> Tensor:
+    """Inner products [R] of rows [R, H], computed in a wide dtype, for some rows at a time."""
+    if torch.compiler.is_compiling():  # needs no wide copy, and would compile for each number of chunks
+        chunk = len(first)
+    pairs = zip(torch.split(first, chunk), torch.split(second, chunk), strict=True)
+    return torch.cat([(a.to(dtype) * b).sum(1) for a, b in pairs])
+
+
+def _safe(place: Tensor, rows: Tensor, absent: bool) -> Tensor:
+    return place.clamp(max=len(rows) - 1) if absent else place
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

@@ -1,0 +1,77 @@
+"""Experts of a layer as grouped SwiGLU: one weight bank per matrix holds all experts.
+
+Shapes: R rows, H features, I features inside, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from d9d_core.extend import Deferral, OpSlot
+from d9d_nn.ops.grouped_linear import grouped_linear
+from d9d_nn.ops.silu_mul import silu_mul
+from torch import Tensor, nn
+
+
+class GroupedSwiGLU(nn.Module):
+    """Grouped SwiGLU: ``(silu(x @ gate_proj[e]) * (x @ up_proj[e])) @ down_proj[e]`` for the rows x of each expert e.
+
+    Args:
+        hidden_size: H.
+        intermediate_size: I.
+        experts: E.
+        std: initial standard deviation of the gate and up projections.
+        output_std: initial standard deviation of the down projection.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, experts: int, *, std: float, output_std: float
+    ) -> None:
+        super().__init__()
+        self.std = std
+        self.output_std = output_std
+        self.gate_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
+        self.up_proj = nn.Parameter(torch.empty(experts, hidden_size, intermediate_size))
+        self.down_proj = nn.Parameter(torch.empty(experts, intermediate_size, hidden_size))
+        self.into = _linear(hidden_size, intermediate_size, experts)
+        self.out_of = _linear(intermediate_size, hidden_size, experts)
+        self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
+        self._deferral: Deferral | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw gate and up projections from N(0, std), the down projections from N(0, output_std)."""
+        nn.init.normal_(self.gate_proj, std=self.std)
+        nn.init.normal_(self.up_proj, std=self.std)
+        nn.init.normal_(self.down_proj, std=self.output_std)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of the grouped products and of the gate."""
+        return {"into": self.into, "out_of": self.out_of, "silu_mul": self.silu_mul}
+
+    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
+        """Defer the weight gradients of all three banks, if the backend of the products can."""
+        self._deferral = deferral
+        return ("gate_proj", "up_proj", "down_proj")
+
+    def forward(self, tokens: Tensor, counts: Tensor, *, spare_rows: bool = True) -> Tensor:
+        """Apply each expert to its rows.
+
+        Args:
+            tokens: [R, H], sorted by expert.
+            counts: int64 [E], rows of each expert.
+            spare_rows: whether there may be rows beyond those; they come out as zeros.
+
+        Returns:
+            [R, H].
+        """
+        how = {"spare_rows": spare_rows, "deferral": self._deferral}
+        gate = self.into(tokens, self.gate_proj, counts, **how)
+        up = self.into(tokens, self.up_proj, counts, **how)
+        out: Tensor = self.out_of(self.silu_mul(gate, up), self.down_proj, counts, **how)
+        return out
+
+
+def _linear(in_features: int, out_features: int, experts: int) -> OpSlot:
+    return OpSlot("grouped_linear", grouped_linear, in_features=in_features, out_features=out_features, experts=experts)

@@ -1,0 +1,76 @@
+"""Mixture-of-experts layer, in place of a feed-forward layer.
+
+Shapes: B samples, S positions, H features, T = B * S tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.extend import BuildError, Dispatcher
+from d9d_nn.linear import Linear
+from torch import Tensor, nn
+
+from d9d_moe.experts.grouped_swiglu import GroupedSwiGLU
+from d9d_moe.router.top_k import TopKRouter
+
+
+class MoELayer(nn.Module):
+    """Weighted sum of each token's experts, plus a shared expert that sees all tokens if there is one.
+
+    Qwen3-MoE has no shared expert, DeepSeek-V3 has one ("DeepSeek-V3", equation 12), Qwen2-MoE has one times a
+    sigmoid gate.
+
+    Args:
+        router: picks experts for each token.
+        experts: the experts.
+        dispatcher: brings tokens to experts and back.
+        shared_expert: maps [B, S, H] to [B, S, H], for example :class:`d9d_nn.swiglu.SwiGLU`.
+        shared_gate: H features -> 1; its sigmoid is a token's factor for the shared expert.
+
+    Raises:
+        BuildError: router and experts disagree about their number, or there is a gate and nothing to gate.
+    """
+
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: GroupedSwiGLU,
+        dispatcher: Dispatcher,
+        *,
+        shared_expert: nn.Module | None = None,
+        shared_gate: Linear | None = None,
+    ) -> None:
+        super().__init__()
+        if router.experts != len(experts.gate_proj):
+            raise BuildError(
+                f"MoELayer: the router chooses among {router.experts} experts, but there are {len(experts.gate_proj)}; "
+                "build both with the same number"
+            )
+        if shared_gate is not None and shared_expert is None:
+            raise BuildError("MoELayer: shared_gate without shared_expert has nothing to gate; pass both or neither")
+        self.router = router
+        self.experts = experts
+        self.dispatcher = dispatcher
+        self.shared_expert = shared_expert
+        self.shared_gate = shared_gate
+
+    def expert_banks(self) -> Mapping[str, nn.Module]:
+        """Experts of the layer; a strategy that shards them over ranks replaces ``dispatcher`` too."""
+        return {"experts": self.experts}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [B, S, H] to [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is."""
+        tokens = hidden.flatten(0, 1)
+        sending = self.dispatcher.dispatch(tokens, self.router(tokens, samples=len(hidden)))
+        shared = self._shared(hidden)  # while tokens travel; autograd's order gives the same in the backward
+        sent = sending.wait()
+        outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)
+        mixed = self.dispatcher.combine(outputs, sent.handle).wait().view_as(hidden)
+        return mixed if shared is None else mixed + shared
+
+    def _shared(self, hidden: Tensor) -> Tensor | None:
+        if self.shared_expert is None:
+            return None
+        shared: Tensor = self.shared_expert(hidden)
+        return shared if self.shared_gate is None else shared * self.shared_gate(hidden).sigmoid()

@@ -1,0 +1,1 @@
+"""Top-k router, its routing of tokens to experts, and the metric ``router``."""

@@ -1,0 +1,159 @@
+"""Metric ``router``: load, balance and entropy of a model's routers, over all layers.
+
+Shapes: L routers in the order of the model, E experts of the router that has most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from d9d_core.extend import BuildError, HasTallies, JobError, Table, modules_with, wide_dtype
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_moe.router.metric_config import RouterMetricConfig
+
+#: What a module that tallies must count to be a router.
+_ROUTER = frozenset({"expert_tokens", "tokens", "entropy"})
+
+
+class RouterMetric:
+    """Load, violation of balance, entropy and dropped rows since the last reset.
+
+    Series: ``router/entropy``, nats per position, the mean over layers; ``router/max_violation`` and
+    ``router/mean_violation``, the maximum and the mean over layers of how far the fullest expert is above the mean
+    (``max_i load_i / mean load - 1``: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing", equation 4);
+    ``router/dropped``, the fraction of rows that found their expert full, where a router has a capacity. The table
+    ``router/load`` [L, E] is each expert's rows relative to an even spread; NaN past a layer's last expert. A layer
+    without tokens, as in a period whose steps were all skipped, has no values: they are NaN, and left out over layers.
+
+    Args:
+        config: whether to log layer by layer.
+    """
+
+    def __init__(self, config: RouterMetricConfig) -> None:
+        self._per_layer = config.per_layer
+        self._routers: tuple[str, ...] = ()
+        self._limited: frozenset[str] = frozenset()  # routers with a capacity
+        self._experts = torch.zeros(0)
+        self._state: dict[str, Tensor] = {}
+        self._empty = True
+
+    def attach(self, stage: nn.Module) -> None:
+        """Find the routers of a stage.
+
+        Raises:
+            BuildError: there are none.
+        """
+        tallies = {name: module.tallies() for name, module in modules_with(stage, HasTallies).items()}
+        routers = {name: found for name, found in tallies.items() if found.keys() >= _ROUTER}
+        if not routers:
+            raise BuildError("metric 'router': the model has no routers; remove the metric from 'metrics'")
+        self._routers = tuple(routers)
+        self._limited = frozenset(name for name, found in routers.items() if "dropped" in found)
+        sizes = [found["expert_tokens"].numel() for found in routers.values()]
+        self._experts = torch.tensor(sizes).unsqueeze(1)  # [L, 1]
+        rows = torch.zeros(len(routers), dtype=torch.int64)
+        self._state = {
+            "expert_tokens": rows.new_zeros(len(routers), max(sizes)),
+            "tokens": rows,
+            "entropy": rows.to(torch.float64),
+            **({"dropped": rows.clone()} if self._limited else {}),
+        }
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """Reduction of each state over shards: sums."""
+        return dict.fromkeys(self._state, "sum")
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the tallies of one microbatch; a pipeline stage has those of its own routers.
+
+        Raises:
+            JobError: there are none.
+        """
+        device = self._meet(observations)
+        width = self._state["expert_tokens"].shape[1]
+        for key, total in self._state.items():
+            none = torch.zeros((), dtype=total.dtype, device=device)
+            rows = [observations.get(f"{router}/{key}", none) for router in self._routers]
+            if key == "expert_tokens":
+                rows = [functional.pad(row.reshape(-1), (0, width - row.numel())) for row in rows]
+            self._state[key] = total + torch.stack(rows).to(total.dtype)
+        self._empty = False
+
+    def state(self) -> dict[str, Tensor]:
+        """Sums [L] or [L, E], by tally."""
+        return dict(self._state)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from saved or merged sums."""
+        self._state = {key: state[key] for key in self._state}
+        self._empty = False
+
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        """Series and table of the class docstring; empty before the first update."""
+        if self._empty:
+            return {}
+        counts = self._state["expert_tokens"]
+        wide = counts.to(wide_dtype(counts.device))
+        tokens = self._state["tokens"]
+        seen = tokens > 0  # 0 / 0 is NaN wherever it is false
+        load = wide * self._experts / wide.sum(1, keepdim=True)
+        violation = load.amax(1) - 1
+        entropy = self._state["entropy"] / tokens
+        values: dict[str, Tensor | Table] = {
+            "router/entropy": entropy.nanmean(),
+            "router/max_violation": violation.where(seen, 0).amax() / seen.any(),
+            "router/mean_violation": violation.nanmean(),
+        }
+        layers = {"entropy": entropy, "violation": violation}
+        if self._limited:
+            dropped = self._state["dropped"]
+            routed = counts.sum(1)
+            values["router/dropped"] = dropped.sum() / routed.sum()
+            layers["dropped"] = dropped / routed
+        if self._per_layer:
+            values |= {
+                f"router/{key}/{router}": value
+                for key, of in layers.items()
+                for router, value in zip(self._routers, of.unbind(), strict=True)
+                if key != "dropped" or router in self._limited
+            }
+        nobody = torch.arange(counts.shape[1], device=counts.device) >= self._experts
+        load = load.masked_fill(nobody, torch.nan)
+        labels = {"row": "layer", "column": "expert", "unit": "load / uniform"}
+        return values | {"router/load": Table(load, **labels, neutral=1.0, rows=_short(self._routers))}
+
+    def reset(self) -> None:
+        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
+        self._state = {key: torch.zeros_like(total) for key, total in self._state.items()}
+        self._empty = True
+
+    def _meet(self, observations: Mapping[str, Tensor]) -> torch.device:
+        """Move the sums to the device of the tallies."""
+        found = [observations[key] for router in self._routers if (key := f"{router}/expert_tokens") in observations]
+        if not found:
+            raise JobError(
+                f"metric 'router': no tallies of {', '.join(self._routers[:3]) or 'any router'}; attach the metric to "
+                "the model, and pass what its routers tally"
+            )
+        device = found[0].device
+        if self._experts.device != device:
+            self._experts = self._experts.to(device, non_blocking=True)
+        if self._state["tokens"].device != device:
+            entropy = self._state["entropy"].to(wide_dtype(device))
+            self._state = {
+                key: total.to(device, non_blocking=True) for key, total in (self._state | {"entropy": entropy}).items()
+            }
+        return device
+
+
+def _short(names: Sequence[str]) -> tuple[str, ...]:
+    """Shorten ``layers.1.ffn.router`` to ``1``, if the names have one number each and differ in nothing else."""
+    split = [name.split(".") for name in names]
+    numbers = tuple(part for parts in split for part in parts if part.isdecimal())
+    around = {tuple("" if part.isdecimal() else part for part in parts) for parts in split}
+    return numbers if len(around) == 1 and len(numbers) == len(names) else tuple(names)

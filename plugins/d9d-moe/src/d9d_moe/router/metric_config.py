@@ -1,0 +1,17 @@
+"""Config of the metric ``router``; apart from it, because reading a job file imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.extend import PluginConfig
+
+
+class RouterMetricConfig(PluginConfig):
+    """Metric of the balance and the entropy of routers."""
+
+    name: Literal["router"] = "router"
+    """Selects the plugin."""
+
+    per_layer: bool = False
+    """Log each value of each layer besides those of all layers."""

@@ -1,0 +1,153 @@
+"""Top-k router: picks the k experts with the best scores.
+
+Shapes: T tokens, H features, E experts, k experts of a token, G groups of E/G neighbouring experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from d9d_core.extend import BuildError
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_moe.balancing.balanced_router import BalancedRouter
+from d9d_moe.balancing.base import TINY, Balancer, Choice
+from d9d_moe.router.routing import TopKRouting, count_rows
+from d9d_moe.router.selection import best, keep_best_groups, over_capacity
+
+
+class TopKRouter(BalancedRouter):
+    """Router by scores ``s = softmax(W h)`` or ``sigmoid(W h)``; the k best experts are weighted by their scores.
+
+    Softmax over all experts, then the k best: Fedus et al. 2021, "Switch Transformers", equations 1 and 2 for k = 1;
+    renormalised to a sum of one: Qwen3-MoE, Mixtral. Sigmoid, groups, renormalisation and scale: DeepSeek-AI 2024,
+    "DeepSeek-V3", equations 12 to 16; a bias that only the selection sees: Wang et al. 2024, "Auxiliary-Loss-Free
+    Load Balancing", equation 3.
+
+    Logits and scores are computed in float32 or wider, under autocast too: experts that differ by less than a
+    bfloat16 can tell would be picked by chance. Of equal scores, the lower expert wins, on every device.
+
+    Args:
+        hidden_size: H.
+        experts: E.
+        top_k: k.
+        std: initial standard deviation of W.
+        scoring: function from logits to scores.
+        renormalise: divide a token's weights by their sum.
+        scale: factor of the weights, at the end.
+        groups: G; experts are picked from the best groups only, which bounds the nodes that a token travels to.
+        top_groups: number of groups a token may use; needed if there is more than one.
+        selection_bias: keep a buffer float32 [E] of this name, at first zeros, that is added to the scores for the
+            selection and not for the weights. It is there, too, if something in ``balancing`` moves it.
+        balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
+        capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, the others are
+            dropped (:func:`~d9d_moe.router.selection.over_capacity`). Weights are renormalised before. Who is dropped
+            depends on which samples share a microbatch and a rank: not layout invariant.
+
+    Raises:
+        BuildError: the numbers do not fit each other, or the balancers do not.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        *,
+        std: float,
+        scoring: Literal["softmax", "sigmoid"] = "softmax",
+        renormalise: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        top_groups: int | None = None,
+        selection_bias: bool = False,
+        balancing: Sequence[Balancer] = (),
+        capacity: float | None = None,
+    ) -> None:
+        super().__init__(experts, balancing, selection_bias=selection_bias, drops=capacity is not None)
+        _check(experts, top_k, scoring, groups, top_groups, capacity)
+        self.top_k = top_k
+        self.std = std
+        self.scoring = scoring
+        self.renormalise = renormalise
+        self.scale = scale
+        self.groups = groups
+        self.top_groups = top_groups or groups
+        self.capacity = capacity
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw W from N(0, std); zero the buffers."""
+        nn.init.normal_(self.weight, std=self.std)
+        self.reset_buffers()
+
+    def layout_dependence(self) -> Sequence[str]:
+        """Features that depend on how a batch is cut into microbatches and spread over ranks."""
+        dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank by itself"]
+        return [*super().layout_dependence(), *dropping]
+
+    def forward(self, tokens: Tensor, samples: int = 1) -> TopKRouting:
+        """Choose the experts of each token.
+
+        Args:
+            tokens: [T, H], the positions of all samples, one sample after the other.
+            samples: number of samples of equal length that these are.
+
+        Returns:
+            Indices and weights [T, k], best first.
+        """
+        logits = self._logits(tokens)
+        scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
+        indices = self._select(scores.detach())
+        weights = scores.gather(1, indices)
+        if self.renormalise:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+        choice = Choice(logits, scores, indices, samples)
+        weights, limit = self.add_auxiliary_losses(weights * self.scale, choice), None
+        if self.capacity is not None:
+            limit = math.ceil(self.capacity * indices.numel() / self.experts)
+            late = over_capacity(indices, limit)
+            indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
+        counts = count_rows(indices, self.experts)
+        self.tally(choice, counts)
+        return TopKRouting(indices, weights, scores, counts, limit)
+
+    def _logits(self, tokens: Tensor) -> Tensor:
+        dtype = torch.promote_types(tokens.dtype, torch.float32)
+        if tokens.is_meta:  # has no autocast to switch off
+            return functional.linear(tokens.to(dtype), self.weight.to(dtype))
+        with torch.autocast(tokens.device.type, enabled=False):
+            return functional.linear(tokens.to(dtype), self.weight.to(dtype))
+
+    def _select(self, scores: Tensor) -> Tensor:
+        if isinstance(self.selection_bias, Tensor):
+            scores = scores + self.selection_bias
+        if self.top_groups < self.groups:
+            scores = keep_best_groups(scores, self.groups, self.top_groups)
+        return best(scores, self.top_k)
+
+
+def _check(experts: int, top_k: int, scoring: str, groups: int, top_groups: int | None, capacity: float | None) -> None:
+    if scoring not in ("softmax", "sigmoid"):
+        raise BuildError(f"router: scoring is {scoring!r}; choose softmax or sigmoid")
+    if not 1 <= top_k <= experts:
+        raise BuildError(f"router: top_k is {top_k}; with {experts} experts choose 1 to {experts}")
+    if groups < 1 or experts % groups:
+        raise BuildError(f"router: {experts} experts do not form {groups} groups of equal size; choose a divisor")
+    if groups > 1 and top_groups is None:
+        raise BuildError(f"router: there are {groups} groups, but top_groups does not say how many a token may use")
+    if top_groups is not None and not 1 <= top_groups <= groups:
+        raise BuildError(f"router: top_groups is {top_groups}; with {groups} groups choose 1 to {groups}")
+    reachable = experts // groups * (top_groups or groups)
+    if top_k > reachable:
+        raise BuildError(
+            f"router: top_k is {top_k}, but {top_groups} of {groups} groups hold {reachable} experts; "
+            "raise top_groups or lower top_k"
+        )
+    if capacity is not None and not 0 < capacity < math.inf:
+        raise BuildError(f"router: capacity is {capacity}; choose a number above zero, or none to drop nothing")

@@ -1,0 +1,131 @@
+"""Commands ``d9d pipeline show`` and ``d9d pipeline compare``; they need no GPU and no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from d9d_core.extend import D9dError, JobError, format_programs, placement
+from d9d_core.plugin import PluginPolicy, Registry, discover
+
+from d9d_pipeline.cli.report import Row, print_comparison, print_simulation, summary
+from d9d_pipeline.cli.selection import by_name, from_job, is_job
+from d9d_pipeline.schedule.inference import inference
+from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.picture import draw
+from d9d_pipeline.simulator.run import simulate
+
+app = typer.Typer(
+    name="pipeline",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Show a pipeline schedule, and compare schedules, without a GPU.",
+)
+
+CostsText = Annotated[
+    str,
+    typer.Option(
+        "--costs",
+        metavar="f=1,b=2,w=1,t=0.1",
+        help="Times of one microbatch on everything that one rank has: f forward, b whole backward, w its part for "
+        "weights; t one tensor's way to another rank; o the part of an overlapped pair that is hidden, 0 to 1.",
+    ),
+]
+Buffers = Annotated[
+    int | None, typer.Option(min=1, help="Tensors on their way between two ranks before a send waits; any number.")
+]
+Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def show(
+    target: Annotated[str, typer.Argument(metavar="NAME|JOB", help="A schedule, or a job file that names one.")],
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline ranks; of a job, those of its mesh.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Of one step; of a job, its own.")] = None,
+    costs: CostsText = "",
+    buffers: Buffers = None,
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="FIELD=VALUE", help="A field of the schedule, or of the job file.")
+    ] = [],  # noqa: B006 - typer reads the default
+    forward_only: Annotated[bool, typer.Option("--inference", help="The program of an evaluation.")] = False,
+    program: Annotated[bool, typer.Option("--program", help="Print each rank's actions instead.")] = False,
+    picture: Annotated[
+        Path | None, typer.Option(help="SVG file to write; named after the schedule by default.")
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Files = [],  # noqa: B006
+) -> None:
+    """Print what each rank does and holds, and draw the timeline."""
+    chosen = from_job(target, overrides, plugin) if is_job(target) else by_name(_registry(plugin), target, overrides)
+    chosen = chosen.at(pp, microbatches)
+    programs = chosen.programs()
+    if forward_only:
+        programs = inference(tuple(placement(programs)), chosen.microbatches)
+    if program:
+        sys.stdout.write(format_programs(programs) + "\n")
+        return
+    simulation = simulate(programs, _costs(costs), buffers=buffers, training=not forward_only)
+    kind = "inference" if forward_only else "step"
+    title = f"{chosen.name}: {kind} of {chosen.microbatches} microbatches on {chosen.ranks} ranks"
+    path = picture or Path(f"{chosen.name}-{kind}-pp{chosen.ranks}-mb{chosen.microbatches}.svg")
+    path.write_text(draw(simulation, title), "utf-8")
+    if as_json:
+        sys.stdout.write(
+            json.dumps({"schedule": chosen.name, "picture": str(path), **summary(simulation)}, indent=1) + "\n"
+        )
+    else:
+        print_simulation(simulation, title)
+        typer.echo(f"timeline in {path}")
+
+
+@app.command()
+def compare(
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")],
+    microbatches: Annotated[int, typer.Option(min=1, help="Of one step.")],
+    costs: CostsText = "",
+    buffers: Buffers = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="LIMIT", help="Most a rank can hold, in microbatches through all of its stages."),
+    ] = None,
+    as_json: AsJson = False,
+    plugin: Files = [],  # noqa: B006
+) -> None:
+    """Rank all schedules that are installed, with their default fields, by the time of a step."""
+    registry = _registry(plugin)
+    times = _costs(costs)
+    names = [entry.spec.key for entry in registry.entries("schedule")]
+    rows = [_compared(registry, name, pp, microbatches, times, buffers, memory) for name in names]
+    rows.sort(key=Row.order)
+    if as_json:
+        sys.stdout.write(json.dumps([row.facts() for row in rows], indent=1) + "\n")
+    else:
+        print_comparison(rows, f"{microbatches} microbatches on {pp} ranks", memory)
+
+
+def _compared(
+    registry: Registry, name: str, pp: int, microbatches: int, costs: Costs, buffers: int | None, memory: float | None
+) -> Row:
+    try:
+        programs = by_name(registry, name, []).at(pp, microbatches).programs()
+        step = simulate(programs, costs, buffers=buffers)
+        return Row(name, step, memory, len(placement(programs)[0]))
+    except D9dError as error:
+        return Row(name, None, memory, problem=str(error))
+
+
+def _costs(text: str) -> Costs:
+    try:
+        return Costs.parse(text)
+    except ValueError as error:
+        raise JobError(f"--{error}") from error
+
+
+def _registry(files: list[Path]) -> Registry:
+    return discover(PluginPolicy.from_environment(os.environ) | PluginPolicy(files=tuple(files)))

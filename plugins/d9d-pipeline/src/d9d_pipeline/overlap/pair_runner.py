@@ -1,0 +1,113 @@
+"""Runner of overlapped pairs: a forward and a backward of two stages on one rank, at the same time.
+
+One Python thread inside a backward cannot run a forward. So the backward gets a thread of its own, and both take turns
+at yield points (:mod:`~d9d_pipeline.overlap.yield_points`, :mod:`~d9d_pipeline.overlap.yielding_dispatcher`): one side
+launches up to its next point, which it reaches long before the GPU does, then the other one. On the GPU the streams of
+the two stages run side by side, so that one computes while what the other one needs is on its way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+
+import torch
+from d9d_core.extend import HasBlocks, HasExperts, modules_with
+from torch import nn
+
+from d9d_pipeline.overlap.turns import AbortedError, Side, Turns
+from d9d_pipeline.overlap.yield_points import BlockHook, Remove, YieldPoints, add_block_hook
+from d9d_pipeline.overlap.yielding_dispatcher import reaches_other_ranks, replace_dispatcher
+
+
+class PairRunner:
+    """Runs overlapped pairs; made once for the stages of a rank, after all strategies were applied to them.
+
+    Changes stages in place, but no module, parameter or name. Blocks (trait ``HasBlocks``) yield where a forward enters
+    them and a backward leaves them; layers with experts on several ranks (``HasExperts``) where they send.
+    Without either, a pair is a forward and then a backward.
+
+    Args:
+        stages: stages of the rank, by index.
+        device: device of the stages.
+
+    Attributes:
+        blocks: number of blocks with a yield point.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._points = YieldPoints()
+        self._removes: list[Remove] = []
+        self.blocks = sum(self._install(stage) for stage in stages.values())
+
+    def run(self, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+        """Run a forward and a backward. On return all work is launched; a GPU may still be at it.
+
+        Both must launch on the stream of their stage themselves, see
+        :class:`~d9d_pipeline.overlap.streams.StageStreams`. Their collectives are launched in an order that follows
+        from the model alone: all ranks that share a process group must run the same pair.
+
+        Args:
+            forward: called in this thread. It may run no backward on the GPU: that would wait for the other one.
+            backward: called in another thread, with autograd's defaults: grad mode on, autocast off. It leaves random
+                number generators as they were wherever it yields, because none of its points lies inside a forward
+                that is computed again. Such a forward empties autocast's cache of cast weights, so a weight that the
+                other side uses twice may be cast twice: its gradients then add up before they are rounded, not after.
+
+        Raises:
+            BaseException: whatever the first side to fail raised. The other one ends where it waits. FSDP2 and process
+                groups are then left in the middle of something, so the job should end.
+        """
+        turns = Turns()
+        device = torch.cuda.current_device() if self._device.type == "cuda" else None
+        errors: list[BaseException] = []  # only one side runs at a time, so the first is the cause
+
+        def play(side: Side, part: Callable[[], None]) -> None:
+            failed = True
+            try:
+                turns.begin(side)
+                part()
+                failed = False
+            except AbortedError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                turns.end(side, failed=failed)
+
+        def beside() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # each thread has its own
+            backward()
+
+        thread = threading.Thread(target=play, args=(Side.BACKWARD, beside), name="d9d-backward", daemon=True)
+        self._points.turns = turns
+        try:
+            thread.start()
+            play(Side.FORWARD, forward)
+            thread.join()
+        finally:
+            self._points.turns = None
+        if errors:
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # or the error and this frame would keep each other, and all tensors of the step
+
+    def close(self) -> None:
+        """Remove all yield points from the stages."""
+        while self._removes:
+            self._removes.pop()()
+
+    def _install(self, stage: nn.Module) -> int:
+        layers = [layer for layer in modules_with(stage, HasExperts).values() if reaches_other_ranks(layer.dispatcher)]
+        self._removes += [replace_dispatcher(layer, self._points) for layer in layers]
+        sending = {id(layer) for layer in layers}
+        # A model may pass on the blocks of its backbone, so two owners may name the same module.
+        owners = modules_with(stage, HasBlocks).values()
+        blocks = {id(block): block for owner in owners for block in owner.blocks().values()}
+        for block in blocks.values():
+            inside = any(id(module) in sending for module in block.modules())
+            self._removes.append(add_block_hook(block, BlockHook(self._points, forward=not inside)))
+        return len(blocks)

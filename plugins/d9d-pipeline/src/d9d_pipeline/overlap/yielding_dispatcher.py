@@ -1,0 +1,89 @@
+"""Dispatcher of experts that yields where tokens, outputs or their gradients have just been sent.
+
+It wraps the :class:`~d9d_core.traits.Dispatcher` of a layer with the trait ``HasExperts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from d9d_core.extend import Dispatched, Dispatcher, HasExperts, Routing, Transfer, modules_with
+from torch import Tensor, nn
+
+from d9d_pipeline.overlap.yield_points import Remove, YieldPoints
+
+
+def reaches_other_ranks(dispatcher: Dispatcher) -> bool:
+    """Whether the dispatcher sends tokens to other ranks: those that do have these as ``group``."""
+    return getattr(dispatcher, "group", None) is not None
+
+
+def has_yield_points(stages: Iterable[nn.Module]) -> bool:
+    """Whether some layer sends tokens to other ranks, so that a pair has communication to hide."""
+    return any(
+        reaches_other_ranks(layer.dispatcher) for stage in stages for layer in modules_with(stage, HasExperts).values()
+    )
+
+
+class YieldingDispatcher:
+    """Dispatcher that yields whenever another one has just begun to send something.
+
+    A wait on a GPU holds up the stream and not the host, so it does not matter on which side of it the host yields.
+    In a backward it is the far side: gradients of what was given to a transfer are known to autograd then. Before a
+    dispatch is awaited there is one more point, because there the host may have to wait for sizes.
+
+    Args:
+        dispatcher: dispatcher that sends.
+        points: yield points of the rank.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, points: YieldPoints) -> None:
+        self.dispatcher = dispatcher
+        self._points = points
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> YieldingTransfer:
+        """Start the dispatch of tokens to their experts. Collective if the wrapped dispatcher's is."""
+        transfer = self.dispatcher.dispatch(self._points.watched(tokens), routing)
+        self._points.forward()
+        return YieldingTransfer(transfer, self._points)
+
+    def combine(self, outputs: Tensor, handle: Any) -> Transfer[Tensor]:
+        """Start the combine of the experts' outputs. Collective if the wrapped dispatcher's is."""
+        transfer = self.dispatcher.combine(self._points.watched(outputs), handle)
+        self._points.forward()
+        return transfer
+
+
+class YieldingTransfer:
+    """Dispatch in flight that yields after it was awaited.
+
+    Args:
+        transfer: dispatch in flight of the wrapped dispatcher.
+        points: yield points of the rank.
+    """
+
+    def __init__(self, transfer: Transfer[Dispatched], points: YieldPoints) -> None:
+        self._transfer = transfer
+        self._points = points
+
+    def wait(self) -> Dispatched:
+        """Wait for the tokens, then yield."""
+        arrived = self._transfer.wait()
+        self._points.forward()
+        return arrived
+
+
+def replace_dispatcher(layer: HasExperts, points: YieldPoints) -> Remove:
+    """Make a layer yield where it sends. In place.
+
+    Returns:
+        Function that restores the layer's dispatcher.
+    """
+    dispatcher = layer.dispatcher
+    layer.dispatcher = YieldingDispatcher(dispatcher, points)
+
+    def remove() -> None:
+        layer.dispatcher = dispatcher
+
+    return remove

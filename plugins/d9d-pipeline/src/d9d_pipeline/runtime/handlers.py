@@ -1,0 +1,115 @@
+"""Handlers of the actions that core does not run: sends, receives, split backwards and overlapped pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from d9d_core.extend import (
+    Action,
+    Backward,
+    Forward,
+    Handler,
+    InputBackward,
+    Overlap,
+    PluginConfig,
+    StepState,
+    WeightBackward,
+)
+from d9d_engine.step.executor import Executor
+
+from d9d_pipeline.overlap.handlers import overlap_handlers
+from d9d_pipeline.overlap.yielding_dispatcher import has_yield_points
+from d9d_pipeline.runtime.split_backward import SplitBackward
+from d9d_pipeline.runtime.transfers import Transfers
+
+
+def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], Handler]:  # noqa: ARG001
+    """Handlers of a rank, for any schedule. Collective over the ranks along ``pp``.
+
+    Args:
+        config: config of the schedule.
+        executor: executor of the stages.
+    """
+    found: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward}
+    if executor.pipeline.ranks > 1:
+        found |= Transfers(executor).handlers()
+    if InputBackward in executor.pipeline.kinds:
+        split = SplitBackwardHandlers(executor)
+        found |= split.handlers()
+    if Overlap not in executor.pipeline.kinds:
+        return found
+    if has_yield_points(executor.stages.values()):
+        return overlap_handlers(executor, found)
+    return found | {Overlap: SequentialPairs(found).overlap}
+
+
+class SequentialPairs:
+    """Handler of overlapped pairs where a stage has no communication to hide.
+
+    Args:
+        handlers: handlers of all other actions.
+    """
+
+    def __init__(self, handlers: Mapping[type[Action], Handler]) -> None:
+        self._handlers = handlers
+
+    def overlap(self, action: Action, state: StepState) -> None:
+        """Run the forward, then the backward."""
+        assert isinstance(action, Overlap)
+        for part in (action.forward, action.backward):
+            self._handlers[type(part)](part, state)
+
+
+class SplitBackwardHandlers:
+    """Handlers of the computations of stages with split backwards.
+
+    Args:
+        executor: executor of the stages.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._stages = {
+            index: SplitBackward(stage, executor.whole & {name for name, _ in stage.named_modules()})
+            for index, stage in executor.stages.items()
+        }
+
+    def handlers(self) -> dict[type[Action], Handler]:
+        """Handler of each kind of computation; ops defer only where the backward comes in two phases."""
+        return {
+            Forward: self.forward,
+            Backward: self.backward,
+            InputBackward: self.inputs,
+            WeightBackward: self.weights,
+        }
+
+    def forward(self, action: Action, state: StepState) -> None:
+        """Run a stage forward on a microbatch."""
+        assert isinstance(action, Forward)
+        self._stages[action.stage].expect(action.microbatch in state.split.get(action.stage, ()))
+        self._executor.forward(action, state)
+
+    def backward(self, action: Action, state: StepState) -> None:
+        """Compute all gradients of a microbatch in a stage."""
+        assert isinstance(action, Backward)
+        # As in the forward, parts of which may be run again.
+        self._stages[action.stage].expect(False)
+        self._executor.backward(action, state)
+
+    def inputs(self, action: Action, state: StepState) -> None:
+        """Compute the input gradients of a stage."""
+        assert isinstance(action, InputBackward)
+        self._stages[action.stage].expect(True)
+        visit, gradients = self._executor.open_backward(action, state)
+        leaves = [leaf for leaf in visit.leaves.values() if leaf.requires_grad]
+        roots = list(visit.roots.values())
+        weights = self._stages[action.stage].inputs(roots, gradients, leaves)
+        state.weights[action.stage, action.microbatch] = weights.run
+        self._executor.close_backward(action, visit, state)
+
+    def weights(self, action: Action, state: StepState) -> None:
+        """Compute the deferred weight gradients of a stage."""
+        assert isinstance(action, WeightBackward)
+        self._stages[action.stage].expect(True)
+        state.weights.pop((action.stage, action.microbatch))()
+        self._executor.gradients.after_weights(action.stage)

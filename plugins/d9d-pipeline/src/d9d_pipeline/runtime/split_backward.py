@@ -1,0 +1,191 @@
+"""Split backward of a stage: input gradients first, weight gradients at any later time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from d9d_core.extend import Deferral, DeferredWeights
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from d9d_pipeline.runtime.foreign_weights import ForeignWeights
+from d9d_pipeline.runtime.graph_walk import LateSide, divide_graph
+
+Roots = Sequence[GradientEdge | Tensor]
+
+
+class WeightPhase:
+    """Work that the input phase of a backward has deferred.
+
+    Args:
+        deferred: weight gradients that ops have deferred.
+        sides: functions of the graph walk, one function for each part.
+        foreign: foreign weights that these functions compute gradients of.
+    """
+
+    def __init__(
+        self,
+        deferred: DeferredWeights,
+        sides: list[Callable[[], None]] | None = None,
+        foreign: ForeignWeights | None = None,
+    ) -> None:
+        self._deferred = deferred
+        self._sides = sides or []
+        self._foreign = foreign
+
+    def run(self) -> None:
+        """Run the weight phase, once: afterwards ``.grad`` of all parameters is as after a whole backward."""
+        self._deferred.run()
+        if self._foreign is not None:
+            with self._foreign.unsharded():
+                while self._sides:
+                    self._sides.pop(0)()
+        self._foreign = None
+
+
+class SplitBackward:
+    """Backwards of one stage, whole or in two phases.
+
+    Modules with the trait ``DefersWeights`` leave the gradients of their weights themselves: then the graph is freed in
+    the input phase, and only the inputs of ops and the gradients of their outputs wait. If a notable part of the
+    stage's matrices belongs to other modules, these wait too, by a walk over the graph; then the graph and all that it
+    saved wait with them, and a weight that is used several times costs the way between its uses once more.
+
+    Gradients that are no matrix products, such as those of biases, norms, embeddings and of weights that a custom
+    autograd Function uses, come in the input phase. So do all of foreign modules if no input needs a gradient, as in
+    the first stage.
+
+    Args:
+        stage: after all strategies were applied.
+        whole: names of modules that take a whole backward in the input phase, such as compiled blocks, or checkpointed
+            ones, which a walk would recompute twice.
+    """
+
+    def __init__(self, stage: nn.Module, whole: Collection[str] = ()) -> None:
+        self._deferral = Deferral()
+        self._foreign = ForeignWeights(stage, self._deferral, whole)
+
+    def expect(self, split: bool) -> None:
+        """Set whether the ops that run from here on defer weight gradients; it holds until the next call."""
+        self._deferral.wanted = split
+
+    def backward(self, roots: Roots, gradients: Sequence[Tensor | None]) -> None:
+        """Run a whole backward.
+
+        Args:
+            roots: tensors or edges at which it starts; those that need no gradient are skipped.
+            gradients: gradients of the roots; ``None`` where the root is one number.
+        """
+        edges, seeds = _edges(roots, gradients)
+        if edges:
+            torch.autograd.backward(edges, seeds)
+
+    def inputs(self, roots: Roots, gradients: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> WeightPhase:
+        """Run the input phase: afterwards ``.grad`` of the leaves is as after a whole backward.
+
+        Args:
+            roots: tensors or edges at which it starts; those that need no gradient are skipped.
+            gradients: gradients of the roots; ``None`` where the root is one number.
+            leaves: inputs of the stage.
+
+        Returns:
+            The weight phase. It must run before parameters change.
+        """
+        edges, seeds = _edges(roots, gradients)
+        with self._deferral.collect() as deferred:
+            if not edges:
+                return WeightPhase(deferred)
+            if not self._foreign.worthwhile or not any(leaf.requires_grad for leaf in leaves):
+                torch.autograd.backward(edges, seeds)
+                return WeightPhase(deferred)
+            return self._walk(edges, seeds, leaves, deferred)
+
+    def _walk(
+        self,
+        edges: list[GradientEdge],
+        seeds: list[Tensor | None],
+        leaves: Sequence[Tensor],
+        deferred: DeferredWeights,
+    ) -> WeightPhase:
+        inputs = {id(leaf) for leaf in leaves}
+        found = divide_graph(edges, lambda leaf: id(leaf) not in inputs and self._foreign.is_late(leaf))
+        self._foreign.at_once(found.at_once)
+        if not found.sides:
+            torch.autograd.backward(edges, seeds)
+            return WeightPhase(deferred)
+        apart = {index for side in found.sides for index in side.roots}
+        sides = [_Side(side, edges, seeds, self._deferral) for side in found.sides]
+        handles = [handle for side in sides for handle in side.watch()]
+        try:
+            due = [index for index in range(len(edges)) if index not in apart]
+            if due:
+                torch.autograd.backward(
+                    [edges[i] for i in due], [seeds[i] for i in due], retain_graph=True, inputs=list(found.due)
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        return WeightPhase(deferred, [side.run for side in sides], self._foreign)
+
+
+class _Side:
+    """Late parameters and the gradients that arrive at the nodes that lead to them.
+
+    Args:
+        side: where.
+        roots: roots of the whole graph. Only those that belong to the side are kept.
+        seeds: gradients of the roots.
+        deferral: deferral of the stage.
+    """
+
+    def __init__(
+        self, side: LateSide, roots: list[GradientEdge], seeds: list[Tensor | None], deferral: Deferral
+    ) -> None:
+        self._side = side
+        self._seeds = [(roots[index], seeds[index]) for index in side.roots]
+        self._deferral = deferral
+        self._arrived: dict[int, tuple[Tensor | None, ...]] = {}
+
+    def watch(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Have the coming backward record the gradients that arrive."""
+        return [node.register_prehook(self._noting(index)) for index, node in enumerate(self._side.branching)]
+
+    def run(self) -> None:
+        """Run the backward from each branching node down to the late parameters."""
+        nodes = self._side.branching
+        starts: list[GradientEdge] = [edge for edge, _ in self._seeds]
+        gradients = [gradient for _, gradient in self._seeds]
+        for index, arrived in self._arrived.items():
+            for output, gradient in enumerate(arrived):
+                if gradient is not None:
+                    starts.append(GradientEdge(nodes[index], output))
+                    gradients.append(gradient)
+        # One branching node may lead to another one. What arrives there on the way is part of what had arrived.
+        handles = [nodes[index].register_prehook(self._replacing(index)) for index in self._arrived]
+        try:
+            if starts:
+                with self._deferral.ignore():
+                    # Between two branching nodes there may be those of other sides. The graph goes with the last side.
+                    torch.autograd.backward(starts, gradients, retain_graph=True, inputs=self._side.parameters)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _noting(self, index: int) -> Callable[[Sequence[Tensor | None]], None]:
+        def note(gradients: Sequence[Tensor | None]) -> None:
+            self._arrived[index] = tuple(gradients)
+
+        return note
+
+    def _replacing(self, index: int) -> Callable[[Sequence[Tensor | None]], tuple[Tensor | None, ...]]:
+        return lambda _gradients: self._arrived[index]
+
+
+def _edges(roots: Roots, gradients: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor | None]]:
+    pairs = [
+        (get_gradient_edge(root) if isinstance(root, Tensor) else root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if not isinstance(root, Tensor) or root.requires_grad
+    ]
+    return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]

@@ -1,0 +1,36 @@
+"""Weight gradients moved into the bubbles of an order of computation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from d9d_core.extend import Action, InputBackward, WeightBackward
+
+from d9d_pipeline.schedule.ideal_timing import ideal_starts
+
+
+def fill_bubbles(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Move weight gradients to where a rank would wait; everything else keeps its order.
+
+    Activations are held for long, so this is for when there is memory for all of them.
+
+    Args:
+        orders: computation of each rank, every backward in two halves.
+    """
+    others = [tuple(action for action in order if not isinstance(action, WeightBackward)) for order in orders]
+    filled = []
+    for order, begins in zip(others, ideal_starts(others), strict=True):
+        actions: list[Action] = []
+        waiting: deque[WeightBackward] = deque()
+        clock = 0.0
+        for action, begin in zip(order, begins, strict=True):
+            while waiting and clock + 1 <= begin:
+                actions.append(waiting.popleft())
+                clock += 1
+            actions.append(action)
+            clock = max(clock, begin) + 1
+            if isinstance(action, InputBackward):
+                waiting.append(WeightBackward(action.stage, action.microbatch))
+        filled.append([*actions, *waiting])
+    return filled

@@ -1,0 +1,84 @@
+"""Builder of a rank's order of computation, which counts the microbatches of each stage."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from d9d_core.extend import Action, Backward, Forward, InputBackward, MicrobatchAction, Overlap, WeightBackward
+
+
+class OrderBuilder:
+    """Order of computation of a rank; each action is about the next microbatch of its stage.
+
+    Args:
+        limit: microbatches from this one on are counted but left out.
+
+    Attributes:
+        actions: so far.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.actions: list[Action] = []
+        self._counts: Counter[tuple[type[Action], int]] = Counter()
+        self._open: deque[tuple[int, int]] = deque()
+
+    def count(self, kind: type[Action], stage: int) -> int:
+        """Number of microbatches of the stage that had this action; a whole backward counts as both halves."""
+        return self._counts[kind, stage]
+
+    def forward(self, stage: int) -> None:
+        """Append a forward of the stage."""
+        self._add(Forward, stage, self._next(Forward, stage))
+
+    def backward(self, stage: int) -> None:
+        """Append a whole backward of the stage."""
+        self._add(Backward, stage, self._next_backward(stage))
+
+    def both_halves(self, stage: int) -> None:
+        """Append a backward of the stage in two actions, so that its input gradients leave before the second."""
+        self._add(InputBackward, stage, self._next(InputBackward, stage))
+        self._add(WeightBackward, stage, self._next(WeightBackward, stage))
+
+    def overlap(self, forward: int, backward: int) -> None:
+        """Append an overlapped pair of a forward of one stage and a whole backward of another."""
+        ahead = Forward(forward, self._next(Forward, forward))
+        self.actions.append(Overlap(ahead, Backward(backward, self._next_backward(backward))))
+
+    def input_backward(self, stage: int) -> None:
+        """Append the input gradients of the stage; :meth:`weight_backward` comes later."""
+        microbatch = self._next(InputBackward, stage)
+        self._add(InputBackward, stage, microbatch)
+        self._open.append((stage, microbatch))
+
+    def weight_backward(self) -> None:
+        """Append the weight gradients that have waited longest; nothing if none wait."""
+        if self._open:
+            self._weights(*self._open.popleft())
+
+    def weight_backward_of(self, stage: int) -> None:
+        """Append the weight gradients that have waited longest in this stage."""
+        unit = next(unit for unit in self._open if unit[0] == stage)
+        self._open.remove(unit)
+        self._weights(*unit)
+
+    @property
+    def open(self) -> int:
+        """Number of weight gradients that wait."""
+        return len(self._open)
+
+    def _next_backward(self, stage: int) -> int:
+        self._next(WeightBackward, stage)
+        return self._next(InputBackward, stage)
+
+    def _weights(self, stage: int, microbatch: int) -> None:
+        self._next(WeightBackward, stage)
+        self._add(WeightBackward, stage, microbatch)
+
+    def _add(self, kind: type[MicrobatchAction], stage: int, microbatch: int) -> None:
+        if microbatch < self._limit:
+            self.actions.append(kind(stage, microbatch))
+
+    def _next(self, kind: type[MicrobatchAction], stage: int) -> int:
+        self._counts[kind, stage] += 1
+        return self._counts[kind, stage] - 1

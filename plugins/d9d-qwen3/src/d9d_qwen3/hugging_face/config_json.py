@@ -1,0 +1,201 @@
+"""Shared ``config.json`` fields of dense and MoE models, as transformers 5 writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.extend import CheckpointError
+from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
+from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
+
+from d9d_qwen3.base_config import Qwen3Base
+from d9d_qwen3.hugging_face.names import published_head
+
+_DTYPES = ("float32", "bfloat16", "float16")
+#: What transformers has no field for.
+_OURS = "d9d"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of one model family in transformers.
+
+    Attributes:
+        model_type: in ``config.json``.
+        prefix: prefix of its classes' names.
+    """
+
+    model_type: str
+    prefix: str
+
+    @property
+    def language_model(self) -> str:
+        """Class of a language model."""
+        return f"{self.prefix}ForCausalLM"
+
+    @property
+    def classifier(self) -> str:
+        """Class of a classifier over last tokens."""
+        return f"{self.prefix}ForSequenceClassification"
+
+    @property
+    def backbone(self) -> str:
+        """Class without heads."""
+        return f"{self.prefix}Model"
+
+
+def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the ``config.json`` fields that dense and MoE models share.
+
+    Args:
+        config: our config.
+        family: the model's.
+        dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
+        ours: fields of this model that transformers does not have.
+
+    Raises:
+        CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.
+    """
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"config.json cannot state the dtype '{dtype}'; export one of {', '.join(_DTYPES)}")
+    scaling, positions = config.rope_scaling, config.max_positions
+    if isinstance(scaling, DynamicScaling):  # transformers has one field for both
+        positions = scaling.original_max_positions
+    rope = {"rope_theta": config.rope_theta, **scaling_to_hugging_face(scaling)}
+    own = {**_own_fields(config), **ours}
+    return {
+        "architectures": [_architecture(config, family)],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_bias": config.attention_bias,
+        "attention_dropout": 0.0,
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": config.rope_theta,  # transformers before 5
+        "rope_scaling": None if scaling is None else scaling_to_hugging_face(scaling),  # likewise
+        "tie_word_embeddings": config.tie_embeddings,
+        "initializer_range": config.initialization.std,
+        "dtype": dtype,
+        "torch_dtype": dtype,  # transformers before 5
+        "use_cache": True,
+        **_labels(config),
+        **({_OURS: own} if own else {}),
+    }
+
+
+def check_computable(data: Mapping[str, Any], family: Family) -> None:
+    """Compare the ``config.json`` fields of all models with what our models compute.
+
+    Raises:
+        CheckpointError: it describes another architecture, or a variant that we do not compute.
+    """
+    name = family.model_type
+    if data.get("model_type") != name:
+        raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected '{name}'")
+    if data.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"config.json: hidden_act is {data['hidden_act']!r}; {name} here computes silu only")
+    if data.get("quantization_config"):
+        raise CheckpointError(
+            f"config.json: these weights are quantized (quantization_config), which {name} here does not compute; "
+            "take the weights that they were made from"
+        )
+    if data.get("attention_dropout"):
+        raise CheckpointError(f"config.json: attention_dropout is not 0; {name} here drops no attention, set it to 0")
+    if not isinstance(_rope(data), Mapping):
+        raise CheckpointError(f"config.json: rope_parameters is {_rope(data)!r}, not a mapping")
+
+
+def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Read the fields of our config that dense and MoE models share.
+
+    Raises:
+        CheckpointError: it describes a variant that we do not compute.
+        KeyError: one is missing.
+        TypeError: a value is of another kind; so does AttributeError.
+    """
+    rope, ours, positions = _rope(data), data.get(_OURS) or {}, data["max_position_embeddings"]
+    is_language_model = _class_name(data, family) == family.language_model
+    return {
+        "vocab_size": data["vocab_size"],
+        "hidden_size": data["hidden_size"],
+        "num_layers": data["num_hidden_layers"],
+        "num_attention_heads": data["num_attention_heads"],
+        "num_key_value_heads": data["num_key_value_heads"],
+        "rms_norm_eps": data["rms_norm_eps"],
+        "rope_theta": rope["rope_theta"] if "rope_theta" in rope else data["rope_theta"],
+        "rope_scaling": scaling_from_hugging_face(rope, positions),
+        "attention_bias": bool(data.get("attention_bias")),
+        "tie_embeddings": data["tie_word_embeddings"] and "heads" not in ours and is_language_model,
+        "max_positions": positions,
+        "initialization": {"std": data["initializer_range"]},
+        "heads": _heads(data, family),
+        **ours,
+    }
+
+
+def _rope(data: Mapping[str, Any]) -> Any:
+    return data.get("rope_parameters") or data.get("rope_scaling") or {}
+
+
+def _architecture(config: Qwen3Base, family: Family) -> str:
+    head = published_head(config)
+    if head is None:
+        return family.backbone
+    return family.language_model if isinstance(config.heads[head], CausalLMHeadConfig) else family.classifier
+
+
+def _labels(config: Qwen3Base) -> dict[str, Any]:
+    name = published_head(config)
+    head: HeadConfig | None = None if name is None else config.heads[name]
+    if not isinstance(head, ClassificationHeadConfig):
+        return {}
+    names = [f"LABEL_{index}" for index in range(head.num_classes)]
+    # transformers needs a padding token to find the last real one in a batch; none is known here.
+    return {
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+
+
+def _own_fields(config: Qwen3Base) -> dict[str, Any]:
+    """Extra fields of ``config.json`` that we need to read the same model back."""
+    fields: dict[str, Any] = {}
+    if config.heads != Qwen3Base.model_fields["heads"].default:
+        fields["heads"] = {name: head.model_dump(exclude_none=True) for name, head in config.heads.items()}
+        fields["tie_embeddings"] = config.tie_embeddings
+    if config.added_tokens:
+        fields["added_tokens"] = config.added_tokens
+    if isinstance(config.rope_scaling, DynamicScaling):
+        fields["max_positions"] = config.max_positions
+    return fields
+
+
+def _class_name(data: Mapping[str, Any], family: Family) -> str:
+    names = data.get("architectures") or [family.language_model]
+    return names if isinstance(names, str) else str(names[0])
+
+
+def _heads(data: Mapping[str, Any], family: Family) -> dict[str, dict[str, Any]]:
+    kind = _class_name(data, family)
+    if kind == family.language_model:
+        return {"causal_lm": {"kind": "causal_lm"}}
+    if kind == family.classifier:
+        labels = data.get("id2label") or {}
+        return {"classification": {"kind": "classification", "num_classes": len(labels) or data.get("num_labels", 2)}}
+    if kind == family.backbone:
+        return {"embedding": {"kind": "embedding"}}
+    raise CheckpointError(
+        f"config.json: architecture {kind} is not one that {family.model_type} has; these are: "
+        f"{family.language_model}, {family.classifier}, {family.backbone}"
+    )

@@ -1,0 +1,67 @@
+"""Parameter names and layouts of routers and experts, transformers' and ours.
+
+Shapes: E experts, H features, I features inside an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.extend import CheckpointError
+from d9d_weights import Chunk, Drop, Either, Fresh, Mapper, Parallel, Prefix, Rename, Stack, Transpose
+
+from d9d_qwen3.moe_config import Qwen3MoeConfig
+
+
+def mixtures(config: Qwen3MoeConfig, stored: Qwen3MoeConfig) -> Iterator[Mapper]:
+    """Mappers from files of a model like ``stored`` to a model like ``config``, for all layers that have experts.
+
+    Transformers has no bias of the selection; ours is kept under a name of our own, which it leaves out.
+
+    Raises:
+        CheckpointError: the stored model chose experts by such a bias, and this one would choose others without.
+    """
+    if stored.has_selection_bias and not config.has_selection_bias:
+        raise CheckpointError(
+            "the stored routers choose experts by a bias (selection_bias), which this model would not have; "
+            "add {name: bias_update} to model.balancing"
+        )
+    sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
+    theirs, ours = "model.layers.{layer}.mlp.gate", "layers.{layer}.ffn.router"
+    yield Rename(f"{theirs}.weight", f"{ours}.weight")
+    if not config.has_selection_bias:
+        yield Drop(f"{theirs}.selection_bias", optional=True)
+    elif stored.has_selection_bias:
+        yield Rename(f"{theirs}.selection_bias", f"{ours}.selection_bias", optional=True)  # no parameter: may be apart
+    else:
+        yield Fresh(tuple(f"layers.{layer}.ffn.router.selection_bias" for layer in sparse))
+    yield from (_experts(config, layer) for layer in sparse)
+
+
+def _experts(config: Qwen3MoeConfig, layer: int) -> Mapper:
+    """Mapper from either layout of files to ours: ``gate_proj`` and ``up_proj`` [E, H, I], ``down_proj`` [E, I, H].
+
+    The inverse writes the layout that the config asks for.
+    """
+    layouts = {"per_expert": _per_expert(config.num_experts), "fused": _fused()}
+    first = layouts.pop(config.expert_files)
+    inside = Either(first, *layouts.values())
+    return Prefix(f"model.layers.{layer}.mlp.experts.", f"layers.{layer}.ffn.experts.", inside)
+
+
+def _per_expert(count: int) -> Mapper:
+    """Mapper from published files: gate and up projections [I, H], down projections [H, I] of each expert."""
+    return Parallel(
+        *(
+            Stack([f"{expert}.{matrix}.weight" for expert in range(count)], matrix) >> Transpose(matrix)
+            for matrix in ("gate_proj", "up_proj", "down_proj")
+        )
+    )
+
+
+def _fused() -> Mapper:
+    """Mapper from transformers' memory layout: ``gate_up_proj`` [E, 2 I, H], ``down_proj`` [E, H, I]."""
+    return Parallel(
+        Transpose("gate_up_proj") >> Chunk("gate_up_proj", ("gate_proj", "up_proj"), dim=2),
+        Transpose("down_proj"),
+    )

@@ -1,0 +1,90 @@
+"""Base of the Hugging Face formats: ``config.json`` as transformers 5 writes it, and parameter names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Generic, TypeVar
+
+from d9d_core.extend import CheckpointError
+from d9d_weights import Mapper
+from pydantic import ValidationError
+
+from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_fields, common_json
+from d9d_qwen3.hugging_face.names import exporter, importer
+from d9d_qwen3.moe_config import Qwen3MoeConfig
+
+C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
+
+
+class Qwen3Format(ABC, Generic[C]):
+    """Base of :class:`d9d_weights.hugging_face.format.HuggingFaceFormat` for the classes of one family of transformers.
+
+    One head is theirs: a language model (``...ForCausalLM``) or a classifier over last tokens
+    (``...ForSequenceClassification``). Others are kept under names of our own, which transformers leaves out.
+
+    Attributes:
+        family: names of the models in transformers.
+        config: our class of configs.
+    """
+
+    family: ClassVar[Family]
+    config: type[C]
+
+    @abstractmethod
+    def special_json(self, config: C) -> dict[str, Any]:
+        """Write the ``config.json`` fields that only this kind of model has."""
+
+    @abstractmethod
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the fields of our config that only this kind of model has.
+
+        Raises:
+            CheckpointError: it describes a variant that we do not compute.
+            KeyError: something is missing.
+        """
+
+    def own_fields(self, config: C) -> dict[str, Any]:  # noqa: ARG002 - some kinds have such
+        """Fields of this kind of model that transformers has no word for; kept as they are."""
+        return {}
+
+    def config_json(self, config: C, dtype: str) -> dict[str, Any]:
+        """Write the ``config.json`` that ``from_pretrained`` of transformers reads.
+
+        Args:
+            config: our config.
+            dtype: dtype of the parameters: ``float32``, ``bfloat16`` or ``float16``.
+
+        Raises:
+            CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.
+        """
+        return common_json(config, self.family, dtype, self.own_fields(config)) | self.special_json(config)
+
+    def config_from_json(self, data: Mapping[str, Any]) -> C:
+        """Read our config from a published ``config.json``, of transformers 4 or 5.
+
+        Raises:
+            CheckpointError: it describes another architecture, a variant we do not compute, or no possible model.
+        """
+        name = self.family.model_type
+        check_computable(data, self.family)
+        try:
+            values = self.special_fields(data) | common_fields(data, self.family)
+        except KeyError as error:
+            raise CheckpointError(f"config.json: {error.args[0]} is missing") from error
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(f"config.json: a value is of a kind that no {name} has there: {error}") from error
+        try:
+            return self.config.model_validate(values)
+        except ValidationError as error:
+            problems = (f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors())
+            raise CheckpointError(f"config.json: no {name} model has these values: {'; '.join(problems)}") from error
+
+    def importer(self, config: C, stored: C) -> Mapper:
+        """Mapper from files to the model, see :func:`d9d_qwen3.hugging_face.names.importer`."""
+        return importer(config, stored)
+
+    def exporter(self, config: C) -> Mapper:
+        """Mapper from the model to files, see :func:`d9d_qwen3.hugging_face.names.exporter`."""
+        return exporter(config)

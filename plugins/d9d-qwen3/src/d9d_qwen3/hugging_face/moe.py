@@ -1,0 +1,86 @@
+"""Hugging Face format of Qwen3 models with experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from d9d_core.extend import CheckpointError
+
+from d9d_qwen3.hugging_face.config_json import Family
+from d9d_qwen3.hugging_face.format import Qwen3Format
+from d9d_qwen3.moe_config import Qwen3MoeConfig
+
+
+class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
+    """Format of transformers' ``Qwen3MoeForCausalLM`` and the other classes of its family."""
+
+    family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe")
+    config = Qwen3MoeConfig
+
+    def special_json(self, config: Qwen3MoeConfig) -> dict[str, Any]:
+        """Write the sizes of experts, and which layers have none."""
+        return {
+            "intermediate_size": config.intermediate_size,
+            "moe_intermediate_size": config.moe_intermediate_size,
+            "num_local_experts": config.num_experts,
+            "num_experts": config.num_experts,  # transformers before 5
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.renormalise,
+            "mlp_only_layers": list(config.dense_layers),
+            "decoder_sparse_step": 1,
+            "max_window_layers": config.num_layers if config.sliding_window is None else 0,
+        }
+
+    def special_fields(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the fields of :meth:`special_json`. What is absent is what transformers takes then."""
+        return {
+            "intermediate_size": data["intermediate_size"],
+            "moe_intermediate_size": data["moe_intermediate_size"],
+            "num_experts": _experts(data),
+            "experts_per_token": data["num_experts_per_tok"],
+            "renormalise": data.get("norm_topk_prob") or False,
+            "dense_layers": _dense_layers(data),
+            "head_dim": data.get("head_dim") or 0,
+            "sliding_window": _window(data),
+        }
+
+    def own_fields(self, config: Qwen3MoeConfig) -> dict[str, Any]:
+        """Fields of balancing and capacity, and the layout of expert files."""
+        defaults = {name: field.default for name, field in Qwen3MoeConfig.model_fields.items()}
+        values = config.model_dump(mode="json", include={"balancing", "capacity", "expert_files"})
+        return {name: value for name, value in values.items() if getattr(config, name) != defaults[name]}
+
+
+def _experts(data: Mapping[str, Any]) -> Any:
+    names = [name for name in ("num_local_experts", "num_experts") if name in data]
+    if len({data[name] for name in names}) > 1:
+        raise CheckpointError(
+            f"config.json: num_local_experts is {data['num_local_experts']} and num_experts is {data['num_experts']}; "
+            "they mean the same, remove the wrong one"
+        )
+    return data[names[0] if names else "num_experts"]
+
+
+def _dense_layers(data: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers without experts: those that are named, and those between the layers that have experts."""
+    named, step = data.get("mlp_only_layers") or (), data.get("decoder_sparse_step", 1)
+    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
+        raise CheckpointError(f"config.json: decoder_sparse_step is {step!r}; every how many layers has experts?")
+    return tuple(layer for layer in range(data["num_hidden_layers"]) if layer in named or (layer + 1) % step)
+
+
+def _window(data: Mapping[str, Any]) -> Any:
+    """Positions that all layers see: transformers 5 knows no other way for this family."""
+    # What transformers makes of it, its defaults included.
+    window = data.get("sliding_window", 4096) if data.get("use_sliding_window") else None
+    if window is not None and data.get("max_window_layers", 0):
+        raise CheckpointError(
+            f"config.json: max_window_layers is {data['max_window_layers']} and the window is {window}; releases of "
+            "transformers disagree about which layers slide then. Set max_window_layers to 0 (all slide), or "
+            "use_sliding_window to false (none does)"
+        )
+    kinds, expected = set(data.get("layer_types") or ()), "full_attention" if window is None else "sliding_attention"
+    if kinds - {expected}:
+        raise CheckpointError(f"config.json: layer_types names {sorted(kinds)}; all layers of qwen3_moe are {expected}")
+    return window
