@@ -1,4 +1,4 @@
-"""``d9d check``: names, values, capabilities, mesh and schedule here; what needs tensors by checks of other packages."""
+"""``d9d check``: names, values, capabilities, mesh and schedule; the checks of other packages make the rest."""
 
 from __future__ import annotations
 

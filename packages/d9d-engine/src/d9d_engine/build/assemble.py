@@ -105,18 +105,18 @@ class Assembly:
             holders = dict.fromkeys(model_tensors(stage), host) | holders
         return StageHolders(specs_of(model_tensors(self.whole)), holders, group, topology.device)
 
-    def computed_whole(self) -> frozenset[str]:
+    def unsplittable(self) -> frozenset[str]:
         """Names of the modules whose backward cannot be split, because it recomputes or was compiled."""
         return frozenset(
             name
             for chosen, applied in self.applied
-            if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor in _WHOLE
+            if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor in _UNSPLITTABLE
             for name in applied.modules
         )
 
 
 #: Anchors of strategies after which the backward of a module is one piece.
-_WHOLE = ("checkpointing", "compile")
+_UNSPLITTABLE = ("checkpointing", "compile")
 
 
 def assemble(

@@ -18,7 +18,7 @@ from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.step.boundary import Boundaries
 from d9d_engine.step.totals import Clipper
 from d9d_engine.run.evaluation import Evaluator
-from d9d_core.program.runner import Handler
+from d9d_core.program.runner import Handler, StageRunner
 from d9d_engine.step.executor import Executor
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.gradients import Gradients
@@ -141,7 +141,7 @@ def build(
         statistics=statistics,
         draws=_draws(job, topology),
         autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
-        whole=assembly.computed_whole(),
+        unsplittable=assembly.unsplittable(),
         handlers=_schedule_handlers(job, selection),
     )
     step = TrainStep(
@@ -274,7 +274,7 @@ def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]
 
 def _schedule_handlers(
     job: JobConfig, selection: Selection
-) -> Callable[[Executor], Mapping[type[Action], Handler]] | None:
+) -> Callable[[StageRunner], Mapping[type[Action], Handler]] | None:
     spec = selection.schedule.spec if selection.schedule else None
     if not isinstance(spec, ScheduleSpec) or spec.handlers is None:
         return None
