@@ -59,8 +59,8 @@ LAYERS = {
 }
 #: Members of the foundation may import each other's modules, downwards; all others only the declared modules.
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
-#: What the tests of every member may import besides: d9d-testing, and what is installed with it.
-TEST_TOOLS = {"d9d_testing", "pytest", "hypothesis", "torch", "safetensors", *FOUNDATION}
+#: Imports that the tests of every member may make besides: d9d-testing, and what is installed with it.
+TEST_TOOLS = {"d9d_testing", "pytest", "hypothesis", "torch", "safetensors", "fsspec", "pydantic", *FOUNDATION}
 DECLARED = {
     "d9d_core": {"d9d_core.plugin", "d9d_core.extend"},
     "d9d_weights": {"d9d_weights"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from d9d_core.extend import Backward, Forward, InputBackward, Program, StepState, Visit, WeightBackward
+from d9d_core.extend import Backward, Forward, InputBackward, Program, StageRunner, StepState, Visit, WeightBackward
 from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
 from d9d_testing.toy.deferring import Deferring
 

@@ -7,17 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from d9d_engine.step.randomness import derive_seed, generators_kept
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-
 from d9d_core.errors import BuildError
 from d9d_core.tensors import local
 from d9d_core.traits import LateInit
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-
-
-
+from d9d_engine.step.randomness import derive_seed, generators_kept
 
 
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
