@@ -37,7 +37,7 @@ LAYERS = {
         {"config"},
         {"events", "program"},
         {"job"},
-        {"extend", "testing"},
+        {"extend", "scaffold", "testing"},
         {"cli"},
         {"__main__"},
     ),
