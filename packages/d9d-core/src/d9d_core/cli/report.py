@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from d9d_core.cli.output import console_for
+from d9d_core.plugin.kernels import REFERENCE
 
 if TYPE_CHECKING:
     from d9d_core.job import Job
+    from d9d_core.loop.kernels import KernelChoice
     from d9d_core.loop.plan import Plan
 
 GIB = 2**30
@@ -70,15 +72,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
         console.print("  none")
     _heading(console, "kernels")
     for choice in plan.assembly.kernels:
-        supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
-        console.print(
-            f"  {choice.op}: {choice.backend}{supplied} at {_several(choice.sites)}", markup=False, highlight=False
-        )
-        for name, decision in choice.considered.items():
-            mark = "accepts" if decision.accept else "refuses"
-            console.print(
-                f"    {name} {mark}, priority {decision.priority}: {decision.reason}", markup=False, highlight=False
-            )
+        print_kernel(console, choice)
     _heading(console, "optimizer groups")
     for name, facts in plan.groups.items():
         settings = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "parameters")
@@ -96,6 +90,20 @@ def print_explanation(job: Job, plan: Plan) -> None:
     if not rows:
         console.print(f"  none: {job.mesh}")
     print_plan(job, plan)
+
+
+def print_kernel(console: Console, choice: KernelChoice) -> None:
+    """The backend of an op, and what every backend answered."""
+    supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
+    asked = f", asked for by kernels.{choice.op}," if choice.requested else ""
+    text = f"  {choice.op}: {choice.backend}{supplied}{asked} at {_several(choice.sites)}"
+    console.print(text, markup=False, highlight=False)
+    for name, decision in choice.considered.items():
+        answer = "refuses"
+        if decision.accept:
+            by_name_only = decision.priority <= 0 and name != REFERENCE
+            answer = f"accepts, priority {decision.priority}{', taken by name only' if by_name_only else ''}"
+        console.print(f"    {name} {answer}: {decision.reason}", markup=False, highlight=False)
 
 
 def _heading(console: Console, text: str) -> None:

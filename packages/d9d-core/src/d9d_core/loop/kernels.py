@@ -29,6 +29,7 @@ class KernelChoice:
         sites: names of the modules that call it with this signature.
         backend: the chosen backend.
         supplied_by: its distribution, empty for the reference.
+        requested: the job asks for it by name, in ``kernels``.
         considered: every backend's answer, by name; by distribution/name where several distributions use one name.
     """
 
@@ -36,6 +37,7 @@ class KernelChoice:
     sites: tuple[str, ...]
     backend: str
     supplied_by: str
+    requested: bool
     considered: Mapping[str, Decision]
 
 
@@ -99,7 +101,7 @@ def _bind(
             text = f"'{requested}' ({chosen.origin}) cannot run here: {answers[chosen].reason}"
             raise BuildError(f"kernels.{signature.op}: {text}")
     if chosen is None:
-        return KernelChoice(signature.op, sites, REFERENCE, "", considered)
+        return KernelChoice(signature.op, sites, REFERENCE, "", requested is not None, considered)
     assert isinstance(chosen.spec, KernelSpec)
     try:
         function = chosen.spec.build.load()(signature)
@@ -110,7 +112,9 @@ def _bind(
         raise plugin_error(f"{text}: {error!r}; choose another with 'kernels'", error) from error
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
-    return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), considered)
+    return KernelChoice(
+        signature.op, sites, chosen.spec.name, str(chosen.origin), requested is not None, considered
+    )
 
 
 def _label(entry: Entry, *, unique: bool) -> str:
