@@ -33,8 +33,8 @@ class OpSignature:
 class Decision:
     """A backend's answer to a signature. Of those that accept, the highest priority above 0 wins.
 
-    The reference has priority 0. A backend that answers 0 or less is taken by name only: when the job's ``kernels`` asks
-    for it.
+    The reference has priority 0. A backend that answers 0 or less is taken by name only: when ``kernels`` of the job
+    asks for it.
     """
 
     accept: bool

@@ -112,9 +112,7 @@ def _bind(
         raise plugin_error(f"{text}: {error!r}; choose another with 'kernels'", error) from error
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
-    return KernelChoice(
-        signature.op, sites, chosen.spec.name, str(chosen.origin), requested is not None, considered
-    )
+    return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), requested is not None, considered)
 
 
 def _label(entry: Entry, *, unique: bool) -> str:

@@ -183,7 +183,7 @@ class Judge:
         return False, _UNDECLARED.format(token)
 
     def _advice(self, token: str) -> str:
-        """How to get what is missing, if the job can be changed so; said of what is required, never of what is refused."""
+        """Advice on getting a token that is missing; empty if there is none."""
         namespace, _, word = token.partition(":")
         if namespace == "mesh" and word in MESH_AXES:
             return f"{self._holds(token)[1]}; set mesh.{word} to more than 1"

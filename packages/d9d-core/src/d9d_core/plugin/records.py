@@ -26,9 +26,9 @@ POSITIONS = ("before", "at", "after")
 RESERVED = ("mesh", "strategy", "device", "import")
 
 
-def _tokens(value: Iterable[str]) -> frozenset[str]:
+def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[str]:
     if isinstance(value, str):
-        raise TypeError(f"expected a set of capability tokens, got the string {value!r}")
+        raise TypeError(f"expected a set of {what}, got the string {value!r}")
     return frozenset(value)
 
 
@@ -134,7 +134,19 @@ class ScheduleSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec(ConfiguredSpec):
-    """What is learned. ``build(config) -> Task``."""
+    """What is learned. ``build(config) -> Task``.
+
+    Attributes:
+        observes: names of what :meth:`d9d_core.protocols.Task.observations` returns, so that a metric that cannot work
+            with the task is refused before anything is built; ``None`` if they are not known here.
+    """
+
+    observes: Set[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.observes is not None:
+            object.__setattr__(self, "observes", _tokens(self.observes, "observations"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +156,17 @@ class DatasetSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec(ConfiguredSpec):
-    """A statistic over the task's observations. ``build(config) -> Metric``."""
+    """A statistic over the task's observations. ``build(config) -> Metric``.
+
+    Attributes:
+        reads: names of the task's observations that it cannot do without; empty if it reads what modules tally.
+    """
+
+    reads: Set[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "reads", _tokens(self.reads, "observations"))
 
 
 @dataclass(frozen=True, kw_only=True)
