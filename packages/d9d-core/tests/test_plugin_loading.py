@@ -70,6 +70,22 @@ def test_an_unknown_name_lists_what_is_installed(install: Install) -> None:
     assert message("zzz") == "unknown strategy 'zzz'; installed: expert_parallel"
 
 
+def test_a_kind_that_nothing_offers_says_what_to_do_next(install: Install) -> None:
+    with pytest.raises(PluginError) as error:
+        find("lora", "peft method")
+    assert str(error.value) == (
+        "unknown peft method 'lora': nothing that is installed offers a peft method, and no package of d9d does; "
+        "install a plugin that does, or write one (docs/writing-a-plugin.md: d9d_peft_methods)"
+    )
+
+
+def test_a_kind_that_only_absent_packages_of_d9d_offer_names_them(install: Install) -> None:
+    assert message("zzz") == (
+        "unknown strategy 'zzz': nothing that is installed offers a strategy; packages of d9d do: "
+        "expert_parallel (pip install d9d-mixture)"
+    )
+
+
 def test_two_plugins_with_one_name_are_an_error_when_it_is_used(install: Install) -> None:
     install("acme-moe", "9.9", ONE)
     install("d9d-mixture", "0.1.0", ONE)

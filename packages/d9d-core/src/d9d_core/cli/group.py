@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -51,12 +51,12 @@ class PluginGroup(typer.core.TyperGroup):
         )
 
 
-def shadowed_commands(registry: Registry, own: Collection[str]) -> list[str]:
+def shadowed_commands(entries: Iterable[Entry], own: Collection[str]) -> list[str]:
     """One message per plugin's command that cannot run because core has one of that name."""
     return [
         f"command {entry} is hidden by d9d's own; only a new release of the plugin can rename it"
-        for entry in registry.entries("command")
-        if entry.spec.key in own
+        for entry in entries
+        if entry.kind.name == "command" and entry.spec.key in own
     ]
 
 

@@ -56,7 +56,7 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
         editable = ", editable" if origin.editable else ""
         console.print(_line(True, f"plugin {origin}{editable} ({origin.seconds * 1000:.0f} ms)"))
     problems = [f"plugin {problem}" for problem in registry.problems]
-    for text in problems + registry.conflicts() + shadowed_commands(registry, own_commands):
+    for text in problems + registry.conflicts() + shadowed_commands(registry.entries("command"), own_commands):
         sound = False
         console.print(_line(False, text))
     for distribution, reason in registry.blocked.items():

@@ -76,6 +76,10 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)  # noqa: T201
 
 
+def _own_commands() -> set[str]:
+    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"d9d-core {version('d9d-core')}")
@@ -218,8 +222,7 @@ def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
     """Is this machine ready, and are all plugins sound? Exit status 1 if not."""
     from d9d_core.cli.health import examine
 
-    own = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    if not examine(_discover(plugin, no_plugins, strict=False), own):
+    if not examine(_discover(plugin, no_plugins, strict=False), _own_commands()):
         raise typer.Exit(1)
 
 
@@ -258,7 +261,7 @@ def plugins_check(
     """Load everything that plugins refer to and report what is broken. Exit status 1 if anything is."""
     from d9d_core.cli.plugins import check_plugins
 
-    if not check_plugins(_discover(plugin, no_plugins, strict=False), name, as_json):
+    if not check_plugins(_discover(plugin, no_plugins, strict=False), name, as_json, _own_commands()):
         raise typer.Exit(1)
 
 
