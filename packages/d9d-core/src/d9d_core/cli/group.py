@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any
 
+import typer
 import typer.core
 
 from d9d_core.plugin.loader import discover
@@ -36,6 +38,18 @@ class PluginGroup(typer.core.TyperGroup):
         if cmd_name.rpartition("/")[2] not in names:
             return None  # the usual message, which suggests near names
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C gets a word, where typer would end without one.
+
+        Raises:
+            typer.Exit: the user interrupted it.
+        """
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)  # noqa: T201
+            raise typer.Exit(130) from None
 
     @cached_property
     def _registry(self) -> Registry:

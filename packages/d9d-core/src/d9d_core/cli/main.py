@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -130,9 +132,19 @@ def train(
         alone = place.launcher is None
         teller = None if alone else process.teller(describe_rank(loaded.mesh.sizes(), place.rank))
         with loaded.joined(place, teller) as topology:
-            outcome = loaded.build(topology=topology).train()
+            with _start_up():
+                trainer = loaded.build(topology=topology)
+            outcome = trainer.train()
         if outcome.status == "finished" and topology.is_main:
             typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+
+
+@contextmanager
+def _start_up() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("during start-up; nothing was trained") from None
 
 
 def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:

@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 
 def verify_job(job: Job, layouts: Sequence[str], steps: int, max_ranks: int, as_json: bool) -> bool:
     """Run the comparison and print it; whether every layout passed."""
-    from d9d_core.job import print_note
     from d9d_core.verify.layouts import own_layout, parse_layout
     from d9d_core.verify.run import verify
 
     chosen = [parse_layout(text, job) for text in layouts] or [own_layout(job, max_ranks)]
-    verdicts = verify(job, chosen, steps, print_note)
+    verdicts = verify(job, chosen, steps, _note)
     if as_json:
         sys.stdout.write(json.dumps([verdict.to_json() for verdict in verdicts], indent=1, allow_nan=False) + "\n")
     else:
         _print(verdicts)
     return all(verdict.passed for verdict in verdicts)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has the result
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
