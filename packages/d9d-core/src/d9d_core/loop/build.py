@@ -167,7 +167,7 @@ def build(
     )
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({_unique(c, selection.trackers): build_part(c, config) for c, config in tracked}, note)
-    feed = Feed(stream, topology.device)
+    feed = Feed(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
     keeper = Keeper(
         store=store,
         stage=model,
@@ -299,9 +299,8 @@ def _evaluator(
     with topology.main_first(per_machine=True):
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
-    return Evaluator(
-        task, executor, model, Feed(stream, topology.device), job.evaluation.packs, group, topology.watchdog.beat
-    )
+    feed = Feed(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    return Evaluator(task, executor, model, feed, job.evaluation.packs, group, topology.watchdog.beat)
 
 
 def _exporter(

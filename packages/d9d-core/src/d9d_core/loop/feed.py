@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -12,6 +14,8 @@ from typing import Self
 import torch
 
 from d9d_core.protocols import DataStream, Pack, State
+
+WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
 
 
 class Feed:
@@ -24,14 +28,19 @@ class Feed:
         device: where the model is.
         prefetch: how many packs may be taken from the stream before they are asked for; 0 takes and copies each when
             it is asked for, without a thread.
+        waiting_for: is told which thread the caller waits for, for reports of a run that hangs
+            (:meth:`d9d_core.topology.watchdog.Watchdog.waiting_for`).
     """
 
-    def __init__(self, stream: DataStream, device: torch.device, prefetch: int = 2) -> None:
+    def __init__(
+        self, stream: DataStream, device: torch.device, prefetch: int = 2, waiting_for: WaitingFor = nullcontext
+    ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: {prefetch} packs ahead; use 0 or more")
         self.stream = stream
         self._transfer = _Transfer(device, beside=prefetch > 0)
         self._prefetch = prefetch
+        self._waiting_for = waiting_for
         self._worker: _Worker | None = None
         self._state: State | None = None
         self._closed = False
@@ -50,7 +59,8 @@ class Feed:
         if self._worker is None:
             self._state = copy.deepcopy(self.stream.state())
             self._worker = _Worker(self.stream, self._transfer, self._prefetch)
-        taken = self._worker.take()
+        with self._waiting_for(self._worker.thread):
+            taken = self._worker.take()
         self._state = taken.state
         return taken.transferred.receive()
 
@@ -168,8 +178,8 @@ class _Worker:
         self._ready: queue.SimpleQueue[_Taken | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="d9d-feed", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="d9d-feed", daemon=True)
+        self.thread.start()
 
     def take(self) -> _Taken:
         """The next pack, as soon as there is one; raises what the stream raised."""
@@ -185,7 +195,7 @@ class _Worker:
         """Return once the thread has ended."""
         self._stopping = True
         self._room.release()
-        self._thread.join()
+        self.thread.join()
 
     def _run(self) -> None:
         while True:
