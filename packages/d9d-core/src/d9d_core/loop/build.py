@@ -24,6 +24,7 @@ from d9d_core.loop.gradients import Gradients
 from d9d_core.loop.interrupt import Interrupts
 from d9d_core.loop.keeper import Keeper, open_store
 from d9d_core.loop.loss import LossScale
+from d9d_core.loop.merging import merged
 from d9d_core.loop.ownership import DATA_AXES
 from d9d_core.loop.parts import build_part
 from d9d_core.loop.plan import build_lr_schedule
@@ -318,14 +319,13 @@ def _exporter(
     layout = spec.hugging_face.load()()
 
     def export() -> None:
-        if assembly.peft is not None:
-            assembly.peft.merge(assembly.whole)
-        tensors = model_tensors(assembly.model)
-        graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
-        config = layout.config_json(job.model, job.precision.parameters)
-        files = ModelFiles(config, beside_weights, stream.save_assets)
-        writer = ModelWriter(job.run.directory / "model", graph.specs)
-        export_model(writer, graph, tensors, files, topology.world, assembly.spread(topology))
+        with merged(assembly.peft, assembly.whole):
+            tensors = model_tensors(assembly.model)
+            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
+            config = layout.config_json(job.model, job.precision.parameters)
+            files = ModelFiles(config, beside_weights, stream.save_assets)
+            writer = ModelWriter(job.run.directory / "model", graph.specs)
+            export_model(writer, graph, tensors, files, topology.world, assembly.spread(topology))
 
     return export
 
