@@ -31,8 +31,12 @@ state = typer.Typer(no_args_is_help=True, help="Look at checkpoints, convert the
 app.add_typer(state, name="state")
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")]
-Overrides = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")]
-Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated.")
+]
+Files = Annotated[
+    list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
+]
 NoPlugins = Annotated[bool, typer.Option("--no-plugins", help="Load no installed plugin.")]
 Strict = Annotated[bool, typer.Option("--strict-plugins", help="Any problem with any plugin is an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -108,7 +112,10 @@ def train(
         str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(help="How often to start all processes again after one died; implies --nproc.", min=0)
+        int | None,
+        typer.Option(
+            metavar="N", help="How often to start all processes again after one died; implies --nproc.", min=0
+        ),
     ] = None,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""
@@ -166,7 +173,9 @@ def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:
 @app.command()
 def check(
     job: JobFile,
-    world_size: Annotated[int | None, typer.Option(help="Processes; by default, what the mesh needs.", min=1)] = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes; by default, what the mesh needs.", min=1)
+    ] = None,
     overrides: Overrides = [],  # noqa: B006
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -198,10 +207,11 @@ def explain(
 def verify(
     job: JobFile,
     layout: Annotated[
-        list[str], typer.Option(metavar="LAYOUT", help="Such as dp_shard=2:fsdp; the job's own by default.")
+        list[str],
+        typer.Option(metavar="LAYOUT", help="Such as dp_shard=2:fsdp; may be repeated; the job's own by default."),
     ] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 4,
-    max_ranks: Annotated[int, typer.Option(help="Most processes for the job's own layout.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.", min=1)] = 4,
+    max_ranks: Annotated[int, typer.Option(metavar="N", help="Most processes for the job's own layout.", min=1)] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006
     plugin: Files = [],  # noqa: B006
@@ -285,7 +295,9 @@ StatePlace = Annotated[
 @state.command("show")
 def state_show(
     place: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
-    picture: Annotated[Path | None, typer.Option(help="Write a job's state graph here, as a Mermaid chart.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a job's state graph here, as a Mermaid chart.")
+    ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -300,9 +312,13 @@ def state_show(
 def state_convert(
     source: StatePlace,
     target: Annotated[str, typer.Argument(help="Directory or fsspec address to write; Hugging Face layout.")],
-    dtype: Annotated[str | None, typer.Option(help="Number format, such as bfloat16; kept by default.")] = None,
-    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB or 512MiB.")] = "5GB",
-    threads: Annotated[int, typer.Option(help="Reads at a time.", min=1)] = 4,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Number format, such as bfloat16; kept by default.")
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest weight file, such as 5GB or 512MiB.")
+    ] = "5GB",
+    threads: Annotated[int, typer.Option(metavar="N", help="Reads at a time.", min=1)] = 4,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
@@ -317,7 +333,9 @@ def state_convert(
 def state_diff(
     left: StatePlace,
     right: StatePlace,
-    tolerance: Annotated[float, typer.Option(help="Largest deviation that counts as equal.", min=0.0)] = 0.0,
+    tolerance: Annotated[
+        float, typer.Option(metavar="X", help="Largest deviation that counts as equal.", min=0.0)
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Compare names, shapes, number formats and numbers. Exit status 1 if they differ."""

@@ -74,7 +74,7 @@ class ConfiguredSpec(Spec):
     """A record with its own section in the job file.
 
     Attributes:
-        config: a :class:`d9d_core.config.PluginConfig` subclass whose ``name`` is this record's name.
+        config: a :class:`d9d_core.config.base.PluginConfig` subclass whose ``name`` is this record's name.
         build: what makes the component from the config; its signature depends on the kind.
     """
 

@@ -24,7 +24,7 @@ class Status:
 
     Attributes:
         who: rank, coordinates and machine.
-        phase, step: see :class:`Phase`.
+        phase, step: see :class:`d9d_core.topology.watchdog.Phase`.
         where, waits, stack: see :class:`d9d_core.topology.stacks.Doing`.
         elapsed: seconds in this phase.
         remaining: seconds to its deadline; negative once it has passed.
