@@ -72,6 +72,22 @@ def test_a_broken_plugin_that_is_asked_for_shows_its_traceback(d9d: Run, tmp_pat
     assert "raise RuntimeError('in the plugin')" in result.stderr
 
 
+def test_the_traceback_of_a_plugin_shows_its_own_frames_only(d9d: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "class Config: ...\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    yield TaskSpec(name='mine', summary='s', config=Config, build=Ref('json:loads'))\n"
+    )
+    result = d9d("check", "job.yaml", "--plugin", "broken.py")
+    assert result.returncode == 2
+    assert "TaskSpec 'mine': config is the class Config itself; write Ref(f\"{__name__}:Config\")" in result.stderr
+    frames = [line for line in result.stderr.splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1
+    assert "broken.py" in frames[0]
+
+
 def test_check_reports_the_numbers_of_a_job_without_training(d9d: Run, tmp_path: Path) -> None:
     result = d9d("check", "job.yaml", "--set", "batch.microbatch=8")
     assert result.returncode == 0, result.stderr

@@ -168,6 +168,33 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
             "failed in d9d_strategies: ValueError(\"StrategySpec name 'Not A Name': use lower case",
         ),
         ("@hookimpl\ndef d9d_strategies(extra): yield strategy('a')", "has an invalid hook"),
+        (
+            "@hookimpl\ndef d9d_strategies(): return strategy('a')",
+            "returns one StrategySpec from d9d_strategies; write yield in place of return, or return a list",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies(): strategy('a')",
+            "returns nothing from d9d_strategies; write yield in front of each record",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies(): return 5",
+            "returns int from d9d_strategies; write yield in front of each record",
+        ),
+        (
+            "class Mine: ...\n@hookimpl\ndef d9d_strategies():\n"
+            "    yield StrategySpec(name='a', summary='s', anchor='data', config=Ref('a:b'), build=Mine)",
+            "StrategySpec 'a': build is the class Mine itself; write Ref('d9d_mixture_plugin:Mine'),",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies():\n"
+            "    yield StrategySpec(name='a', summary='s', anchor='data', config='a:b', build=Ref('a:b'))",
+            "StrategySpec 'a': config is a text; write Ref('a:b')",
+        ),
+        (
+            "@hookimpl\ndef d9d_models():\n"
+            "    yield ModelSpec(name='a', summary='s', config=Ref('a:b'), build=Ref('a:b'), tiny=None)",
+            "ModelSpec 'a': tiny is None; give it a Ref",
+        ),
     ],
 )
 def test_a_wrong_declaration_is_named(install: Install, code: str, text: str) -> None:

@@ -18,6 +18,9 @@ from d9d_core.plugin.ref import Ref
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
+#: The annotation of a field that holds a reference.
+_REFERENCE = re.compile(r"\bRef\b")
+
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
 #: Where a strategy stands relative to its anchor.
@@ -57,11 +60,30 @@ class Spec:
             raise ValueError(f"{type(self).__name__} {self.name!r} needs a summary")
         for tokens in ("requires", "provides", "conflicts"):
             object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))
+        for field in fields(self):
+            self._check_reference(field.name, str(field.type))
 
     @property
     def key(self) -> str:
         """What is unique among the records of one kind."""
         return self.name
+
+    def _check_reference(self, name: str, annotation: str) -> None:
+        value = getattr(self, name)
+        if not _REFERENCE.search(annotation) or isinstance(value, Ref) or (value is None and "None" in annotation):
+            return
+        where = f"{type(self).__name__} {self.name!r}: {name} is"
+        if isinstance(value, str):
+            raise TypeError(f"{where} a text; write Ref({value!r})")
+        if not hasattr(value, "__qualname__"):
+            raise TypeError(f"{where} {value!r}; give it a Ref")
+        kind = "class" if isinstance(value, type) else "function"
+        # A single file has no name that it could write down.
+        target = f"{value.__module__}:{value.__qualname__}"
+        written = f'f"{{__name__}}:{value.__qualname__}"' if value.__module__.startswith("d9d_file_") else repr(target)
+        raise TypeError(
+            f"{where} the {kind} {value.__qualname__} itself; write Ref({written}), which is loaded when needed"
+        )
 
     def refs(self) -> dict[str, Ref]:
         """All references in this record, by field name."""

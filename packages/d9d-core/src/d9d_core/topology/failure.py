@@ -20,6 +20,8 @@ from typing import Any
 
 from d9d_core.errors import D9dError
 
+#: Packages whose frames stand between the command line and a plugin.
+_OWN = ("d9d_core", "pluggy", "importlib")
 #: What a broken connection to another rank looks like; its cause may lie there.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
 
@@ -48,7 +50,7 @@ class Failure:
             hide: source files whose frames are left out where the traceback begins.
         """
         if isinstance(error, D9dError):
-            origin = "" if error.origin is None else "".join(traceback.format_exception(error.origin))
+            origin = "" if error.origin is None else _foreign_traceback(error.origin)
             return cls(origin + "\n".join(f"error: {line}" for line in str(error).splitlines()), error.exit_code)
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hide:
@@ -121,6 +123,16 @@ class Teller:
             sys.stderr.write(f"{failure.text}\n")
             sys.stderr.flush()
         return True
+
+
+def _foreign_traceback(error: BaseException) -> str:
+    """The traceback of an error in a plugin, without d9d's own frames; empty if there are no others."""
+    own = [str(Path(file).parent) for name in _OWN if (file := getattr(sys.modules.get(name), "__file__", None))]
+    found = traceback.TracebackException.from_exception(error)
+    # <...> is code without a file: importlib's, and the constructors of records.
+    frames = [f for f in found.stack if not f.filename.startswith((*own, "<"))]
+    found.stack[:] = frames
+    return "".join(found.format()) if frames else ""
 
 
 def _replace(path: Path, content: Mapping[str, Any]) -> None:
