@@ -13,6 +13,7 @@ from torch import nn
 
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError, JobError
+from d9d_core.loop.contract import check_returned, check_trainable
 from d9d_core.loop.kernels import KernelChoice, bind_kernels
 from d9d_core.loop.local_model import JoinedStages, joined_stages
 from d9d_core.loop.ownership import Ownership, settle
@@ -211,6 +212,8 @@ def _apply(
     """What a strategy did to each stage. Of several stages, one may lack what another has."""
     strategy: Strategy = build_part(chosen, config)
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
+    for outcome in outcomes.values():
+        check_returned(chosen, "apply()", outcome, Applied)
     changed = any(outcome.modules for outcome in outcomes.values())
     first, *others = (outcome.unmatched for outcome in outcomes.values())
     unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
@@ -267,6 +270,7 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str]:
     trainable = peft.inject(stage)
+    check_trainable(chosen, trainable)
     names = {name for name, _ in stage.named_parameters()}
     if not trainable or not trainable <= names:
         unknown = sorted(trainable - names)[:3]

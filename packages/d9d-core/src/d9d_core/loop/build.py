@@ -17,6 +17,7 @@ from d9d_core.loop.added import AddedLosses, Tallies
 from d9d_core.loop.assemble import Assembly, assemble
 from d9d_core.loop.boundary import Boundaries
 from d9d_core.loop.clipper import Clipper
+from d9d_core.loop.contract import check_metric
 from d9d_core.loop.evaluation import Evaluator
 from d9d_core.loop.executor import Executor, Handler
 from d9d_core.loop.feed import Feed
@@ -27,7 +28,7 @@ from d9d_core.loop.loss import LossScale
 from d9d_core.loop.merging import merged
 from d9d_core.loop.ownership import DATA_AXES
 from d9d_core.loop.parts import build_part
-from d9d_core.loop.plan import build_lr_schedule
+from d9d_core.loop.plan import build_lr_schedule, build_optimizer
 from d9d_core.loop.pretrained import pretrained_weights
 from d9d_core.loop.program import Action
 from d9d_core.loop.selection import Selection, check_capabilities, check_parts, check_world, select
@@ -39,7 +40,7 @@ from d9d_core.plugin.capabilities import Chosen, Circumstances
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import DataContext, DataStream, Metric, Optimizer, Subscriber, Task
+from d9d_core.protocols import DataContext, DataStream, Metric, Subscriber, Task
 from d9d_core.state.export import ModelFiles, export_model
 from d9d_core.state.hub.writer import ModelWriter
 from d9d_core.state.mapper import StateGraph
@@ -110,8 +111,7 @@ def build(
     share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
     note(f"model: {sum(p.numel() for p in assembly.whole.parameters()):,} parameters on {topology.device}{share}")
 
-    optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, assembly.trained())
-    optimizer.init_state()
+    optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = _statistics(job, selection, assembly, topology, all_parts)
@@ -225,11 +225,13 @@ def _open_data(
 def _statistics(
     job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None
 ) -> Statistics:
-    metrics: dict[str, Metric] = {
-        _unique(c, selection.metrics): build_part(c, config) for c, config in selection.metrics
-    }
+    metrics: dict[str, Metric] = {}
+    for chosen, config in selection.metrics:
+        metrics[_unique(chosen, selection.metrics)] = build_part(chosen, config)
     statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=group, device=topology.device)
     statistics.attach(assembly.whole)
+    for (chosen, _), metric in zip(selection.metrics, metrics.values(), strict=True):
+        check_metric(chosen, metric)
     return statistics
 
 

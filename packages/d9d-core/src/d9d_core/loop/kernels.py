@@ -110,6 +110,11 @@ def _bind(
             f"kernels.{signature.op}: '{chosen.spec.name}' ({chosen.origin}) accepted, but {chosen.spec.build} failed"
         )
         raise plugin_error(f"{text}: {error!r}; choose another with 'kernels'", error) from error
+    if not callable(function):
+        text = (
+            f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, no function"
+        )
+        raise BuildError(text)
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
     return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), requested is not None, considered)
@@ -136,7 +141,9 @@ def _ask(entry: Entry, signature: OpSignature, judge: Judgement) -> Decision:
     if unmet:
         return Decision(False, "; ".join(unmet))
     try:
-        decision: Decision = entry.spec.supports.load()(signature)
+        decision: object = entry.spec.supports.load()(signature)
     except FOREIGN_FAILURES as error:
         return Decision(False, f"{entry.spec.supports} failed: {error!r}")
+    if not isinstance(decision, Decision):
+        return Decision(False, f"{entry.spec.supports} returned a {type(decision).__name__}, not a Decision")
     return decision

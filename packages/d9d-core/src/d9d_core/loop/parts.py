@@ -11,11 +11,13 @@ from d9d_core.plugin.records import ConfiguredSpec
 
 
 def build_part(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
-    """Call a record's ``build`` reference.
+    """Call a record's ``build`` reference, and compare what it returns with the protocol of its kind.
 
     Raises:
-        BuildError: its module cannot be imported.
+        BuildError: its module cannot be imported, it takes other arguments, or it builds something else.
     """
+    from d9d_core.loop.contract import check_component  # imports torch
+
     assert isinstance(chosen.spec, ConfiguredSpec)
     try:
         build = chosen.spec.build.load()
@@ -25,4 +27,13 @@ def build_part(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
         build_error = BuildError(text)
         build_error.origin = error
         raise build_error from error
-    return build(config, *arguments)
+    try:
+        component = build(config, *arguments)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # it was not entered
+            kinds = ", ".join(["config", *(type(argument).__name__ for argument in arguments)])
+            where = f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
+            raise BuildError(f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}") from error
+        raise
+    check_component(chosen, component)
+    return component

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from d9d_core.config.job import JobConfig
 from d9d_core.loop.assemble import Assembly, assemble
+from d9d_core.loop.contract import check_metric, check_optimizer
 from d9d_core.loop.parts import build_part
 from d9d_core.loop.pretrained import pretrained_weights
 from d9d_core.loop.program import Program
@@ -15,7 +18,7 @@ from d9d_core.loop.selection import Selection, check_capabilities, check_parts, 
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols import LrSchedule, Optimizer, Task
+from d9d_core.protocols import LrSchedule, Optimizer, StageMetric, Task
 from d9d_core.topology.local import local
 from d9d_core.topology.mesh import Topology
 
@@ -74,13 +77,19 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     build_lr_schedule(job, selection)
     task: Task = build_part(selection.task, job.task)
     task.check(job.model, {})  # what can be said without data
+    for chosen, config in [*selection.subscribers, *selection.trackers]:
+        build_part(chosen, config)
+    metrics = [(chosen, build_part(chosen, config)) for chosen, config in selection.metrics]
     assembly = assemble(job, selection, registry, topology, circumstances)
     with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
+    for chosen, metric in metrics:
+        if isinstance(metric, StageMetric):
+            metric.attach(assembly.whole)
+        check_metric(chosen, metric)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
-    optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
-    optimizer.init_state()
+    optimizer = build_optimizer(job, selection, trained)
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
         gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
@@ -107,6 +116,14 @@ def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
         return lambda _step: 1.0
     schedule: LrSchedule = build_part(selection.lr_schedule, job.lr_schedule, job.steps)
     return schedule
+
+
+def build_optimizer(job: JobConfig, selection: Selection, trained: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The optimizer of the job over these parameters, with its state."""
+    optimizer: Optimizer = build_part(selection.optimizer, job.optimizer, trained)
+    optimizer.init_state()
+    check_optimizer(selection.optimizer, optimizer)
+    return optimizer
 
 
 def _flops(job: JobConfig, selection: Selection) -> float | None:
