@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +12,11 @@ from typing import Any
 
 import d9d_testing.toy.plugin as toy
 import pytest
-from d9d_core.errors import BuildError, JobError
+import torch
+from d9d_core.errors import BuildError, DataError, JobError
 from d9d_core.job import Job
 from d9d_core.plugin import Ref, Registry, hookimpl
+from d9d_testing.toy.data import ToyStream
 from d9d_testing.toy.modifiers import ToyPeft, ToyStrategy
 from d9d_testing.toy.observers import ToyRecorder, ToyTracker
 from d9d_testing.toy.optimizer import ToyOptimizer
@@ -211,3 +214,48 @@ def test_a_tracker_that_opens_nothing_is_reported_and_not_taken_for_one(
     trainer.train()
     (note,) = [note for note in notes if note.startswith("tracker 'toy_tracker' failed")]
     assert "open() returned a NoneType, which lacks write, flush, state, close" in note
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "text"),
+    [
+        ("losses", lambda *_: torch.zeros(()), "losses() returned a Tensor, not Mapping"),
+        ("losses", lambda *_: {"error": 1.0, "decay": 1.0}, "losses(), of which 'error' returned a float, not Tensor"),
+        (
+            "losses",
+            lambda *_: {"error": torch.zeros(())},
+            "losses() lacks the loss terms decay, which coefficients has",
+        ),
+        ("weights", lambda *_: {}, "weights() lacks the loss terms decay, error, which coefficients has"),
+        ("weights", lambda *_: dict.fromkeys(("error", "decay"), torch.ones(2)), "'error' has the shape [2], not []"),
+        ("inputs", lambda _, microbatch: microbatch, "inputs() returned a dict, not StageInputs"),
+        ("observations", lambda *_: {}, "observations() lacks absolute, which its record declares with 'observes'"),
+        ("observations", lambda *_: None, "observations() returned nothing, not Mapping"),
+        ("count", lambda *_: torch.ones(()), "count() returned a Tensor, not Integral"),
+    ],
+)
+def test_a_task_that_returns_something_else_is_refused_in_the_first_step(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, member: str, value: Any, text: str
+) -> None:
+    broken = type("ToyTask", (ToyTask,), {member: value})
+    run = job("steps=1", "trackers=[]").use(with_part("d9d_tasks", broken, monkeypatch))
+    with pytest.raises(BuildError) as error:
+        quiet(run).train()
+    assert str(error.value).startswith("task: task 'toy_task' (acme): ")
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("pack", "text"),
+    [
+        ({"x": torch.zeros(1)}, "ToyStream.next_pack() returned a dict; return a list of microbatches"),
+        ([torch.zeros(1)], "returned a list of Tensor; a microbatch maps names to tensors"),
+        ([{"x": [1.0]}], "'x' of a microbatch is a list, not a tensor"),
+    ],
+)
+def test_a_stream_that_yields_something_else_is_refused(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch, pack: Any, text: str
+) -> None:
+    monkeypatch.setattr(ToyStream, "next_pack", lambda _self: pack)
+    with pytest.raises(DataError, match=re.escape(text)):
+        quiet(job("steps=1", "trackers=[]")).train()

@@ -16,6 +16,7 @@ from d9d_core.loop import events as ev
 from d9d_core.loop.added import AddedLosses, Tallies
 from d9d_core.loop.assemble import Assembly, assemble
 from d9d_core.loop.boundary import Boundaries
+from d9d_core.loop.checked_task import CheckedTask
 from d9d_core.loop.clipper import Clipper
 from d9d_core.loop.contract import check_metric
 from d9d_core.loop.evaluation import Evaluator
@@ -82,7 +83,7 @@ def build(
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = build_lr_schedule(job, selection)
-    task: Task = build_part(selection.task, job.task)
+    task: Task = CheckedTask(selection.task, build_part(selection.task, job.task))
     store = open_store(job, topology)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None

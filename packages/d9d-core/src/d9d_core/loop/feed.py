@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from d9d_core.errors import DataError
 from d9d_core.protocols import DataStream, Pack, State
 
 WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
@@ -55,7 +56,7 @@ class Feed:
         if self._closed:
             raise RuntimeError("this feed is closed; open another one on a stream")
         if not self._prefetch:
-            return self._transfer.start(self.stream.next_pack()).receive()
+            return self._transfer.start(_next_pack(self.stream)).receive()
         if self._worker is None:
             self._state = copy.deepcopy(self.stream.state())
             self._worker = _Worker(self.stream, self._transfer, self._prefetch)
@@ -95,6 +96,29 @@ class Feed:
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+
+def _next_pack(stream: DataStream) -> Pack:
+    pack: object = stream.next_pack()
+    if not isinstance(pack, Sequence):
+        raise DataError(
+            f"{_name_of(stream)}.next_pack() returned a {type(pack).__name__}; return a list of microbatches"
+        )
+    for microbatch in pack:
+        if not isinstance(microbatch, Mapping):
+            kind = type(microbatch).__name__
+            raise DataError(
+                f"{_name_of(stream)}.next_pack() returned a list of {kind}; a microbatch maps names to tensors"
+            )
+        for name, tensor in microbatch.items():
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                raise DataError(f"{_name_of(stream)}.next_pack(): '{name}' of a microbatch is a {kind}, not a tensor")
+    return pack
+
+
+def _name_of(stream: DataStream) -> str:
+    return f"{type(stream).__module__}:{type(stream).__qualname__}"
 
 
 class _Transfer:
@@ -203,7 +227,7 @@ class _Worker:
             if self._stopping:
                 return
             try:
-                transferred = self._transfer.start(self._stream.next_pack())
+                transferred = self._transfer.start(_next_pack(self._stream))
                 # A copy, in case the stream goes on changing what it returned.
                 self._ready.put(_Taken(transferred, copy.deepcopy(self._stream.state())))
             except BaseException as error:  # raised again where the pack is asked for
