@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from d9d_core.extend import JobError
+from d9d_core.plugin import Registry
+from d9d_nn import plugin
 from d9d_nn.causal_lm.config import CausalLMConfig, PerplexityConfig
 from d9d_nn.causal_lm.perplexity import Perplexity
 from d9d_nn.causal_lm.task import CausalLM
@@ -51,6 +53,7 @@ def test_observations_carry_no_graph() -> None:
     seen = TASK.observations(outputs, MICROBATCH)
     assert not seen["token_loss"].requires_grad
     assert seen["targets"] is TARGETS
+    assert seen.keys() == Registry.of(plugin).find("task", "causal_lm").spec.observes
 
 
 def test_check_names_both_numbers_and_the_field() -> None:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from d9d_core.extend import JobError
+from d9d_core.plugin import Registry
+from d9d_nn import plugin
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.classification.config import ClassificationConfig
@@ -62,6 +64,7 @@ def test_inputs_pass_on_what_the_microbatch_has_but_no_labels() -> None:
 def test_observations_carry_no_graph() -> None:
     seen = TASK.observations({"class_logits": torch.ones(3, 3, requires_grad=True) * 2}, MICROBATCH)
     assert seen.keys() == {"class_logits", "labels"}
+    assert seen.keys() == Registry.of(plugin).find("task", "classification").spec.observes
     assert not seen["class_logits"].requires_grad
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
+import typer
 import typer.core
 
 from d9d_core.errors import PluginError
@@ -42,6 +44,18 @@ class PluginGroup(typer.core.TyperGroup):
             return None  # the usual message, which suggests near names
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C gets a word, where typer would end without one.
+
+        Raises:
+            typer.Exit: the user interrupted it.
+        """
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)  # noqa: T201
+            raise typer.Exit(130) from None
+
     @cached_property
     def _registry(self) -> Registry:
         return discover(PluginPolicy.from_environment(os.environ))
@@ -67,13 +81,21 @@ def foundation_commands(registry: Registry) -> list[Entry]:
     return [entry for entry in registry.entries("command") if entry.origin.distribution in FOUNDATION]
 
 
-def shadowed_commands(registry: Registry, own: Collection[str]) -> list[str]:
-    """One message per plugin's command that cannot run because d9d itself has one of that name."""
+def shadowed_commands(registry: Registry, own: Collection[str], among: Collection[str] | None = None) -> list[str]:
+    """One message per plugin's command that cannot run because d9d itself has one of that name.
+
+    Args:
+        registry: what is installed.
+        own: core's commands.
+        among: distributions whose commands are looked at; all by default.
+    """
     taken = {*own, *(entry.spec.key for entry in foundation_commands(registry))}
     return [
         f"command {entry} is hidden by d9d's own; only a new release of the plugin can rename it"
         for entry in registry.entries("command")
-        if entry.spec.key in taken and entry.origin.distribution not in FOUNDATION
+        if entry.spec.key in taken
+        and entry.origin.distribution not in FOUNDATION
+        and (among is None or entry.origin.distribution in among)
     ]
 
 

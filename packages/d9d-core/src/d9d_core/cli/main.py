@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +23,7 @@ from d9d_core.cli.options import (
     warn_of_problems,
 )
 from d9d_core.errors import D9dError
+from d9d_core.failures import describe
 
 app = typer.Typer(
     name="d9d",
@@ -43,10 +43,12 @@ def main() -> None:
     try:
         app()
     except D9dError as error:
-        if error.origin is not None:
-            say("".join(traceback.format_exception(error.origin)).rstrip())
-        say("\n".join(f"error: {line}" for line in str(error).splitlines()))
+        say(describe(error))
         sys.exit(error.exit_code)
+
+
+def _own_commands() -> set[str]:
+    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def _version(wanted: bool) -> None:
@@ -67,7 +69,9 @@ def root(
 @app.command()
 def check(
     job: JobPath,
-    world_size: Annotated[int | None, typer.Option(help="Processes; by default, what the mesh needs.", min=1)] = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes; by default, what the mesh needs.", min=1)
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -98,8 +102,7 @@ def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
     """Examine whether this machine is ready and all plugins are sound. Exit status 1 if not."""
     from d9d_core.cli.health import examine
 
-    own = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    if not examine(discover_plugins(plugin, no_plugins), own):
+    if not examine(discover_plugins(plugin, no_plugins), _own_commands()):
         raise typer.Exit(1)
 
 
@@ -156,5 +159,5 @@ def plugins_check(
     """Load everything that plugins refer to and report what is broken. Exit status 1 if anything is."""
     from d9d_core.cli.plugins import check_plugins
 
-    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json):
+    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands()):
         raise typer.Exit(1)

@@ -170,8 +170,13 @@ class _Collector:
 
     @staticmethod
     def _call(manager: pluggy.PluginManager, kind: hooks.Kind) -> list[Record]:
+        hook = getattr(manager.hook, kind.hook)
         try:
-            records = [record for result in getattr(manager.hook, kind.hook)() for record in result or ()]
+            results = hook()
+            _check_results(results, kind, implemented=bool(hook.get_hookimpls()))
+            records = [record for result in results for record in result]
+        except _RefusedError:
+            raise
         except FOREIGN_FAILURES as error:
             raise _RefusedError(f"failed in {kind.hook}: {error!r}") from error
         for record in records:
@@ -183,6 +188,19 @@ class _Collector:
 
 class _RefusedError(Exception):
     """Why a plugin is not loaded; the text follows its name."""
+
+
+def _check_results(results: list[object], kind: hooks.Kind, implemented: bool) -> None:
+    for result in results:
+        if isinstance(result, kind.record):
+            name = kind.record.__name__
+            raise _RefusedError(
+                f"returns one {name} from {kind.hook}; write yield in place of return, or return a list"
+            )
+    wrong = [type(result).__name__ for result in results if not isinstance(result, Iterable)]
+    if wrong or (implemented and not results):  # pluggy leaves None out
+        what = wrong[0] if wrong else "nothing"
+        raise _RefusedError(f"returns {what} from {kind.hook}; write yield in front of each record")
 
 
 def _check_hook_names(plugin: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -124,16 +124,21 @@ class Registry:
         found = [entry for name in kinds for same in self._table[name].values() for entry in same]
         return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
 
-    def conflicts(self) -> list[str]:
+    def conflicts(self, among: Collection[str] | None = None) -> list[str]:
         """One message per name that several plugins declare. Only using such a name is an error.
 
         Commands of the foundation are no such names: they always win.
+
+        Args:
+            among: distributions of which one must be concerned; all by default.
         """
         return [
             _ambiguous(kind, name, same)
             for kind, names in self._table.items()
             for name, same in sorted(names.items())
-            if len(same) > 1 and not (kind == "command" and any(e.origin.distribution in FOUNDATION for e in same))
+            if len(same) > 1
+            and (among is None or any(entry.origin.distribution in among for entry in same))
+            and not (kind == "command" and any(entry.origin.distribution in FOUNDATION for entry in same))
         ]
 
     def find(self, kind: str, selector: str) -> Entry:
@@ -177,10 +182,19 @@ class Registry:
             return f"'{name}' comes from {known}; install it with: pip install {known}"
         return f"installed: {', '.join(sorted(origin.distribution for origin in self.plugins))}"
 
+    def _sources(self, kind: str) -> str:
+        if known := self._known.names(kind):
+            offers = ", ".join(f"{name} (pip install {home})" for name, home in sorted(known.items()))
+            return f"; packages of d9d do: {offers}"
+        write = f"write one (docs/writing-a-plugin.md: {_hook(kind)})"
+        return f", and no package of d9d does; install a plugin that does, or {write}"
+
     def _unknown(self, kind: str, name: str, home: str | None, broken: list[Problem]) -> str:
         names = self._table[kind]
         known = self._known.names(kind)
         text = f"unknown {kind} '{name}'" + (f" in {home}" if home else "")
+        if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+            return f"{text}: nothing that is installed offers a {kind}{self._sources(kind)}"
         near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)
         if near and near[0] in names:
             text += f"; did you mean {' or '.join(str(entry) for entry in names[near[0]])}?"
@@ -190,6 +204,10 @@ class Registry:
         if broken:
             text += f"; not loaded: {'; '.join(str(problem) for problem in broken)}"
         return text
+
+
+def _hook(kind: str) -> str:
+    return next(known.hook for known in KINDS if known.name == kind)
 
 
 def plugin_error(text: str, origin: BaseException | None) -> PluginError:

@@ -61,6 +61,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
         summary="Squared error.",
         config=Ref("d9d_testing.toy.config:ToyTaskConfig"),
         build=Ref("d9d_testing.toy.task:ToyTask"),
+        observes={"absolute"},
     )
 
 
@@ -83,6 +84,7 @@ def d9d_metrics() -> Iterator[MetricSpec]:
         summary="Mean absolute error since the last log entry.",
         config=Ref("d9d_testing.toy.config:ToyMetricConfig"),
         build=Ref("d9d_testing.toy.task:ToyMetric"),
+        reads={"absolute"},
     )
 
 
