@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_testing.suites.router import RouterSuite
+from d9d_testing.suites.moe.router import RouterSuite
 
 ROUTERS = Path(__file__).with_name("broken_routers.py")
 
