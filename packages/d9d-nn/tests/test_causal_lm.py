@@ -44,13 +44,6 @@ def test_inputs_pass_on_what_the_microbatch_has() -> None:
     assert TASK.inputs(packed).shared.keys() == {"targets", "documents", "positions"}
 
 
-def test_observations_carry_no_graph() -> None:
-    outputs = {"token_loss": torch.ones(2, 3, requires_grad=True) * 2}
-    seen = TASK.observations(outputs, MICROBATCH)
-    assert not seen["token_loss"].requires_grad
-    assert seen["targets"] is TARGETS
-
-
 def test_check_names_both_numbers_and_the_field() -> None:
     model = SimpleNamespace(vocab_size=1024, max_positions=128)
     TASK.check(model, {"vocab_size": 1024, "sequence_length": 128})
