@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from d9d_testing.suites.dataset import DatasetSuite
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away", "from", "it", "all"]
+WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dog", "and", "runs", "away", "from", "it", "all"]
 
 
 class OverFiles(DatasetSuite):
@@ -23,7 +23,7 @@ class OverFiles(DatasetSuite):
 
 class TestText(OverFiles):
     target = "text"
-    workers = None  # start slowly, and are those of the other dataset
+    workers = None  # they start slowly, and are those of the other dataset
 
 
 class TestDocuments(OverFiles):

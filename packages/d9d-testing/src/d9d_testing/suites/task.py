@@ -194,8 +194,8 @@ class TaskSuite(ComponentSuite):
                 assert not value.requires_grad, f"observation {name} carries a graph; detach it"
         assert len(names) == 1, f"observations have different names: {sorted(names)}"
         if self.observes is not None:
-            found = set(*names)
-            assert found == set(self.observes), f"observed are {sorted(found)}, declared {sorted(self.observes)}"
+            (found,) = names
+            assert set(found) == set(self.observes), f"observed are {list(found)}, declared {sorted(self.observes)}"
 
     def test_check_takes_what_fits_and_facts_that_are_unknown(self) -> None:
         """While a job is planned, nothing is known about the data."""
@@ -208,12 +208,9 @@ class TaskSuite(ComponentSuite):
         if not self.rejects:
             pytest.skip(f"{type(self).__name__}.rejects names no model and data that do not go together")
         for model, known in self.rejects:
-            try:
+            with pytest.raises(D9dError) as refusal:
                 self.build().check(SimpleNamespace(**model), dict(known))
-            except D9dError as error:
-                assert str(error), f"a model with {dict(model)} is refused without a reason"
-            else:
-                raise AssertionError(f"check() takes a model with {dict(model)} and data with {dict(known)}")
+            assert str(refusal.value), f"a model with {dict(model)} is refused without a reason"
 
     # --- what subclasses may use
 
