@@ -191,8 +191,9 @@ class TrackerSuite(ComponentSuite):
 
     def test_tables_are_taken_as_they_are(self, tmp_path: Path) -> None:
         """With holes and names of rows; tables are not changed, and those of later steps are dropped on resume."""
-        run = self.opened(tmp_path)
-        if not isinstance(run, TakesTables):
+        run: Any = self.opened(tmp_path)
+        takes_tables = isinstance(run, TakesTables)
+        if not takes_tables:
             run.close("finished")
             pytest.skip("the tracker takes no tables")
         table = _table()
