@@ -176,10 +176,12 @@ class DatasetSuite(ComponentSuite):
 
     def test_worker_processes_change_nothing(self, tmp_path: Path) -> None:
         """Packs and states are those without any."""
-        config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
         workers = self.workers
-        if workers is None or workers not in type(config).model_fields:
-            pytest.skip(f"no field '{workers}' of the config says how many processes build packs")
+        if workers is None:
+            pytest.skip(f"{type(self).__name__}.workers is None")
+        config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
+        if workers not in type(config).model_fields:
+            pytest.skip(f"the config has no field '{workers}'")
         with (
             self.opened(tmp_path, fields={workers: 0}) as here,
             self.opened(tmp_path, fields={workers: 2}) as there,

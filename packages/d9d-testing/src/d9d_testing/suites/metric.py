@@ -138,7 +138,8 @@ class MetricSuite(ComponentSuite):
     def test_series_keep_their_names(self) -> None:
         """Trackers and charts know them by name; computing changes nothing."""
         metric = self.updated([slice(0, 5)])
-        names, before = list(metric.compute()), bits(metric.state())
+        before = bits(metric.state())
+        names = list(metric.compute())
         assert all(isinstance(name, str) and name for name in names), f"series are named {names}; use texts"
         _assert_same(_values(metric), _values(metric), "computed twice", "compute() must not change anything")
         changed = differing(before, bits(metric.state()))

@@ -167,8 +167,8 @@ class ModelSuite:
             ratio = written[1][name] / max(shallow, 1e-30)
             assert ratio < 0.6, (
                 f"{name} writes {ratio:.2f} times as much to the residual stream of 18 blocks as of 2, where 0.33 "
-                "keeps the stream what it is; divide the initial deviation of its output projection by sqrt(2 x layers), or "
-                f"set {type(self).__name__}.depth_scaled = False"
+                "keeps the stream what it is; divide the initial deviation of its output projection by "
+                f"sqrt(2 x layers), or set {type(self).__name__}.depth_scaled = False"
             )
 
     def test_config_round_trips_through_json(self, spec: ModelSpec, config: Any) -> None:
