@@ -16,7 +16,7 @@ def test_the_examples_pass_as_they_stand(tmp_path: Path) -> None:
     for number, example in enumerate(suites):
         (tmp_path / f"test_suite{number}.py").write_text(f"import torch\n{example}")
     done = pytest_in(tmp_path, "test_acme.py")
-    assert " 12 passed" in done, done
+    assert "\n12 passed" in done, done
     assert len(suites) == 7
     done = pytest_in(tmp_path, *(f"test_suite{number}.py" for number in range(len(suites))))
     assert re.search(r"\d\d passed", done), done

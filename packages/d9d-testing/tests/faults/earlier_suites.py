@@ -9,7 +9,7 @@ from typing import Any
 from d9d_testing.suites.schedule import ScheduleSuite
 from d9d_testing.suites.strategy import StrategySuite
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "implementations"
 
 
 class SoundSchedule(ScheduleSuite):

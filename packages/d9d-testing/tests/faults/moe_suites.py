@@ -10,7 +10,7 @@ from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 from d9d_testing.suites.moe.factory import load_factory
 from d9d_testing.suites.moe.router import RouterSuite
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "implementations"
 
 
 class SoundDispatcher(DispatcherSuite):
