@@ -65,7 +65,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def _attention_slot(static: Mapping[str, Any]) -> OpSlot:
-    make = Ref("d9d_nn.ops.attention.reference.slot:AttentionSlot").load()
+    make = Ref("d9d_nn.ops.attention.slot:AttentionSlot").load()
     slot: OpSlot = make(**{name: value for name, value in static.items() if name != "causal"})
     return slot
 
