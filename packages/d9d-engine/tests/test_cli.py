@@ -241,7 +241,7 @@ def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(d9d: Run, tmp
         assert "task 'toy_task' is declared by" in out
         assert "command 'doctor' (twin.py) is hidden by d9d's own" in out
         assert "2 problems" in out
-    assert "0 problems" in d9d("plugins", "check", "d9d-core", "--plugin", "twin.py").stdout
+    assert "0 problems" in d9d("plugins", "check", "d9d-engine", "--plugin", "twin.py").stdout
     doctor = " ".join(d9d("doctor", "--plugin", "twin.py").stdout.split())
     assert "task 'toy_task' is declared by" in doctor
     assert "command 'doctor' (twin.py) is hidden by d9d's own" in doctor

@@ -41,14 +41,14 @@ def changed(hook: str, **fields: Any) -> Registry:
 def test_a_metric_that_reads_what_the_task_does_not_observe_is_refused_by_name(job: MakeJob) -> None:
     run = job().use(changed("d9d_metrics", reads={"absolute", "logits"}))
     with pytest.raises(JobError) as error:
-        run.check_names(1)
+        run.check(1)
     assert str(error.value).startswith("metrics[0]: metric 'toy_metric' (acme) reads logits, which task 'toy_task' (")
     assert str(error.value).endswith("does not observe; it observes: absolute")
 
 
 def test_a_metric_may_read_less_and_a_task_need_not_say_what_it_observes(job: MakeJob) -> None:
-    job().use(changed("d9d_tasks", observes={"absolute", "more"})).check_names(1)
-    job().use(changed("d9d_tasks", observes=None)).check_names(1)
+    job().use(changed("d9d_tasks", observes={"absolute", "more"})).check(1)
+    job().use(changed("d9d_tasks", observes=None)).check(1)
 
 
 @pytest.mark.parametrize(("hook", "field"), [("d9d_tasks", "observes"), ("d9d_metrics", "reads")])

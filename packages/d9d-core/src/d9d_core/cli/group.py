@@ -115,8 +115,11 @@ class _Lazy(typer.core.TyperCommand):
             raise PluginError(f"command {self._entry} needs {names}; install it with: pip install {names}")
         reference = self._entry.spec.app
         try:
-            run = reference.load()
+            app = reference.load()
         except FOREIGN_FAILURES as error:
             text = f"command {self._entry}: its app {reference} failed to load: {error!r}"
             raise plugin_error(text, error) from error
-        return run(args=list(ctx.args), prog_name=f"d9d {self.name}")
+        command = typer.main.get_command(app)
+        # In a context below d9d's, so that usage errors, exit codes and Ctrl-C reach d9d as those of its own commands.
+        with command.make_context(self.name, list(ctx.args), parent=ctx.parent) as inner:
+            return command.invoke(inner)
