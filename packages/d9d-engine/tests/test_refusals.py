@@ -87,7 +87,7 @@ def without(cls: type, member: str) -> type:
     [
         ("d9d_tasks", without(ToyTask, "observations"), "task: task 'toy_task' (acme): ToyTask lacks observations()"),
         ("d9d_metrics", without(ToyMetric, "reset"), "metrics[0]: metric 'toy_metric' (acme): ToyMetric lacks reset()"),
-        ("d9d_metrics", without(ToyMetric, "reductions"), "ToyMetric lacks reductions of d9d_core.protocols.metric:Metric"),
+        ("d9d_metrics", without(ToyMetric, "reductions"), "ToyMetric lacks reductions of d9d_core.protocols.metric"),
         ("d9d_trackers", without(ToyTracker, "open"), "tracker 'toy_tracker' (acme): ToyTracker lacks open()"),
         ("d9d_subscribers", without(ToyRecorder, "subscriptions"), "(acme): ToyRecorder lacks subscriptions() of"),
         ("d9d_optimizers", without(ToyOptimizer, "state"), "'toy_optimizer' (acme): ToyOptimizer lacks state()"),

@@ -174,5 +174,8 @@ FAULTS = {
     "reads a value on the host": _model(reads_a_value, ""),
     "config.json leaves something out": _part("", hugging_face=ForgetsAField),
     "counts ten times the FLOPs": _part("", flops=lambda config, length: 10.0 * 6 * 40_000),
-    "claims a trait that it lacks": ({"claims": "model:experts"}, "claimed, but no module implements it: ['model:experts']"),
+    "claims a trait that it lacks": (
+        {"claims": "model:experts"},
+        "no module implements it: ['model:experts']",
+    ),
 }

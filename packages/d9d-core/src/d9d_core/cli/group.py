@@ -13,12 +13,13 @@ import typer.core
 
 from d9d_core.errors import PluginError
 from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
 from d9d_core.plugin.records import CommandSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry, plugin_error
+from d9d_core.plugin.registry import Registry
 
 
 class PluginGroup(typer.core.TyperGroup):

@@ -14,10 +14,11 @@ from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.output import console_for
 from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
+from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry
+from d9d_core.plugin.registry import Registry
 
 
 def list_records(registry: Registry, as_json: bool) -> None:

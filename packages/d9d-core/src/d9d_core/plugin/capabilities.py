@@ -17,8 +17,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.records import ANCHORS, POSITIONS, Spec, StrategySpec
-from d9d_core.plugin.registry import Entry, Registry
+from d9d_core.plugin.registry import Registry
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 #: Traits that core itself knows; see :mod:`d9d_core.traits`.

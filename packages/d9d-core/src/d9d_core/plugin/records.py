@@ -159,7 +159,7 @@ class TaskSpec(ConfiguredSpec):
     """What is learned. ``build(config) -> Task``.
 
     Attributes:
-        observes: names of what :meth:`d9d_core.protocols.task.Task.observations` returns, so that a metric that cannot work
+        observes: names of what :meth:`d9d_core.extend.Task.observations` returns, so that a metric that cannot work
             with the task is refused before anything is built; ``None`` if they are not known here.
     """
 

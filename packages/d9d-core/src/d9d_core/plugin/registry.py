@@ -3,78 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from d9d_core.errors import PluginError
-from d9d_core.plugin.hooks import KINDS, Kind
+from d9d_core.plugin import installed
+from d9d_core.plugin.collect import Collector
+from d9d_core.plugin.entries import Entry, Origin, Problem, plugin_error
+from d9d_core.plugin.hooks import KINDS
 from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.policy import FOUNDATION, normalise
-from d9d_core.plugin.records import CapabilitySpec, Spec
-
-Record = Spec | CapabilitySpec
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a plugin comes from.
-
-    Attributes:
-        distribution: normalised name of the distribution, or the path of a single-file plugin.
-        version: its version; empty for a file.
-        module: the imported declaration module.
-        editable: installed in editable mode, so the version does not pin the content.
-        digest: sha256 of a single-file plugin, else empty.
-        seconds: how long the declaration took to import.
-    """
-
-    distribution: str
-    version: str
-    module: str
-    editable: bool = False
-    digest: str = ""
-    seconds: float = field(default=0.0, compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}".rstrip()
-
-    def is_called(self, name: str) -> bool:
-        """Whether a user who writes this name means this plugin; ``D9D_Moe`` is ``d9d-moe``."""
-        return self.distribution in (name, normalise(name))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One record and the plugin that declared it."""
-
-    kind: Kind
-    spec: Record
-    origin: Origin
-
-    def __str__(self) -> str:
-        return f"'{self.spec.key}' ({self.origin})"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something wrong with a plugin.
-
-    Attributes:
-        origin: the plugin.
-        text: what is wrong, without the plugin's name.
-        error: the exception behind it, if there is one.
-        loaded: whether its records are in the registry nevertheless.
-    """
-
-    origin: Origin
-    text: str
-    error: BaseException | None = None
-    loaded: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.origin} {self.text}"
+from d9d_core.plugin.records import Spec
 
 
 class Registry:
@@ -114,9 +55,23 @@ class Registry:
         Raises:
             PluginError: one of them cannot be loaded.
         """
-        from d9d_core.plugin.loader import load_explicit
+        collector = Collector(known or KnownPlugins.shipped())
+        installed_ones = installed.scan()
+        for candidate in installed_ones:
+            if candidate.origin.distribution in FOUNDATION:
+                module = candidate.origin.module
+                collector.add(candidate.origin, lambda module=module: importlib.import_module(module), light=True)  # type: ignore[misc]
+        for plugin in plugins:
+            name = str(getattr(plugin, "__name__", type(plugin).__name__))
+            origins = (candidate.origin for candidate in installed_ones)
+            origin = next((origin for origin in origins if origin.module == name), Origin(name, "", name))
+            collector.add(origin, lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
+        return cls.collected(collector)
 
-        return load_explicit(plugins, known=known)
+    @classmethod
+    def collected(cls, collector: Collector) -> Registry:
+        """The registry of what a collector has."""
+        return cls(collector.entries, collector.plugins, collector.problems, collector.blocked, collector.known)
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """All records, of one kind or of all, sorted by kind, name and distribution."""
@@ -208,13 +163,6 @@ class Registry:
 
 def _hook(kind: str) -> str:
     return next(known.hook for known in KINDS if known.name == kind)
-
-
-def plugin_error(text: str, origin: BaseException | None) -> PluginError:
-    """A PluginError about a failure in the plugin's own code, whose traceback is shown."""
-    error = PluginError(text)
-    error.origin = origin
-    return error
 
 
 def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from d9d_core.errors import BuildError
 from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Chosen, Verdict
+from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.kernels import REFERENCE, find_kernel
 from d9d_core.plugin.records import KernelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry, plugin_error
+from d9d_core.plugin.registry import Registry
 from d9d_core.traits import HasOps
 from torch import nn
 
