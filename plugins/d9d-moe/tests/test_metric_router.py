@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from d9d_core.extend import BuildError, HasTallies, JobError, Table, modules_with
-from d9d_engine.step.metrics import Statistics
+from d9d_engine.testing import Statistics
 from d9d_moe.router.metric import RouterMetric
 from d9d_moe.router.metric_config import RouterMetricConfig
 from d9d_moe.router.top_k import TopKRouter

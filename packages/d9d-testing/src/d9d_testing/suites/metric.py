@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from d9d_core.extend import StageMetric, Table
-from d9d_engine.step.metrics import Statistics
+from d9d_engine.testing import Statistics
 from torch import Tensor, nn
 
 from d9d_testing.suites.support.component import ComponentSuite

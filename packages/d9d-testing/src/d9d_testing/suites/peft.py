@@ -12,7 +12,7 @@ import torch
 from d9d_core.extend import BuildError, Stage
 from d9d_core.plugin import ModelSpec
 from d9d_engine.api import Layout
-from d9d_engine.build.initialise import initialise
+from d9d_engine.testing import initialise
 from torch import Tensor, nn
 
 from d9d_testing.layouts import Harness, assert_passed, job_of

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core import events as ev
+from d9d_core import extend as ev
 from torch import Tensor
 
 from d9d_testing.layouts import job_of

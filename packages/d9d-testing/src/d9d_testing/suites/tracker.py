@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from d9d_core.extend import RunInfo, Table, TakesTables
-from d9d_engine.trackers.hub import TrackerHub
+from d9d_engine.testing import TrackerHub
 
 from d9d_testing.suites.support.component import ComponentSuite, plain_json
 
