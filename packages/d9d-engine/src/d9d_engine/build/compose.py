@@ -170,14 +170,14 @@ def build(
     )
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
-    feed = DevicePrefetcher(stream, topology.device)
-    keeper = Checkpointer(
+    prefetcher = DevicePrefetcher(stream, topology.device)
+    checkpointer = Checkpointer(
         store=store,
         stage=model,
         ties=ties,
         optimizer=optimizer,
         statistics=statistics,
-        stream=feed,
+        stream=prefetcher,
         trackers=trackers,
         job=job,
         manifest=Manifest.of(registry),
@@ -189,10 +189,10 @@ def build(
         model=model,
         step=step,
         task=task,
-        feed=feed,
+        prefetcher=prefetcher,
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
-        keeper=keeper,
+        checkpointer=checkpointer,
         export=_exporter(job, selection, assembly, topology, stream, beside_weights),
         interrupts=interrupts,
         events=events,

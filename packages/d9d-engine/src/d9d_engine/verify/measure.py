@@ -120,7 +120,7 @@ def measure(job: Job, topology: Topology, steps: int) -> Measurement:
     """
     witness = Witness(topology)
     trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
-    with trainer.feed as feed:
+    with trainer.prefetcher as feed:
         for step in range(steps):
             trainer.step(step, feed.next())
     return witness.finish()
