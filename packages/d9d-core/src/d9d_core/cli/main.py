@@ -64,7 +64,9 @@ def root(
 @app.command()
 def check(
     job: JobPath,
-    world_size: Annotated[int | None, typer.Option(help="Processes; by default, what the mesh needs.", min=1)] = None,
+    world_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Processes; by default, what the mesh needs.", min=1)
+    ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,

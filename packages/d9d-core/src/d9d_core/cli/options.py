@@ -18,8 +18,12 @@ if TYPE_CHECKING:
     Loaded = TypeVar("Loaded", bound=JobFile)
 
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")]
-Overrides = Annotated[list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")]
-Files = Annotated[list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated.")
+]
+Files = Annotated[
+    list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
+]
 NoPlugins = Annotated[bool, typer.Option("--no-plugins", help="Load no installed plugin.")]
 Strict = Annotated[bool, typer.Option("--strict-plugins", help="Any problem with any plugin is an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -10,15 +10,15 @@ from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover
 
 app = command_app("state", "Look at checkpoints, convert them, compare them.")
 
-StatePlace = Annotated[
-    str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")
-]
+Source = Annotated[str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")]
 
 
 @app.command("show")
 def state_show(
-    place: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
-    picture: Annotated[Path | None, typer.Option(help="Write a job's state graph here, as a Mermaid chart.")] = None,
+    source: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a job's state graph here, as a Mermaid chart.")
+    ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -26,16 +26,20 @@ def state_show(
     """List tensors; of a job file, show how its model and the published layout correspond."""
     from d9d_engine.cli.tensors import show_state
 
-    show_state(place, discover_plugins(plugin, no_plugins), picture, as_json)
+    show_state(source, discover_plugins(plugin, no_plugins), picture, as_json)
 
 
 @app.command("convert")
 def state_convert(
-    source: StatePlace,
+    source: Source,
     target: Annotated[str, typer.Argument(help="Directory or fsspec address to write; Hugging Face layout.")],
-    dtype: Annotated[str | None, typer.Option(help="Number format, such as bfloat16; kept by default.")] = None,
-    shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB or 512MiB.")] = "5GB",
-    threads: Annotated[int, typer.Option(help="Reads at a time.", min=1)] = 4,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="Number format, such as bfloat16; kept by default.")
+    ] = None,
+    shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest weight file, such as 5GB or 512MiB.")
+    ] = "5GB",
+    threads: Annotated[int, typer.Option(metavar="N", help="Reads at a time.", min=1)] = 4,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
@@ -48,9 +52,11 @@ def state_convert(
 
 @app.command("diff")
 def state_diff(
-    left: StatePlace,
-    right: StatePlace,
-    tolerance: Annotated[float, typer.Option(help="Largest deviation that counts as equal.", min=0.0)] = 0.0,
+    left: Source,
+    right: Source,
+    tolerance: Annotated[
+        float, typer.Option(metavar="X", help="Largest deviation that counts as equal.", min=0.0)
+    ] = 0.0,
     as_json: AsJson = False,
 ) -> None:
     """Compare names, shapes, number formats and numbers. Exit status 1 if they differ."""

@@ -27,7 +27,10 @@ def train(
         str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(help="How often to start all processes again after one died; implies --nproc.", min=0)
+        int | None,
+        typer.Option(
+            metavar="N", help="How often to start all processes again after one died; implies --nproc.", min=0
+        ),
     ] = None,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""

@@ -24,10 +24,11 @@ app = command_app("verify", "Compare layouts of a job with one process.")
 def verify(
     job: JobPath,
     layout: Annotated[
-        list[str], typer.Option(metavar="LAYOUT", help="Such as dp_shard=2:fsdp; the job's own by default.")
+        list[str],
+        typer.Option(metavar="LAYOUT", help="Such as dp_shard=2:fsdp; may be repeated; the job's own by default."),
     ] = [],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="Optimizer steps to compare.", min=1)] = 4,
-    max_ranks: Annotated[int, typer.Option(help="Most processes for the job's own layout.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(metavar="N", help="Optimizer steps to compare.", min=1)] = 4,
+    max_ranks: Annotated[int, typer.Option(metavar="N", help="Most processes for the job's own layout.", min=1)] = 8,
     as_json: AsJson = False,
     overrides: Overrides = [],  # noqa: B006
     plugin: Files = [],  # noqa: B006
