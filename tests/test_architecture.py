@@ -7,11 +7,13 @@ environment where everything happens to be installed nothing fails.
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,26 +27,53 @@ from d9d_testing.suites.fresh import import_fresh
 
 ROOT = Path(__file__).parents[1]
 
-#: The modules of d9d_core, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
-CORE_LAYERS = (
-    {"compat", "deferral", "errors", "numerics", "ops", "trees"},
-    {"plugin", "traits"},
-    {"builtins", "protocols"},
-    {"config"},
-    {"topology"},
-    {"state"},
-    {"trackers"},
-    {"loop"},
-    {"job"},
-    {"launch", "verify"},
-    {"api"},
-    {"cli"},
-    {"__main__"},
-)
-#: What the tests of every member may import besides.
-TEST_TOOLS = {"d9d_testing", "pytest", "hypothesis"}
+#: Rooms of the foundation, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
+LAYERS = {
+    "d9d_core": (
+        {"deferral", "errors", "ops", "types"},
+        {"plugin", "tensors", "traits"},
+        {"grid"},
+        {"protocols"},
+        {"config"},
+        {"events", "program"},
+        {"job"},
+        {"extend", "testing"},
+        {"cli"},
+        {"__main__"},
+    ),
+    "d9d_weights": ({"files", "graph"}, {"sharding"}, {"hugging_face"}),
+    "d9d_engine": (
+        {"compat", "process_env"},
+        {"supervision"},
+        {"distributed"},
+        {"checkpoint", "trackers"},
+        {"step"},
+        {"run"},
+        {"build"},
+        {"job"},
+        {"launch", "verify"},
+        {"api", "extend", "testing"},
+        {"cli"},
+        {"plugin"},
+    ),
+}
+#: Members of the foundation may import each other's modules, downwards; all others only the declared modules.
+FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
+#: Imports that the tests of every member may make besides: d9d-testing, and what is installed with it.
+TEST_TOOLS = {"d9d_testing", "pytest", "hypothesis", "torch", "safetensors", "fsspec", "pydantic", *FOUNDATION}
+DECLARED = {
+    "d9d_core": {"d9d_core.plugin", "d9d_core.extend"},
+    "d9d_weights": {"d9d_weights"},
+    "d9d_engine": {"d9d_engine.api", "d9d_engine.extend"},
+}
+#: Further declared modules, for conformance suites only.
+FOR_SUITES = {"d9d_core.testing", "d9d_engine.testing"}
+MOST_FILES = 15
 #: Declared although no source file imports it: distribution -> why.
-INDIRECT = {"numpy": "torch needs it to exchange memory with files and pictures, and does not declare it"}
+INDIRECT = {
+    "numpy": "torch needs it to exchange memory with files and pictures, and does not declare it",
+    "d9d-engine": "strategies and schedules train nothing without it, so that one `pip install` is enough",
+}
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle"}
 PICKLING_ARGUMENTS = ("allow_pickle", "pickle_module")
 PICKLING_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -129,9 +158,44 @@ def test_a_member_declares_only_what_it_imports(member: Member, imports: grimp.I
     assert member.dependencies - used_distributions - INDIRECT.keys() == set()
 
 
-def test_core_imports_no_other_member(imports: grimp.ImportGraph) -> None:
-    others = {member.package for member in MEMBERS} - {"d9d_core"}
-    assert others & imported_by(imports, "d9d_core").keys() == set()
+def test_the_foundation_imports_downwards_only(imports: grimp.ImportGraph) -> None:
+    others = {member.package for member in MEMBERS}
+    for height, package in enumerate(FOUNDATION):
+        upwards = others - set(FOUNDATION[: height + 1])
+        assert upwards & imported_by(imports, package).keys() == set(), package
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of each import of one of our packages in a file; the name is empty for ``import module``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@members
+def test_a_member_imports_other_packages_by_their_declared_modules(member: Member) -> None:
+    if member.package in FOUNDATION:
+        return
+    allowed = {module for modules in DECLARED.values() for module in modules}
+    allowed |= FOR_SUITES if member.package == "d9d_testing" else set()
+    undeclared = [
+        f"{path.relative_to(ROOT)} imports {name or 'all'} from {module}"
+        for path in member.sources
+        for module, name in imported_modules(path)
+        if module.partition(".")[0] in DECLARED and module not in allowed
+    ]
+    assert undeclared == []
+
+
+@pytest.mark.parametrize("module", sorted(set().union(*DECLARED.values()) | FOR_SUITES))
+def test_declared_names_exist_complete_in_a_notebook_and_load_without_torch(module: str) -> None:
+    code = f"import sys, {module} as m; print('torch' in sys.modules, [n for n in m.__all__ if n not in dir(m)])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False []\n"
+    loaded = importlib.import_module(module)
+    assert [name for name in loaded.__all__ if not hasattr(loaded, name)] == []
 
 
 @members
@@ -148,21 +212,45 @@ def test_tests_of_a_member_import_only_what_is_installed_with_it(member: Member)
     assert foreign == []
 
 
-# --- inside the core -------------------------------------------------------------------------------------------------
+# --- inside a package ------------------------------------------------------------------------------------------------
 
 
-def test_core_layers_import_only_downwards() -> None:
-    graph = grimp.build_graph("d9d_core", exclude_type_checking_imports=True, cache_dir=None)
-    heights = {name: height for height, names in enumerate(CORE_LAYERS) for name in names}
-    present = {module.partition(".")[2] for module in graph.find_children("d9d_core")}
-    assert present - heights.keys() == set(), "place new modules of d9d_core in CORE_LAYERS"
+@pytest.mark.parametrize("package", FOUNDATION)
+def test_rooms_import_only_downwards(package: str) -> None:
+    """Imports inside functions and for type checkers included."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    heights = {name: height for height, names in enumerate(LAYERS[package]) for name in names}
+    present = {module.partition(".")[2] for module in graph.find_children(package)}
+    assert present - heights.keys() == set(), f"place new modules of {package} in LAYERS"
     upwards = []
-    for importer in sorted(graph.modules - {"d9d_core"}):
-        for imported in sorted(graph.find_modules_directly_imported_by(importer) - {"d9d_core"}):
+    for importer in sorted(graph.modules - {package}):
+        for imported in sorted(graph.find_modules_directly_imported_by(importer) - {package}):
             low, high = heights[importer.split(".")[1]], heights[imported.split(".")[1]]
             if high > low:
                 upwards.append(f"{importer} imports {imported}")
     assert upwards == []
+
+
+def cycles(graph: grimp.ImportGraph) -> list[list[str]]:
+    """Groups of modules that import each other, however indirectly."""
+    found = []
+    for module in sorted(graph.modules):
+        around = graph.find_downstream_modules(module) & graph.find_upstream_modules(module)
+        if around and sorted(around | {module}) not in found:
+            found.append(sorted(around | {module}))
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and for type checkers included."""
+    graph = grimp.build_graph(*(member.package for member in MEMBERS), cache_dir=None)
+    assert cycles(graph) == []
+
+
+def test_no_folder_is_more_than_one_room() -> None:
+    folders = Counter(path.parent for member in MEMBERS for path in member.sources)
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > MOST_FILES}
+    assert crowded == {}
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
     uv run python tools/public_surface.py           write tests/public_surface.json
     uv run python tools/public_surface.py --check   exit with 1 if it is out of date
 
-It covers the names of ``d9d_engine.api`` and ``d9d_core.plugin``, hooks and record fields, protocols, traits, events, the
-job file's fields, and the command line.
+It covers the names of the declared modules, hooks and record fields, protocols, traits, events, the job file's fields,
+and the command line.
 """
 
 from __future__ import annotations

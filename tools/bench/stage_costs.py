@@ -45,7 +45,7 @@ def stage_costs(executor: Executor, pack: Pack, scale: Mapping[str, Tensor], tim
             leaf: list[Tensor] = []
             given: dict[str, Tensor] = {"tokens": microbatch["tokens"]}
             if index:
-                spec = executor.boundaries.after(index - 1, microbatch)["hidden"]
+                spec = executor.announced(index - 1, microbatch)["hidden"]
                 leaf = [torch.randn(spec.shape, dtype=spec.dtype, device=device, requires_grad=True)]
                 given = {"hidden": leaf[0]}
 
@@ -110,7 +110,7 @@ class Clock:
 
 def transfer_ms(executor: Executor, pack: Pack, times: int = 20) -> float:
     """Milliseconds to send one boundary from the first rank to the second."""
-    spec = executor.boundaries.after(0, pack[0])["hidden"]
+    spec = executor.announced(0, pack[0])["hidden"]
     tensor = torch.zeros(spec.shape, dtype=spec.dtype, device=executor.topology.device)
 
     def run() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from d9d_core.extend import Backward, Forward, InputBackward, Program, StepState, Visit, WeightBackward
-from d9d_engine.step.executor import Executor
+from d9d_core.extend import Backward, Forward, InputBackward, Program, StageRunner, StepState, Visit, WeightBackward
 from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
 from d9d_testing.toy.deferring import Deferring
 
@@ -15,20 +13,19 @@ PROGRAM: Program = (Forward(0, 0), Forward(0, 1), Backward(0, 0), InputBackward(
 
 
 class Recorder:
-    """An executor of one stage that notes what its ops would see."""
+    """A runner of one stage that notes what its ops would see."""
 
     def __init__(self) -> None:
         self.layer = Deferring(2)
         self.stages = {0: self.layer}
-        self.whole: frozenset[str] = frozenset()
-        self.gradients = SimpleNamespace(after_weights=self._note)
+        self.unsplittable: frozenset[str] = frozenset()
         self.seen: list[bool] = []
 
     def _note(self, *_: object) -> None:
         assert self.layer.deferral is not None
         self.seen.append(self.layer.deferral.wanted)
 
-    forward = backward = close_backward = _note
+    forward = backward = close_backward = after_weights = _note
 
     def open_backward(self, *_: object) -> tuple[Visit, list[Any]]:
         self._note()
@@ -37,7 +34,7 @@ class Recorder:
 
 def test_ops_defer_only_where_the_backward_comes_in_two_phases() -> None:
     recorder = Recorder()
-    handlers = SplitBackwardHandlers(cast("Executor", recorder)).handlers()
+    handlers = SplitBackwardHandlers(cast("StageRunner", recorder)).handlers()
     state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, split={0: frozenset({1})})
     for action in PROGRAM:
         handlers[type(action)](action, state)
@@ -49,5 +46,5 @@ def test_ops_defer_only_where_the_backward_comes_in_two_phases() -> None:
 def test_an_evaluation_defers_nothing() -> None:
     recorder = Recorder()
     state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, evaluated=lambda _outputs, _microbatch: None)
-    SplitBackwardHandlers(cast("Executor", recorder)).handlers()[Forward](Forward(0, 1), state)
+    SplitBackwardHandlers(cast("StageRunner", recorder)).handlers()[Forward](Forward(0, 1), state)
     assert recorder.seen == [False]

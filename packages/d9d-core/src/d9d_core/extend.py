@@ -7,14 +7,16 @@ Everything a component itself needs is here; importing this module imports no to
 |---|---|
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
-| tensors that cross seams | ``Microbatch``, ``Pack``, ``State``, ``Json``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
+| tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
 | data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
 | fine-tuning | ``PeftMethod`` |
 | kernel | ``OpSignature``, ``Decision`` |
-| metric, tracker, subscriber | ``Metric``, ``StageMetric``, ``Table``, ``Tracker``, ``TrackerRun``, ``Subscriber``, the events |
+| metric | ``Metric``, ``StageMetric``, ``Table`` |
+| tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
+| subscriber | ``Subscriber`` and the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in

@@ -1,8 +1,8 @@
 """Slots for ops: where a model leaves the choice of a kernel open.
 
 A module holds an :class:`OpSlot` per op it calls. The slot starts with the op's readable reference; the kernel
-selector (:mod:`d9d_engine.build.kernels`) may bind another backend, once, while the job is built. The bound function is a
-constant for the compiler.
+selector of the engine may bind another backend, once, while the job is built. The bound function is a constant for
+the compiler.
 """
 
 from __future__ import annotations

@@ -5,17 +5,16 @@ from __future__ import annotations
 from d9d_core.config.document import Document
 from d9d_core.config.job import Mesh
 from d9d_core.config.load import validate_job
+from d9d_core.plugin import installed
 from d9d_core.plugin.capabilities import MESH_AXES, MODEL_TRAITS
-from d9d_core.plugin.installed import Candidate, scan
 from d9d_core.plugin.single_file import file_plugin
 
 __all__ = [
     "MESH_AXES",
     "MODEL_TRAITS",
-    "Candidate",
     "Document",
     "Mesh",
     "file_plugin",
-    "scan",
+    "installed",
     "validate_job",
 ]

@@ -9,6 +9,8 @@ from d9d_core.plugin.records import CommandSpec, HealthCheckSpec, JobCheckSpec, 
 from d9d_core.plugin.ref import Ref
 
 D9D_API = API_VERSION
+#: In an environment without torch, such as a CI that checks job files, these are refused with its install line.
+TORCH = frozenset({"import:torch"})
 
 
 @hookimpl
@@ -62,8 +64,18 @@ def d9d_views() -> Iterator[ViewSpec]:
 @hookimpl
 def d9d_health_checks() -> Iterator[HealthCheckSpec]:
     """Readiness of this machine."""
-    yield HealthCheckSpec(name="torch", summary="torch imports", run=Ref("d9d_engine.cli.health:check_torch"))
-    yield HealthCheckSpec(name="device", summary="which device trains", run=Ref("d9d_engine.cli.health:check_device"))
+    yield HealthCheckSpec(
+        name="torch",
+        summary="torch imports",
+        requires=TORCH,
+        run=Ref("d9d_engine.cli.health:check_torch"),
+    )
+    yield HealthCheckSpec(
+        name="device",
+        summary="which device trains",
+        requires=TORCH,
+        run=Ref("d9d_engine.cli.health:check_device"),
+    )
 
 
 @hookimpl
@@ -72,6 +84,7 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
     yield JobCheckSpec(
         name="plan",
         summary="Model, strategies, kernels and memory, without a GPU.",
+        requires=TORCH,
         run=Ref("d9d_engine.cli.plan:check_plan"),
     )
 
@@ -80,16 +93,26 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
 def d9d_commands() -> Iterator[CommandSpec]:
     """Commands that need torch."""
     yield CommandSpec(
-        name="train", summary="Train, or continue after an interruption.", app=Ref("d9d_engine.cli.train:app")
+        name="train",
+        summary="Train, or continue after an interruption.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.train:app"),
     )
     yield CommandSpec(
         name="explain",
         summary="Show what a job does, part by part, and why.",
+        requires=TORCH,
         app=Ref("d9d_engine.cli.plan:explain_app"),
     )
     yield CommandSpec(
-        name="verify", summary="Compare layouts of a job with one process.", app=Ref("d9d_engine.cli.verify:app")
+        name="verify",
+        summary="Compare layouts of a job with one process.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.verify:app"),
     )
     yield CommandSpec(
-        name="state", summary="Look at checkpoints, convert them, compare them.", app=Ref("d9d_engine.cli.state:app")
+        name="state",
+        summary="Look at checkpoints, convert them, compare them.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.state:app"),
     )

@@ -15,7 +15,7 @@ from d9d_nn.ops.silu_mul import silu_mul
 
 
 class SwiGLU(nn.Module):
-    """DevicePrefetcher-forward layer ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
+    """Feed-forward layer ``down(silu(gate(x)) * up(x))`` (Shazeer 2020, equation 6).
 
     Args:
         hidden_size: H.

@@ -49,7 +49,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Registry]:
 
     While the test runs, looking for installed plugins is an error: what happens to be installed decides no test.
     """
-    from d9d_core.plugin import Registry, installed
+    from d9d_core.plugin import Registry
+    from d9d_core.testing import installed
 
     scan = installed.scan
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from d9d_core.extend import Applied
-from d9d_engine.api import Topology
+from d9d_core.extend import Applied, Topology
 from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""DevicePrefetcher-forward part of a layer: SwiGLU, or a mixture of SwiGLU experts."""
+"""Feed-forward part of a layer: SwiGLU, or a mixture of SwiGLU experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``d9d check``: names, values, capabilities, mesh and schedule here; what needs tensors by checks of other packages."""
+"""``d9d check``: names, values, capabilities, mesh and schedule; the checks of other packages make the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from rich.text import Text
 
 from d9d_core.cli.output import console_for
 from d9d_core.job import JobFile
+from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.plugin.policy import FOUNDATION
 from d9d_core.plugin.records import JobCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import plugin_error
@@ -20,15 +22,21 @@ def check_job(job: JobFile, world_size: int | None) -> None:
     """
     console = console_for()
     resolution = job.check(world_size)
+    left_out: dict[str, str] = {}
     checks = job.registry.entries("job check")
+    if not any(entry.origin.distribution in FOUNDATION for entry in checks):
+        left_out["Model, strategies, kernels and memory, without a GPU."] = "d9d-engine"
     for entry in checks:
         assert isinstance(entry.spec, JobCheckSpec)
+        if missing := missing_modules(entry.spec):
+            left_out[entry.spec.summary] = " ".join(missing)
+            continue
         try:
             run = entry.spec.run.load()
         except FOREIGN_FAILURES as error:
             raise plugin_error(f"job check {entry}: {entry.spec.run} failed to load: {error!r}", error) from error
         run(job, world_size)
-    if any(entry.spec.key == "plan" for entry in checks):
+    if not left_out:
         return
     table = Table(box=None, show_header=False)
     table.add_row("mesh", str(job.mesh))
@@ -39,10 +47,6 @@ def check_job(job: JobFile, world_size: int | None) -> None:
         if verdict.satisfied is None:
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
     console.print(table)
-    console.print(
-        Text.assemble(
-            ("ok", "green"),
-            ": names, values, capabilities, mesh and schedule; not checked: model, strategies, kernels, memory "
-            "(pip install d9d-engine)",
-        )
-    )
+    console.print(Text.assemble(("ok", "green"), ": names, values, capabilities, mesh and schedule"))
+    for summary, packages in left_out.items():
+        console.print(Text.assemble(("not checked", "yellow"), f": {summary} To check it: pip install {packages}"))

@@ -9,6 +9,8 @@ from typing import Any
 
 import typer.core
 
+from d9d_core.errors import PluginError
+from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
@@ -86,6 +88,9 @@ class _Lazy(typer.core.TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run the plugin's application."""
         assert isinstance(self._entry.spec, CommandSpec)
+        if missing := missing_modules(self._entry.spec):
+            names = " ".join(missing)
+            raise PluginError(f"command {self._entry} needs {names}; install it with: pip install {names}")
         reference = self._entry.spec.app
         try:
             run = reference.load()

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.output import console_for
+from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.records import HealthCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
@@ -25,6 +26,11 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
     sound = True
     for entry in registry.entries("health check"):
         assert isinstance(entry.spec, HealthCheckSpec)
+        if missing := missing_modules(entry.spec):
+            names = " ".join(missing)
+            sound = False
+            console.print(_line(False, f"{entry.spec.name}: {names} is not installed; pip install {names}"))
+            continue
         try:
             health: Health = entry.spec.run.load()()
         except FOREIGN_FAILURES as error:

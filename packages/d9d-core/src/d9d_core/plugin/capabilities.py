@@ -80,6 +80,12 @@ class Verdict:
     reason: str
 
 
+def missing_modules(spec: Spec) -> list[str]:
+    """Modules that a record requires by ``import:`` tokens and that are not installed."""
+    modules = [token.partition(":")[2] for token in sorted(spec.requires) if token.startswith("import:")]
+    return [name for name in modules if importlib.util.find_spec(name.partition(".")[0]) is None]
+
+
 def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
     """Check what every chosen record requires, refuses and provides."""
     judge_ = Judge(chosen, registry, circumstances)

@@ -79,7 +79,7 @@ class PluginPolicy:
         """Refuse names without effect.
 
         Raises:
-            PluginError: a distribution that is allowed or blocked is not installed, or one of the foundation is blocked.
+            PluginError: a distribution that is allowed or blocked is not installed, or the foundation is blocked.
         """
         for where, name in sorted(self.named):
             if name in FOUNDATION & self.block:

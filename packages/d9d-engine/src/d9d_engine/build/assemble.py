@@ -9,27 +9,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-
-from d9d_core.config.job import JobConfig
-from d9d_core.errors import BuildError, JobError
-from d9d_engine.build.kernels import KernelChoice, bind_kernels
-from d9d_engine.build.joined_stages import JoinedStages, joined_stages
-from d9d_engine.step.ownership import Ownership, settle
 from d9d_core.config.instantiate import instantiate
-from d9d_core.program.placement import Pipeline, plan_pipeline
+from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
+from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import StrategySpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.strategy import Applied, Reducer, Strategy
+from d9d_core.program.placement import Pipeline, plan_pipeline
 from d9d_core.protocols.peft import PeftMethod
+from d9d_core.protocols.strategy import Applied, Reducer, Strategy
+from d9d_core.traits import Divisible, PipelineStage
 from d9d_weights.graph.graph import specs_of
+from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
 from d9d_weights.sharding.stage_holders import StageHolders
-from d9d_weights.sharding.collectives import all_gather_objects
+from torch import nn
+
+from d9d_engine.build.joined_stages import JoinedStages, joined_stages
+from d9d_engine.build.kernels import KernelChoice, bind_kernels
 from d9d_engine.distributed.mesh import Topology
-from d9d_core.traits import Divisible, PipelineStage
+from d9d_engine.step.ownership import Ownership, settle
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ class Assembly:
             holders = dict.fromkeys(model_tensors(stage), host) | holders
         return StageHolders(specs_of(model_tensors(self.whole)), holders, group, topology.device)
 
-    def computed_whole(self) -> frozenset[str]:
+    def unsplittable(self) -> frozenset[str]:
         """Names of the modules whose backward cannot be split, because it recomputes or was compiled."""
         return frozenset(
             name
             for chosen, applied in self.applied
-            if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor in _WHOLE
+            if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor in _UNSPLITTABLE
             for name in applied.modules
         )
 
 
 #: Anchors of strategies after which the backward of a module is one piece.
-_WHOLE = ("checkpointing", "compile")
+_UNSPLITTABLE = ("checkpointing", "compile")
 
 
 def assemble(

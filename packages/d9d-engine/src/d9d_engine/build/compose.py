@@ -8,51 +8,50 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch import distributed as dist
-
-from d9d_core.config.job import JobConfig
 from d9d_core import events as ev
-from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
-from d9d_engine.build.assemble import Assembly, assemble
-from d9d_engine.step.boundary import Boundaries
-from d9d_engine.step.totals import Clipper
-from d9d_engine.run.evaluation import Evaluator
-from d9d_core.program.runner import Handler
-from d9d_engine.step.executor import Executor
-from d9d_engine.run.prefetch import DevicePrefetcher
-from d9d_engine.step.gradients import Gradients
-from d9d_engine.run.interrupt import Interrupts
-from d9d_engine.run.checkpointer import Checkpointer, open_store
-from d9d_engine.step.loss import LossScale
-from d9d_engine.step.ownership import DATA_AXES
 from d9d_core.config.instantiate import instantiate
-from d9d_engine.build.plan import build_lr_schedule, circumstances
-from d9d_engine.build.pretrained import pretrained_weights
-from d9d_core.program.actions import Action
+from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
-from d9d_engine.step.metrics import Statistics
-from d9d_engine.step.step import TrainStep
-from d9d_engine.step.tied import find_ties
-from d9d_engine.run.trainer import Trainer
-from d9d_core.plugin.capabilities import Chosen, Circumstances
+from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec, ScheduleSpec
 from d9d_core.plugin.registry import Registry
+from d9d_core.program.actions import Action
+from d9d_core.program.runner import Handler, StageRunner
 from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.metric import Metric
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.task import Task
+from d9d_core.tensors import local
+from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
-from d9d_weights.graph.graph import StateGraph
-from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.model_tensors import model_tensors
-from d9d_engine.step.randomness import derive_seed
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.initialise import initialise
-from d9d_core.tensors import local
+from d9d_engine.build.plan import build_lr_schedule, circumstances
+from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.checkpointer import Checkpointer, open_store
+from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.run.trainer import Trainer
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.executor import Executor
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.loss import LossScale
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.ownership import DATA_AXES
+from d9d_engine.step.randomness import derive_seed
+from d9d_engine.step.step import TrainStep
+from d9d_engine.step.tied import find_ties
+from d9d_engine.step.totals import Clipper
 from d9d_engine.trackers.hub import TrackerHub
 
 
@@ -141,7 +140,7 @@ def build(
         statistics=statistics,
         draws=_draws(job, topology),
         autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
-        whole=assembly.computed_whole(),
+        unsplittable=assembly.unsplittable(),
         handlers=_schedule_handlers(job, selection),
     )
     step = TrainStep(
@@ -198,8 +197,6 @@ def build(
         events=events,
         note=note,
     )
-
-
 
 
 def _open_data(
@@ -274,7 +271,7 @@ def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]
 
 def _schedule_handlers(
     job: JobConfig, selection: Selection
-) -> Callable[[Executor], Mapping[type[Action], Handler]] | None:
+) -> Callable[[StageRunner], Mapping[type[Action], Handler]] | None:
     spec = selection.schedule.spec if selection.schedule else None
     if not isinstance(spec, ScheduleSpec) or spec.handlers is None:
         return None
@@ -297,7 +294,13 @@ def _evaluator(
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
     return Evaluator(
-        task, executor, model, DevicePrefetcher(stream, topology.device), job.evaluation.packs, group, topology.watchdog.beat
+        task,
+        executor,
+        model,
+        DevicePrefetcher(stream, topology.device),
+        job.evaluation.packs,
+        group,
+        topology.watchdog.beat,
     )
 
 

@@ -1,34 +1,19 @@
-"""Randomness keyed by seed and purpose, so that there is no generator state to save.
-
-Every use derives its own seed: parameter initialisation from the module's name, a training step from its number. A
-resumed run, or one with another layout, draws the same numbers.
-"""
+"""Initial values of a model, the same in every layout."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from d9d_engine.step.randomness import derive_seed
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
-
 from d9d_core.errors import BuildError
 from d9d_core.tensors import local
 from d9d_core.traits import LateInit
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put torch's default generators, the CPU's and the device's, back after the block."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        yield
+from d9d_engine.step.randomness import derive_seed, generators_kept
 
 
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:

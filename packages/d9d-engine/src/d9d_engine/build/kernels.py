@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from torch import nn
-
 from d9d_core.errors import BuildError
 from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Chosen, Verdict
@@ -16,6 +14,7 @@ from d9d_core.plugin.records import KernelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Entry, Registry, plugin_error
 from d9d_core.traits import HasOps
+from torch import nn
 
 Judgement = Callable[[Chosen], Iterable[Verdict]]
 

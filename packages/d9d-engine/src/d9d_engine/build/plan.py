@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
-from d9d_core.config.job import JobConfig
-from d9d_engine.build.assemble import Assembly, assemble
 from d9d_core.config.instantiate import instantiate
-from d9d_engine.build.pretrained import pretrained_weights
-from d9d_core.program.actions import Program
+from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
+from d9d_core.program.actions import Program
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
+
+from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 
 

@@ -8,26 +8,25 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-
 from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import JobConfig
-from d9d_core.errors import CheckpointError
 from d9d_core.config.instantiate import instantiate
-from d9d_engine.run.progress import ByteBar
+from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, select
+from d9d_core.errors import CheckpointError
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.model import Stage
-from d9d_weights.sharding.agreement import on_all
+from d9d_core.tensors import local
+from d9d_core.types import TensorSpec
+from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.load import load_tensors
-from d9d_weights.graph.graph import StateGraph
-from d9d_weights.graph.graph import specs_of
+from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
-from d9d_core.tensors import local
+from torch import nn
+
 from d9d_engine.distributed.mesh import Topology
-from d9d_core.types import TensorSpec
+from d9d_engine.run.progress import ByteBar
 
 
 @dataclass(frozen=True)

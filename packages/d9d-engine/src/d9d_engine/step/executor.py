@@ -21,9 +21,9 @@ from d9d_core.program.actions import (
     compute_parts,
 )
 from d9d_core.program.placement import Pipeline
-from d9d_core.program.runner import Handler, StepState, Visit
+from d9d_core.program.runner import Handler, StageRunner, StepState, Visit
 from d9d_core.protocols.task import Task
-from d9d_core.types import Microbatch, Pack
+from d9d_core.types import Microbatch, Pack, TensorSpec
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
@@ -47,9 +47,8 @@ class StageLoss:
 class Executor:
     """Runs the program of this rank, one action after the other.
 
-    Handlers of other action types, such as sends and receives, take what :class:`StepState` holds and put into it what
-    the next action needs. They may replace those of core, and call :meth:`forward`, :meth:`open_backward` and
-    :meth:`close_backward`.
+    Handlers of other action types, such as sends and receives, see it as a
+    :class:`~d9d_core.program.runner.StageRunner`. They may replace those defined here.
 
     Args:
         stages: those of this rank, by index.
@@ -63,7 +62,7 @@ class Executor:
         statistics: updated with the task's observations.
         draws: number of the step, of the microbatch and of the stage -> seed of what is drawn there.
         autocast: number format of the forward's matrix products, if not the parameters'.
-        whole: names of the modules whose backward cannot be split.
+        unsplittable: names of the modules whose backward cannot be split.
         handlers: makes the handlers of the schedule's own.
     """
 
@@ -80,15 +79,15 @@ class Executor:
         statistics: Statistics,
         draws: Callable[[int, int, int], int],
         autocast: torch.dtype | None = None,
-        whole: frozenset[str] = frozenset(),
-        handlers: Callable[[Executor], Mapping[type[Action], Handler]] | None = None,
+        unsplittable: frozenset[str] = frozenset(),
+        handlers: Callable[[StageRunner], Mapping[type[Action], Handler]] | None = None,
     ) -> None:
         self.stages = stages
         self.pipeline = pipeline
-        self.boundaries = boundaries
+        self._boundaries = boundaries
         self.topology = topology
-        self.gradients = gradients
-        self.whole = whole
+        self._gradients = gradients
+        self.unsplittable = unsplittable
         self._last = len(pipeline.hosts) - 1
         self._place = topology.coordinate["pp"]
         self._task = task
@@ -163,7 +162,7 @@ class Executor:
             seed_generators(self.topology.device, self._draws(state.step, action.microbatch, stage))
         outputs = self._call(stage, microbatch, leaves)
         if stage < self._last:
-            outputs = self.boundaries.conform(stage, outputs, microbatch)
+            outputs = self._boundaries.conform(stage, outputs, microbatch)
             self._hand_on(action, {name: tensor.detach() for name, tensor in outputs.items()}, state)
             roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
         elif state.evaluated is not None:
@@ -192,7 +191,7 @@ class Executor:
         visit = state.visits.pop(key)
         state.backwards[stage] -= 1
         split = stage in state.split
-        self.gradients.before_backward(last=state.backwards[stage] == 0 and not split, stage=stage, complete=not split)
+        self._gradients.before_backward(last=state.backwards[stage] == 0 and not split, stage=stage, complete=not split)
         if stage == self._last:
             return visit, [None]
         arrived = state.gradients.pop((stage, microbatch))()
@@ -207,17 +206,25 @@ class Executor:
             if leaf.is_floating_point():
                 back[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         key = (action.stage - 1, action.microbatch)
-        if self.is_here(action.stage - 1):
+        if self._is_here(action.stage - 1):
             state.gradients[key] = lambda: back
         else:
             state.input_gradients[action.stage, action.microbatch] = back
 
-    def is_here(self, stage: int) -> bool:
+    def announced(self, stage: int, microbatch: Microbatch) -> Mapping[str, TensorSpec]:
+        """Tensors that a stage hands to the next one for this microbatch, in order."""
+        return self._boundaries.after(stage, microbatch)
+
+    def after_weights(self, stage: int) -> None:
+        """Tell the reducers of a stage that weight gradients which a backward had deferred were added."""
+        self._gradients.after_weights(stage)
+
+    def _is_here(self, stage: int) -> bool:
         """Whether this rank runs a stage."""
         return stage in self.stages
 
     def _reduce(self, action: Action, _state: StepState) -> None:
-        self.gradients.reduce(action.stage)
+        self._gradients.reduce(action.stage)
 
     def _leaves(self, action: Forward, state: StepState) -> dict[str, Tensor]:
         if action.stage == 0:
@@ -243,7 +250,7 @@ class Executor:
         return outputs
 
     def _hand_on(self, action: Forward, outputs: Mapping[str, Tensor], state: StepState) -> None:
-        if self.is_here(action.stage + 1):
+        if self._is_here(action.stage + 1):
             state.inputs[action.stage + 1, action.microbatch] = lambda: outputs
         else:
             state.outputs[action.stage, action.microbatch] = outputs

@@ -1,8 +1,14 @@
-"""Seeds of random numbers: keyed by what is drawn, so that they are the same in every layout."""
+"""Random numbers keyed by seed and purpose, so that there is no generator state to save.
+
+Every use derives its own seed: parameter initialisation from the module's name, a training step from its number. A
+resumed run, or one with another layout, draws the same numbers.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -22,3 +28,11 @@ def seed_generators(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put torch's default generators, the CPU's and the device's, back after the block."""
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        yield

@@ -58,7 +58,7 @@ class Draft(Protocol):
         """
 
     def publish(self, last: Mapping[str, bytes]) -> None:
-        """Add small files, in this order, and make the directory exist in place of an earlier one. One rank, at the end.
+        """Add small files, in this order, and make the directory exist, in place of an earlier one. One rank, last.
 
         Raises:
             CheckpointError: somebody else writes to the same place.

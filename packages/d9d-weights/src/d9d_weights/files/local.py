@@ -1,4 +1,4 @@
-"""Directories of this machine, or of a file system that all ranks see: they appear by one rename, on the disk before."""
+"""Directories of a local or shared file system: they appear by one rename, after everything is on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories behind an fsspec address, such as an object store: no rename, no lock, so the last file makes one exist."""
+"""Directories behind an fsspec address, such as an object store: no rename, no lock; the last file makes them exist."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner, HasExperts, modules_with
-from d9d_engine.api import Topology
+from d9d_core.extend import Applied, BuildError, GradientOwner, HasExperts, Topology, modules_with
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard

@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from d9d_core.extend import Applied, BuildError
-from d9d_engine.api import Topology
+from d9d_core.extend import Applied, BuildError, Topology
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig

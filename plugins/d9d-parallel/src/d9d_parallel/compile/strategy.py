@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import Applied, BuildError, closest
-from d9d_engine.api import Topology
+from d9d_core.extend import Applied, BuildError, Topology, closest
 from torch import nn
 
 from d9d_parallel.blocks import find_blocks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import BuildError, HasExperts, local, modules_with
-from d9d_engine.api import Topology
+from d9d_core.extend import BuildError, HasExperts, Topology, local, modules_with
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner
-from d9d_engine.api import Topology
+from d9d_core.extend import Applied, BuildError, GradientOwner, Topology
 from d9d_engine.extend import prepare_fsdp_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

@@ -9,6 +9,7 @@ from pathlib import Path
 from d9d_core.extend import (
     FOREIGN_FAILURES,
     JobError,
+    JobFile,
     PluginConfig,
     PluginError,
     Program,
@@ -17,7 +18,6 @@ from d9d_core.extend import (
     plugin_error,
 )
 from d9d_core.plugin import Entry, PluginPolicy, Registry, ScheduleSpec
-from d9d_engine.api import Job
 from pydantic import ValidationError
 
 _JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -83,7 +83,7 @@ def from_job(path: str, overrides: Sequence[str], files: Sequence[Path]) -> Sele
     Raises:
         JobError: the file is wrong, or names no schedule.
     """
-    job = Job.load(path, overrides=overrides, policy=PluginPolicy(files=tuple(files)))
+    job = JobFile.load(path, overrides=overrides, policy=PluginPolicy(files=tuple(files)))
     if job.pipeline is None:
         raise JobError(f"{path} names no schedule; add 'pipeline: 1f1b', or show a schedule by its name")
     entry = job.registry.find("schedule", job.pipeline.selector)

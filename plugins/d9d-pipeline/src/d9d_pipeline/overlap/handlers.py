@@ -15,23 +15,23 @@ from d9d_core.extend import (
     InputBackward,
     MicrobatchAction,
     Overlap,
+    StageRunner,
     StepState,
 )
-from d9d_engine.step.executor import Executor
 from torch import Tensor
 
 from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
 
 
-def overlap_handlers(executor: Executor, handlers: Mapping[type[Action], Handler]) -> dict[type[Action], Handler]:
+def overlap_handlers(runner: StageRunner, handlers: Mapping[type[Action], Handler]) -> dict[type[Action], Handler]:
     """Handlers that run each stage on a stream of its own, and overlapped pairs at the same time.
 
     Args:
-        executor: executor of the stages; they are changed in place, see :class:`PairRunner`.
+        runner: interpreter of the stages; they are changed in place, see :class:`PairRunner`.
         handlers: handlers of all other actions.
     """
-    pairs = OverlapHandlers(executor, handlers)
+    pairs = OverlapHandlers(runner, handlers)
     found: dict[type[Action], Handler] = dict.fromkeys(handlers, pairs.on_stream)
     return found | {Overlap: pairs.overlap}
 
@@ -40,16 +40,16 @@ class OverlapHandlers:
     """Handlers of actions on the streams of their stages, and of overlapped pairs.
 
     Args:
-        executor: executor of the stages.
+        runner: interpreter of the stages.
         handlers: handlers of all actions but pairs.
     """
 
-    def __init__(self, executor: Executor, handlers: Mapping[type[Action], Handler]) -> None:
-        device = executor.topology.device
-        self._executor = executor
+    def __init__(self, runner: StageRunner, handlers: Mapping[type[Action], Handler]) -> None:
+        device = runner.topology.device
+        self._runner = runner
         self._handlers = handlers
-        self._streams = StageStreams(device, executor.stages)
-        self._pair_runner = PairRunner(executor.stages, device)
+        self._streams = StageStreams(device, runner.stages)
+        self._pair_runner = PairRunner(runner.stages, device)
 
     def on_stream(self, action: Action, state: StepState) -> None:
         """Run one action on the stream of its stage."""
@@ -72,7 +72,7 @@ class OverlapHandlers:
 
     def _cross(self, arrivals: dict[tuple[int, int], Arrival], action: MicrobatchAction, target: int) -> None:
         key = (target, action.microbatch)
-        if target in self._executor.stages and key in arrivals:
+        if target in self._runner.stages and key in arrivals:
             arrivals[key] = partial(self._handed, arrivals[key], action.stage, target, self._streams.mark(action.stage))
 
     def _handed(

@@ -12,10 +12,10 @@ from d9d_core.extend import (
     InputBackward,
     Overlap,
     PluginConfig,
+    StageRunner,
     StepState,
     WeightBackward,
 )
-from d9d_engine.step.executor import Executor
 
 from d9d_pipeline.overlap.handlers import overlap_handlers
 from d9d_pipeline.overlap.yielding_dispatcher import has_yield_points
@@ -23,23 +23,23 @@ from d9d_pipeline.runtime.split_backward import SplitBackward
 from d9d_pipeline.runtime.transfers import Transfers
 
 
-def handlers(config: PluginConfig, executor: Executor) -> Mapping[type[Action], Handler]:  # noqa: ARG001
+def handlers(config: PluginConfig, runner: StageRunner) -> Mapping[type[Action], Handler]:  # noqa: ARG001
     """Handlers of a rank, for any schedule. Collective over the ranks along ``pp``.
 
     Args:
         config: config of the schedule.
-        executor: executor of the stages.
+        runner: interpreter of the stages.
     """
-    found: dict[type[Action], Handler] = {Forward: executor.forward, Backward: executor.backward}
-    if executor.pipeline.ranks > 1:
-        found |= Transfers(executor).handlers()
-    if InputBackward in executor.pipeline.kinds:
-        split = SplitBackwardHandlers(executor)
+    found: dict[type[Action], Handler] = {Forward: runner.forward, Backward: runner.backward}
+    if runner.pipeline.ranks > 1:
+        found |= Transfers(runner).handlers()
+    if InputBackward in runner.pipeline.kinds:
+        split = SplitBackwardHandlers(runner)
         found |= split.handlers()
-    if Overlap not in executor.pipeline.kinds:
+    if Overlap not in runner.pipeline.kinds:
         return found
-    if has_yield_points(executor.stages.values()):
-        return overlap_handlers(executor, found)
+    if has_yield_points(runner.stages.values()):
+        return overlap_handlers(runner, found)
     return found | {Overlap: SequentialPairs(found).overlap}
 
 
@@ -64,14 +64,14 @@ class SplitBackwardHandlers:
     """Handlers of the computations of stages with split backwards.
 
     Args:
-        executor: executor of the stages.
+        runner: interpreter of the stages.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
         self._stages = {
-            index: SplitBackward(stage, executor.whole & {name for name, _ in stage.named_modules()})
-            for index, stage in executor.stages.items()
+            index: SplitBackward(stage, runner.unsplittable & {name for name, _ in stage.named_modules()})
+            for index, stage in runner.stages.items()
         }
 
     def handlers(self) -> dict[type[Action], Handler]:
@@ -87,29 +87,29 @@ class SplitBackwardHandlers:
         """Run a stage forward on a microbatch."""
         assert isinstance(action, Forward)
         self._stages[action.stage].expect(action.microbatch in state.split.get(action.stage, ()))
-        self._executor.forward(action, state)
+        self._runner.forward(action, state)
 
     def backward(self, action: Action, state: StepState) -> None:
         """Compute all gradients of a microbatch in a stage."""
         assert isinstance(action, Backward)
         # As in the forward, parts of which may be run again.
         self._stages[action.stage].expect(False)
-        self._executor.backward(action, state)
+        self._runner.backward(action, state)
 
     def inputs(self, action: Action, state: StepState) -> None:
         """Compute the input gradients of a stage."""
         assert isinstance(action, InputBackward)
         self._stages[action.stage].expect(True)
-        visit, gradients = self._executor.open_backward(action, state)
+        visit, gradients = self._runner.open_backward(action, state)
         leaves = [leaf for leaf in visit.leaves.values() if leaf.requires_grad]
         roots = list(visit.roots.values())
         weights = self._stages[action.stage].inputs(roots, gradients, leaves)
         state.weights[action.stage, action.microbatch] = weights.run
-        self._executor.close_backward(action, visit, state)
+        self._runner.close_backward(action, visit, state)
 
     def weights(self, action: Action, state: StepState) -> None:
         """Compute the deferred weight gradients of a stage."""
         assert isinstance(action, WeightBackward)
         self._stages[action.stage].expect(True)
         state.weights.pop((action.stage, action.microbatch))()
-        self._executor.gradients.after_weights(action.stage)
+        self._runner.after_weights(action.stage)

@@ -17,10 +17,10 @@ from d9d_core.extend import (
     ReceiveGradient,
     SendActivation,
     SendGradient,
+    StageRunner,
     StepState,
     TensorSpec,
 )
-from d9d_engine.step.executor import Executor
 from torch import Tensor
 from torch import distributed as dist
 
@@ -44,12 +44,12 @@ class Transfers:
     part of the processors.
 
     Args:
-        executor: executor of the stages, with their boundaries. Collective over the ranks along ``pp``.
+        runner: interpreter of the stages, with their boundaries. Collective over the ranks along ``pp``.
     """
 
-    def __init__(self, executor: Executor) -> None:
-        topology = executor.topology
-        self._executor = executor
+    def __init__(self, runner: StageRunner) -> None:
+        topology = runner.topology
+        self._runner = runner
         self._place = topology.coordinate["pp"]
         groups = [topology.axes_group("pp", purpose=f"pipeline {way}", blocks=_BLOCKS) for way in ("up", "down")]
         if groups[0] is None or groups[1] is None:
@@ -92,10 +92,10 @@ class Transfers:
         state.gradients[action.stage, action.microbatch] = self._receive(floating, action.stage + 1, action, state)
 
     def _specs(self, stage: int, action: MicrobatchAction, state: StepState) -> Mapping[str, TensorSpec]:
-        return self._executor.boundaries.after(stage, state.pack[action.microbatch])
+        return self._runner.announced(stage, state.pack[action.microbatch])
 
     def _send(self, tensors: Sequence[Tensor], to: int, state: StepState) -> None:
-        place = self._executor.pipeline.hosts[to]
+        place = self._runner.pipeline.hosts[to]
         group = self._up if place > self._place else self._down
         # What has left is freed now, not at the end of the step: boundaries add up over microbatches. (On CPUs they do:
         # gloo says that something has left only to who waits for it.)
@@ -109,11 +109,9 @@ class Transfers:
             self._leaving.append((work, whole))
 
     def _receive(self, specs: Mapping[str, TensorSpec], stage: int, action: Action, state: StepState) -> Arrival:
-        place = self._executor.pipeline.hosts[stage]
+        place = self._runner.pipeline.hosts[stage]
         group = self._down if place > self._place else self._up
-        offer = _PendingReceive(
-            specs, partial(dist.irecv, group=group, group_src=place), self._executor.topology.device
-        )
+        offer = _PendingReceive(specs, partial(dist.irecv, group=group, group_src=place), self._runner.topology.device)
         waiting = self._offers.setdefault(place, deque())
         waiting.append(offer)
         if action not in self._late(len(state.pack)):
@@ -121,7 +119,7 @@ class Transfers:
         return partial(_arrived, waiting, offer)
 
     def _receives_just_in_time(self, microbatches: int) -> set[Action]:
-        pipeline = self._executor.pipeline
+        pipeline = self._runner.pipeline
         programs = [pipeline.program(place, microbatches) for place in range(pipeline.ranks)]
         return just_in_time(programs)[self._place]
 
@@ -136,10 +134,10 @@ class Transfers:
         A device's backend connects two ranks when they first send, and holds both until then: in the middle of a
         program that could be in a circle.
         """
-        hosts = self._executor.pipeline.hosts
+        hosts = self._runner.pipeline.hosts
         pairs = {(hosts[stage], hosts[stage + 1]) for stage in range(len(hosts) - 1)}
         ways = sorted({way for a, b in pairs if a != b for way in ((a, b), (b, a))})
-        token = torch.zeros(1, device=self._executor.topology.device)
+        token = torch.zeros(1, device=self._runner.topology.device)
         for source, target in ways:
             group = self._up if target > source else self._down
             if self._place == source:
