@@ -1,4 +1,4 @@
-"""From entry points to a registry: one scan, filtered before import, each plugin on its own.
+"""Discovery of plugins, from entry points to a registry: one scan, filtered before import, each plugin on its own.
 
 Order never decides anything: candidates are sorted, and two plugins that declare one name are an error when it is used.
 """
@@ -53,7 +53,7 @@ def discover(policy: PluginPolicy | None = None, *, known: KnownPlugins | None =
 
 
 def load_explicit(plugins: Iterable[object], *, known: KnownPlugins | None = None) -> Registry:
-    """A registry of exactly these modules or objects, and the foundation's records.
+    """Registry of exactly these modules or objects, and the foundation's records.
 
     Raises:
         PluginError: one of them cannot be loaded.
@@ -182,7 +182,7 @@ class _Collector:
 
 
 class _RefusedError(Exception):
-    """Why a plugin is not loaded; the text follows its name."""
+    """Reason why a plugin is not loaded; the text follows its name."""
 
 
 def _check_hook_names(plugin: object) -> None:

@@ -1,4 +1,4 @@
-"""What is installed, as an ordinary immutable object that is handed down, never a global."""
+"""Registry of what is installed: an ordinary immutable object that is handed down, never a global."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = Spec | CapabilitySpec
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a plugin comes from.
+    """Origin of a plugin: distribution or file, and version.
 
     Attributes:
         distribution: normalised name of the distribution, or the path of a single-file plugin.
@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record and the plugin that declared it."""
+    """Record, and the plugin that declared it."""
 
     kind: Kind
     spec: Record
@@ -59,7 +59,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a plugin.
+    """Problem of a plugin that was not loaded.
 
     Attributes:
         origin: the plugin.
@@ -78,7 +78,7 @@ class Problem:
 
 
 class Registry:
-    """The records of all loaded plugins, by kind and name.
+    """Records of all loaded plugins, by kind and name.
 
     Args:
         entries: every record with its origin.
@@ -107,7 +107,7 @@ class Registry:
 
     @classmethod
     def of(cls, *plugins: object, known: KnownPlugins | None = None) -> Registry:
-        """A registry of exactly these plugin modules (or objects with hook methods) and core's own records.
+        """Registry of exactly these plugin modules (or objects with hook methods) and core's own records.
 
         Nothing is discovered. Meant for tests and for programs that assemble a job themselves.
 
@@ -119,13 +119,13 @@ class Registry:
         return load_explicit(plugins, known=known)
 
     def entries(self, kind: str | None = None) -> list[Entry]:
-        """All records, of one kind or of all, sorted by kind, name and distribution."""
+        """Records of one kind or of all, sorted by kind, name and distribution."""
         kinds = [kind] if kind else list(self._table)
         found = [entry for name in kinds for same in self._table[name].values() for entry in same]
         return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
 
     def conflicts(self) -> list[str]:
-        """One message per name that several plugins declare. Only using such a name is an error.
+        """Conflicts of names, one message per name that several plugins declare. Only using such a name is an error.
 
         Commands of the foundation are no such names: they always win.
         """
@@ -137,7 +137,7 @@ class Registry:
         ]
 
     def find(self, kind: str, selector: str) -> Entry:
-        """The record that ``name`` or ``distribution/name`` selects.
+        """Find the record that ``name`` or ``distribution/name`` selects.
 
         Raises:
             PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.
@@ -193,7 +193,7 @@ class Registry:
 
 
 def plugin_error(text: str, origin: BaseException | None) -> PluginError:
-    """A PluginError about a failure in the plugin's own code, whose traceback is shown."""
+    """PluginError about a failure in the plugin's own code, whose traceback is shown."""
     error = PluginError(text)
     error.origin = origin
     return error

@@ -118,18 +118,18 @@ class Topology:
         ranks = Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes)
         return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
-    def places_group(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The processes at some places along a base axis, or those at all others if this one is there.
+    def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
+        """The processes at some positions along a base axis, or those at all others if this one is there.
 
         ``None`` without process groups. Collective over all ranks when it is asked for the first time.
         """
         if not self.is_distributed:
             return None
         line = Grid({name: self.sizes[name] for name in AXES}).group(self.rank, [axis])
-        here = line.index(self.rank) in places
+        here = line.index(self.rank) in positions
         # torch names a group after the number of groups before it, so every rank has to make one, here and now.
-        ranks = tuple(rank for place, rank in enumerate(line) if (place in places) == here)
-        return self._group(ranks, f"{axis} {list(places)}")
+        ranks = tuple(rank for place, rank in enumerate(line) if (place in positions) == here)
+        return self._group(ranks, f"{axis} {list(positions)}")
 
     def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
         """The processes that differ from this one along ``dims`` only; ``None`` without process groups.

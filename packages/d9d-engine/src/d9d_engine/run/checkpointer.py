@@ -64,7 +64,7 @@ def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
         raise JobError(f"checkpoint.best.series: '{wanted.series}' is never logged; the job has no evaluation section")
     best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
     retention = Retention(job.checkpoint.keep, job.checkpoint.keep_every, best)
-    place = job.checkpoint.place(job.run.directory)
+    place = job.checkpoint.location(job.run.directory)
     timeout = timedelta(seconds=job.timeouts.checkpoint)
     store = CheckpointStore(place, retention, topology, job.checkpoint.asynchronous, timeout)
     store.prepare()

@@ -102,11 +102,11 @@ def find_ties(
     place = topology.coordinate["pp"]
     for name, holders in shared.items():
         copies = [stages[stage].get_parameter(name) for stage in holders if stage in stages]
-        places = sorted({pipeline.hosts[stage] for stage in holders})
-        group = topology.places_group("pp", places) if len(places) > 1 else None
+        positions = sorted({pipeline.hosts[stage] for stage in holders})
+        group = topology.positions_group("pp", positions) if len(positions) > 1 else None
         if not copies:
             continue
-        if places[0] != place:
+        if positions[0] != place:
             elsewhere.add(name)
         for copy in copies[1:]:
             if accumulate is not None and copy.dtype != accumulate:
