@@ -104,7 +104,7 @@ def build(
             beside_weights = pretrained.others
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
-    ties.spread()
+    ties.copy_values()
     events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
     here = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}

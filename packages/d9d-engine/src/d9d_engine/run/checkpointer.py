@@ -261,7 +261,7 @@ class Checkpointer:
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
             checkpoint.load_into(part, scope, may_lack)
 
-        self._ties.spread()
+        self._ties.copy_values()
 
         def known(metric: str, state: Mapping[str, Tensor]) -> bool:
             scope = f"{_METRICS}{metric}/"

@@ -73,7 +73,7 @@ class Ties:
                 other.grad = None
 
     @torch.no_grad()
-    def spread(self) -> None:
+    def copy_values(self) -> None:
         """Give the copies that follow the values of the first: whenever those have changed."""
         for tie in self.ties:
             for other in tie.others:
