@@ -303,7 +303,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Unstack("c", ["a", "b"]), specs(c=(3,)), ["makes 2 tensors over dimension 0 of [3]"]),
         (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "cannot be ordered"]),
         (Squeeze("a", 0), specs(a=(3,)), ["not of size 1"]),
-        (Unsqueeze("a", 5), specs(a=(3,)), ["no place 5"]),
+        (Unsqueeze("a", 5), specs(a=(3,)), ["no position 5"]),
         (Select("model"), specs(a=(3,)), ["nothing below 'model.'"]),
         (Drop("x.{n}"), specs(a=(3,)), ["fits no name"]),
         (Parallel(Identity(), Identity()), specs(a=(3,)), ["one must do"]),

@@ -1,4 +1,4 @@
-"""The public names for those who train; plugin authors find theirs in :mod:`d9d_core.extend`.
+"""Names for those who train; plugin authors find theirs in :mod:`d9d_core.extend`.
 
     from d9d_engine.api import Job
 

@@ -1,4 +1,4 @@
-"""The composition root: from a job to a trainer, each component with its collaborators."""
+"""Composition root: from a job to a trainer, each component with its collaborators."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
 
 
 def _tied(stage: nn.Module) -> dict[str, str]:
-    """Name of a parameter that has several -> the first of them."""
+    """Tied names: name of a parameter that has several -> the first of them."""
     first: dict[int, str] = {}
     names = stage.named_parameters(remove_duplicate=False)
     found = {name: first.setdefault(id(parameter), name) for name, parameter in names}

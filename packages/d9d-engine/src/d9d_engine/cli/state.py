@@ -1,4 +1,4 @@
-"""``d9d state``: commands; what they do stands in :mod:`d9d_engine.cli.tensors`, which imports torch."""
+"""``d9d state``: its commands; :mod:`d9d_engine.cli.tensors`, which imports torch, implements them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss on other data, always the same."""
+"""Evaluation: the loss on other data, always the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_engine.step.executor import Executor
 
 
 class Evaluator:
-    """Measures every loss term over the first packs of a stream.
+    """Evaluator of every loss term over the first packs of a stream.
 
     Args:
         task: turns microbatches into losses.
@@ -49,7 +49,7 @@ class Evaluator:
         self._start = prefetcher.state()
 
     def run(self) -> dict[str, float]:
-        """``eval/loss`` and, with several terms, ``eval/<term>``. Waits for the device. Collective over all ranks."""
+        """Measure ``eval/loss``, and ``eval/<term>`` of several. Waits for the device. Collective over all ranks."""
         coefficients = self._task.coefficients
         parts: list[Tensor] = []
         self._model.eval()

@@ -1,4 +1,4 @@
-"""A progress bar where somebody is watching."""
+"""Progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 class ProgressBar:
-    """Steps done, loss, and the time that remains, on standard error if it is a terminal; else nothing.
+    """Bar of steps done, loss, and the time that remains, on standard error if it is a terminal; else nothing.
 
     Args:
         total: steps of the whole run.
@@ -42,11 +42,11 @@ class ProgressBar:
         self._values: dict[str, float] = {}
 
     def update(self, step: int, loss: float) -> None:
-        """Step ``step`` (1-based) is known to be done."""
+        """Show that step ``step`` (1-based) is done."""
         self._progress.update(self._task, completed=step, shown=self._shown(loss))
 
     def logged(self, lr: float, tokens_per_second: float) -> None:
-        """Values that are shown until the next ones come."""
+        """Show these values until the next ones come."""
         self._values = {"lr": lr, "tokens/s": tokens_per_second}
 
     def _shown(self, loss: float) -> str:
@@ -66,7 +66,7 @@ class ProgressBar:
 
 
 class ByteBar:
-    """Bytes done of a long transfer, on standard error if it is a terminal; else nothing. Any thread may add.
+    """Bar of the bytes of a long transfer, on standard error if it is a terminal; else nothing. Any thread may add.
 
     Args:
         what: in a word.
@@ -89,11 +89,11 @@ class ByteBar:
 
     @property
     def done(self) -> int:
-        """Bytes so far."""
+        """Bytes done so far."""
         return int(self._progress.tasks[0].completed)
 
     def add(self, count: int) -> None:
-        """So many more."""
+        """Add bytes that are done."""
         self._progress.advance(self._task, count)
 
     def __enter__(self) -> ByteBar:

@@ -1,4 +1,4 @@
-"""The loop around the step: resume, log, evaluate, save, stop."""
+"""Trainer: the loop around the step, which resumes, logs, evaluates, saves and stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from d9d_engine.trackers.hub import TrackerHub
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Attributes:
         status: all steps done, or interrupted and saved.
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Trainer:
-    """Runs a built job. Its collaborators are public, so that they can be used alone.
+    """Trainer of a built job. Its collaborators are public, so that they can be used alone.
 
     Made by :func:`d9d_engine.build.compose.build`.
 
@@ -93,7 +93,7 @@ class Trainer:
 
     @property
     def stage(self) -> nn.Module:
-        """This rank's part of the model: all of it, or its pipeline stages as one module."""
+        """Model as this rank holds it: all of it, or its pipeline stages as one module."""
         return self._model
 
     def train(self) -> Outcome:
@@ -203,7 +203,7 @@ class Trainer:
         self._announce()
 
     def _announce(self) -> None:
-        """Tell of checkpoints that exist by now."""
+        """Report the checkpoints that exist by now."""
         for report in self.checkpointer.poll():
             self.note(
                 f"checkpoint at step {report.step}: {report.bytes / 2**20:,.1f} MiB written in "

@@ -1,4 +1,4 @@
-"""One training step, top to bottom."""
+"""Training step, top to bottom."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d9d_engine.step.totals import Clipper
 
 
 class TrainStep:
-    """Takes one pack and makes one optimizer step. Never waits for the GPU.
+    """Training step: takes one pack and makes one optimizer step. Never waits for the GPU.
 
     Args:
         task: counts tokens.
@@ -65,7 +65,7 @@ class TrainStep:
         self.events = events
 
     def __call__(self, step: int, pack: Pack) -> ev.StepResult:
-        """Run step ``step`` (0-based) on this rank's part of a pack, on the device. Collective over all ranks."""
+        """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""
         self.events.emit(ev.StepStarts(step, pack))
 
         self.events.emit(ev.ForwardBackwardStarts(step))
