@@ -178,15 +178,15 @@ def forgotten_tie_on_a_rank(_job: Job, patch: Patch = FOR_GOOD) -> None:
 
 def stale_copy(_job: Job, patch: Patch = FOR_GOOD) -> None:
     """The copy on another stage of the same rank keeps its first values."""
-    spread = Ties.spread
+    copy_values = Ties.copy_values
     spreads: list[Ties] = []
 
     def once(self: Ties) -> None:
         if not spreads:
-            spread(self)
+            copy_values(self)
         spreads.append(self)
 
-    patch.setattr(Ties, "spread", once)
+    patch.setattr(Ties, "copy_values", once)
 
 
 def tie_counted_twice(_job: Job, patch: Patch = FOR_GOOD) -> None:

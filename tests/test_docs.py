@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import re
@@ -18,7 +19,6 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from d9d_core.config.job import JobConfig
 from d9d_core.extend import TRAITS, PluginConfig, Section
 from d9d_core.plugin import ANCHORS, KINDS, ConfiguredSpec, PluginPolicy, Registry, discover
 from d9d_core.testing import Document
@@ -27,10 +27,21 @@ from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
-    [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     + [page for top in ("packages", "plugins", "examples") for page in (ROOT / top).glob("*/README.md")]
 )
-CORE, PLUGIN_PAGE = ROOT / "packages/d9d-core/README.md", ROOT / "docs/writing-a-plugin.md"
+CORE, WEIGHTS = ROOT / "packages/d9d-core/README.md", ROOT / "packages/d9d-weights/README.md"
+PLUGIN_PAGE = ROOT / "docs/writing-a-plugin.md"
+#: Modules of the foundation that other code may import; suites are declared as a whole package.
+DECLARED = {
+    "d9d_core.plugin",
+    "d9d_core.extend",
+    "d9d_core.testing",
+    "d9d_weights",
+    "d9d_engine.api",
+    "d9d_engine.extend",
+    "d9d_engine.testing",
+}
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -160,11 +171,49 @@ def test_python_examples_compile_and_import_what_exists(block: Block) -> None:
     [
         ("from d9d_engine.api import Jobb", ["d9d_engine.api:Jobb"]),
         ("def f():\n    import d9d_core.apis", ["d9d_core.apis"]),
-        ("import d9d_engine.api, d9d_core.plugin\nfrom d9d_core import api\nfrom torch import nothing", []),
+        ("import d9d_engine.api, d9d_core.plugin\nfrom d9d_engine import api\nfrom torch import nothing", []),
     ],
 )
 def test_missing_imports_are_recognised(source: str, missing: list[str]) -> None:
     assert missing_imports(source) == missing
+
+
+def undeclared_imports(source: str) -> set[str]:
+    """Modules of the foundation that a piece of Python imports although they may change."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {node.module} if node.module in DECLARED or not modules & DECLARED else modules
+    foundation = {name for name in found if name.partition(".")[0] in ("d9d_core", "d9d_weights", "d9d_engine")}
+    return foundation - DECLARED
+
+
+@examples("python")
+def test_python_examples_import_declared_modules_only(block: Block) -> None:
+    assert undeclared_imports(block.text) == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "undeclared"),
+    [
+        ("from d9d_core.protocols.task import Task", {"d9d_core.protocols.task"}),
+        ("def f():\n    import d9d_weights.graph", {"d9d_weights.graph"}),
+        ("from d9d_core.extend import Task\nfrom d9d_engine import api\nimport d9d_nn.linear, torch", set()),
+    ],
+)
+def test_undeclared_imports_are_recognised(source: str, undeclared: set[str]) -> None:
+    assert undeclared_imports(source) == undeclared
+
+
+def test_the_example_of_the_weights_package_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [b for b in blocks_of(WEIGHTS, WEIGHTS.read_text()) if b.language == "python"]
+    exec(block.text, {"__name__": "example"})  # ends with an assertion
+    assert "assert " in block.text
+    assert {file.name for file in (tmp_path / "published").iterdir()} == {"config.json", "model.safetensors"}
 
 
 def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -262,14 +311,14 @@ def as_yaml(value: Any) -> str:
 
 def test_the_reference_names_every_field_of_the_job_file_with_its_default() -> None:
     rows = {quoted(field)[0]: default for field, default, _ in tables(CORE, "field", "default", "meaning")}
-    assert rows == {name: field.default for name, field in fields_of(JobConfig)}
+    assert rows == {name: field.default for name, field in fields_of(Job)}
 
 
 def test_the_reference_names_every_choice() -> None:
     meanings = {quoted(name)[0]: (default, text) for name, default, text in tables(CORE, "field", "default", "meaning")}
     silent = [
         f"{name}: {choice}"
-        for name, field in fields_of(JobConfig)
+        for name, field in fields_of(Job)
         for choice in field.choices
         if f"`{choice}`" not in meanings[name] and f"`{choice}`" not in meanings[name][1]
     ]
@@ -284,22 +333,35 @@ def test_the_reference_names_every_event_in_order_with_its_fields() -> None:
     assert rows == [(event.__name__, [field.name for field in dataclasses.fields(event)]) for event in CATALOGUE]
 
 
-def test_the_reference_names_every_command_and_option() -> None:
-    import typer.main
-    from d9d_core.cli.main import app
-
-    root: Any = typer.main.get_command(app)
-    commands = {
-        f"d9d {name} {inner}".strip(): command
-        for name, group in root.commands.items()
-        for inner, command in (group.commands.items() if hasattr(group, "commands") else [("", group)])
+def test_the_reference_names_every_command_with_its_package_and_option() -> None:
+    tool = import_tool("option_table")
+    offered = {
+        f"d9d {name}": "d9d-core" if command.callback.__module__.startswith("d9d_core.") else "d9d-engine"
+        for name, command in tool.commands().items()
     }
-    documented = [quoted(row[0])[0] for row in tables(CORE, "command", "what it does")]
-    assert {re.split(r" \[| [A-Z]", text)[0] for text in documented} == commands.keys()
-    parameters = [p for command in (root, *commands.values()) for p in command.params]
-    options = {option for p in parameters for option in p.opts if option.startswith("--")}
-    named = set(re.findall(r"--[\w-]+", " ".join(documented + [r[0] for r in tables(CORE, "option", "of", "meaning")])))
-    assert named == options - {"--install-completion", "--show-completion"}
+    rows = tables(CORE, "command", "package", "what it does")
+    documented = {re.split(r" \[| [A-Z]", quoted(command)[0])[0]: package for command, package, _ in rows}
+    assert documented == offered
+    text = CORE.read_text("utf-8")
+    assert text == tool.written(text), "run: uv run python tools/option_table.py"
+
+
+def test_a_wrong_table_of_options_is_recognised() -> None:
+    tool = import_tool("option_table")
+    text = CORE.read_text("utf-8")
+    assert tool.written(text.replace("| `--nproc N` | `train` |", "| `--nproc N` | all |")) == text
+    rows = {row[0]: row[1] for row in tables(CORE, "option", "of", "meaning")}
+    assert rows["`--layout LAYOUT`"] == "`verify`"
+    assert "`verify`" in rows["`--set FIELD=VALUE`"]
+
+
+def import_tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_reference_names_every_exit_status() -> None:
@@ -369,8 +431,9 @@ def test_a_readme_says_of_every_backend_whether_it_is_taken_by_name_only(install
     assert told == never
 
 
-def test_the_messages_it_explains_are_those_of_the_core() -> None:
-    source = "".join(file.read_text() for file in (ROOT / "packages/d9d-core/src").rglob("*.py"))
+def test_the_messages_it_explains_are_those_of_the_foundation() -> None:
+    foundation = ("d9d-core", "d9d-weights", "d9d-engine")
+    source = "".join(f.read_text() for name in foundation for f in (ROOT / "packages" / name / "src").rglob("*.py"))
     pieces = [
         piece.strip()
         for row in tables(PLUGIN_PAGE, "message", "cause")
@@ -386,7 +449,7 @@ def test_its_single_file_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     load(block, tmp_path, installed)
     small = ["steps=2", "device=cpu", "trackers=[]", "export=false"]
     trainer = Job.load(tmp_path / "job.json", overrides=small).build(lambda _note: None)
-    result = trainer.step(0, trainer.feed.next())
+    result = trainer.step(0, trainer.prefetcher.next())
     assert result.terms.keys() == {"cross_entropy", "z"}
     assert result.loss.item() == pytest.approx(result.terms["cross_entropy"].item() + 1e-3 * result.terms["z"].item())
     assert trainer.train().status == "finished"

@@ -46,7 +46,7 @@ def test_the_exported_model_gives_the_same_logits_in_transformers(
 def test_the_loss_falls_below_the_unigram_entropy_of_a_repetitive_text(small_job: Write, d9d: D9d) -> None:
     path = small_job(steps=60, logging={"every": 60}, checkpoint={}, export=False)
     trainer = Job.load(path).build(lambda _: None)
-    entropy = trainer.feed.stream.facts["unigram_entropy"]
+    entropy = trainer.prefetcher.stream.facts["unigram_entropy"]
     assert isinstance(entropy, float)
     trainer.train()
     metrics = (Job.load(path).run.directory / "metrics.jsonl").read_text().splitlines()
@@ -74,7 +74,7 @@ def test_options_that_promise_the_same_numbers_give_them(small_job: Write, secti
     plain = Job.load(small_job("plain", export=False), overrides=overrides).build(lambda _: None)
     other = Job.load(small_job("other", export=False, **sections), overrides=overrides).build(lambda _: None)
     for step in range(3):
-        a, b = (t.step(step, t.feed.next()) for t in (plain, other))
+        a, b = (t.step(step, t.prefetcher.next()) for t in (plain, other))
         torch.testing.assert_close(a.loss, b.loss, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(a.grad_norm, b.grad_norm, rtol=1e-3, atol=1e-4)
 

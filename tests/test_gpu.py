@@ -50,10 +50,10 @@ def build(write: Write, name: str = "small", **sections: Any) -> Trainer:
 def test_a_step_never_waits_for_the_gpu(small_job: Write, sections: dict[str, Any]) -> None:
     trainer = build(small_job, **sections)
     for step in range(2):  # lazy initialisation may wait
-        trainer.step(step, trainer.feed.next())
+        trainer.step(step, trainer.prefetcher.next())
     with no_host_synchronisation():
         for step in range(2, 5):
-            trainer.step(step, trainer.feed.next())
+            trainer.step(step, trainer.prefetcher.next())
             trainer.step.statistics.compute()
 
 
@@ -75,10 +75,10 @@ def test_a_step_of_experts_never_waits_for_the_gpu(
         metrics=["router"],
     )
     for step in range(2):  # lazy initialisation may wait
-        trainer.step(step, trainer.feed.next())
+        trainer.step(step, trainer.prefetcher.next())
     with no_host_synchronisation():
         for step in range(2, 5):
-            trainer.step(step, trainer.feed.next())
+            trainer.step(step, trainer.prefetcher.next())
             trainer.step.statistics.compute()
 
 
@@ -88,7 +88,7 @@ def test_the_gpu_computes_what_the_cpu_computes(small_job: Write) -> None:
     stages = [trainer.stage for trainer in (cpu, gpu)]
     stages[1].load_state_dict(stages[0].state_dict())
     for step in range(3):
-        a, b = (trainer.step(step, trainer.feed.next()) for trainer in (cpu, gpu))
+        a, b = (trainer.step(step, trainer.prefetcher.next()) for trainer in (cpu, gpu))
         torch.testing.assert_close(a.loss, b.loss.cpu(), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(a.grad_norm, b.grad_norm.cpu(), rtol=1e-3, atol=1e-3)
 
@@ -123,10 +123,10 @@ def test_a_skipped_step_changes_nothing_on_the_gpu(small_job: Write) -> None:
     trainer = build(small_job, nonfinite="skip")
     poison(trainer, at=3)
     for step in range(3):
-        trainer.step(step, trainer.feed.next())
-    before = {name: tensor.clone() for name, tensor in trainer.keeper.tensors().items() if "metrics" not in name}
-    trainer.step(3, trainer.feed.next())
-    after = trainer.keeper.tensors()
+        trainer.step(step, trainer.prefetcher.next())
+    before = {name: tensor.clone() for name, tensor in trainer.checkpointer.tensors().items() if "metrics" not in name}
+    trainer.step(3, trainer.prefetcher.next())
+    after = trainer.checkpointer.tensors()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
@@ -135,6 +135,6 @@ def test_a_resumed_run_continues_with_the_saved_tensors(small_job: Write) -> Non
     first.train()
     second = build(small_job, steps=4)
     second.train()
-    a, b = first.keeper.tensors(), second.keeper.tensors()
+    a, b = first.checkpointer.tensors(), second.checkpointer.tensors()
     assert all(torch.equal(a[name], b[name]) for name in a if "metrics" not in name)
     assert all(tensor.is_cuda for name, tensor in b.items() if name.startswith("model/"))

@@ -76,11 +76,11 @@ def run_without_waiting(values: dict[str, Any], plugins: list[str], parallel: li
     job = job_of(values | {"parallel": parallel, "mesh": mesh}, plugins)
     trainer = job.build(lambda _: None, topology_here(job))
     for step in range(2):  # lazy initialisation may wait
-        trainer.step(step, trainer.feed.next())
+        trainer.step(step, trainer.prefetcher.next())
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(2, 5):
-            result = trainer.step(step, trainer.feed.next())
+            result = trainer.step(step, trainer.prefetcher.next())
             trainer.step.statistics.compute()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -15,7 +15,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HELLO = ROOT / "examples" / "d9d-hello"
 #: What the example's job needs, and the kit that its tests use.
-OURS = ("d9d-core", "d9d-data", "d9d-moe", "d9d-nn", "d9d-optim", "d9d-qwen3", "d9d-testing")
+OURS = (
+    "d9d-core",
+    "d9d-data",
+    "d9d-engine",
+    "d9d-moe",
+    "d9d-nn",
+    "d9d-optim",
+    "d9d-qwen3",
+    "d9d-testing",
+    "d9d-weights",
+)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_a_first_loss_is_that_of_transformers_and_the_export_loads_there(publish
     registry = Registry.of(nn_plugin, qwen3_plugin, toy_plugin)
     job = Job.from_values(fields, registry=registry)
     trainer = job.build(lambda _note: None)
-    pack = trainer.feed.next()
+    pack = trainer.prefetcher.next()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(published)
     tokens = torch.cat([microbatch["tokens"] for microbatch in pack])
     targets = torch.cat([microbatch["targets"] for microbatch in pack])

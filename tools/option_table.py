@@ -3,7 +3,7 @@
     uv run python tools/option_table.py           write packages/d9d-core/README.md
     uv run python tools/option_table.py --check   exit with 1 if it is out of date
 
-The table is read from the commands themselves: their help texts are its meanings.
+The table is read from the commands of d9d-core and d9d-engine themselves: their help texts are its meanings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from d9d_core.cli.group import foundation_commands
 from d9d_core.cli.main import app
+from d9d_core.plugin import CommandSpec, PluginPolicy, discover
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "packages" / "d9d-core" / "README.md"
@@ -23,20 +25,32 @@ BEGIN, END = "<!-- options: begin, by tools/option_table.py -->", "<!-- options:
 LEFT_OUT = ("--install-completion", "--show-completion")
 
 
-def commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Name -> command, those of sub-commands as two words."""
+def commands() -> dict[str, Any]:
+    """Name -> command, of d9d-core and d9d-engine; those of sub-commands as two words."""
+    found = dict(_commands_of(typer.main.get_command(app)))
+    for entry in foundation_commands(discover(PluginPolicy(allow=frozenset()))):
+        assert isinstance(entry.spec, CommandSpec)
+        command: Any = typer.main.get_command(entry.spec.app.load())
+        if hasattr(command, "commands"):
+            found |= _commands_of(command, f"{entry.spec.name} ")
+        else:
+            found[entry.spec.name] = command
+    return found
+
+
+def _commands_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
-            yield from commands(command, f"{prefix}{name} ")
+            yield from _commands_of(command, f"{prefix}{name} ")
         else:
             yield f"{prefix}{name}", command
 
 
-def table(root: Any) -> str:
+def table() -> str:
     """One row for each option and meaning, with the commands that have it."""
-    own = dict(commands(root))
+    own = commands()
     found: dict[tuple[str, str], list[str]] = {}
-    for name, command in [("d9d", root), *own.items()]:
+    for name, command in [("d9d", typer.main.get_command(app)), *own.items()]:
         for option in command.params:
             if option.opts[0].startswith("--") and option.opts[0] not in LEFT_OUT:
                 shown = f"{option.opts[0]} {option.metavar or ''}".strip()
@@ -58,14 +72,14 @@ def written(text: str) -> str:
     """The page with the table as it must be."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table(typer.main.get_command(app))}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def main() -> None:
     """Write the table, or compare it."""
     text = PAGE.read_text("utf-8")
     if "--check" not in sys.argv[1:]:
-        PAGE.write_text(written(text), "utf-8")
+        PAGE.write_text(written(text), encoding="utf-8", newline="\n")
     elif written(text) != text:
         raise SystemExit(f"{PAGE.relative_to(ROOT)} is out of date; run: uv run python tools/option_table.py")
 

@@ -125,7 +125,7 @@ def main() -> None:
     numbers = iter(range(10_000))
 
     def ours() -> Any:
-        return trainer.step(next(numbers), trainer.feed.next()).loss
+        return trainer.step(next(numbers), trainer.prefetcher.next()).loss
 
     plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
     from d9d_core.config.resolve import select
@@ -146,7 +146,7 @@ def main() -> None:
     initialise(model, job.seed, device)
 
     def theirs() -> Any:
-        return step(trainer.feed.next())
+        return step(trainer.prefetcher.next())
 
     gc.collect()
     gc.freeze()  # as the trainer does

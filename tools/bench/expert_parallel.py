@@ -103,7 +103,7 @@ def steps(options: argparse.Namespace, directory: str, device: torch.device) -> 
 
     def step(ep: int) -> Any:
         trainer = trainers[ep]
-        return trainer.step(next(numbers[ep]), trainer.feed.next())
+        return trainer.step(next(numbers[ep]), trainer.prefetcher.next())
 
     results = {ep: [step(ep) for _ in range(4)] for ep in trainers}
     values = {ep: [(r.loss.item(), r.grad_norm.item()) for r in found] for ep, found in results.items()}

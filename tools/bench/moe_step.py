@@ -92,7 +92,7 @@ def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Ca
     )
 
     def step() -> Any:
-        (microbatch,) = trainer.feed.next()
+        (microbatch,) = trainer.prefetcher.next()
         targets = microbatch["targets"]
         loss = model(input_ids=microbatch["tokens"], labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()
@@ -178,7 +178,7 @@ def main() -> None:
     numbers = iter(range(10_000))
 
     def ours() -> Any:
-        return trainer.step(next(numbers), trainer.feed.next()).loss
+        return trainer.step(next(numbers), trainer.prefetcher.next()).loss
 
     runs: dict[str, Callable[[], Any]] = {"ours": ours}
     if not options.alone:

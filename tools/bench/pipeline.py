@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, name: str, device: torch.device, direct
         for slot in module.op_slots().values():
             if slot.op == "linear_cross_entropy":
                 slot.bind("plain", plain_head)
-    with trainer.feed as feed:
+    with trainer.prefetcher as feed:
         pack = feed.next()
         scale = trainer.step.loss_scale.begin(pack)
 

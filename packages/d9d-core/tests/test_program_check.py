@@ -66,7 +66,7 @@ def test_leaving_out_any_action_is_noticed(data: st.DataObject) -> None:
         ("B1.0 S<1.0", "S<1.0 B1.0", "S<1.0 comes before B1.0 on rank 1, which it needs; move it behind"),
         ("B0.0 R0", "R0 B0.0", "R0 comes before B0.0 on rank 0, which it needs; move it behind"),
         ("F1.0 B1.0", "F1.0+B1.0", "F1.0+B1.0 on rank 1 overlaps two computations of which one needs the other"),
-        ("B1.0", "B1.0 I1.0", "B1.0 on rank 1 is a whole backward, but I1.0 or W1.0 is there too; remove either"),
+        ("B1.0", "B1.0 I1.0", "B1.0 on rank 1 computes all gradients, but I1.0 or W1.0 is there too; remove either"),
         ("B1.0", "I1.0", "W1.0 missing on rank 1: a stage computes each microbatch once"),
         ("B1.0", "W1.0", "I1.0 missing on rank 1: a stage computes each microbatch once"),
         ("F0.0", "F0.0 F0.0", "F0.0 appears twice, on rank 0 and rank 0; remove one"),

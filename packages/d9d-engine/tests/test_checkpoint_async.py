@@ -134,13 +134,13 @@ def test_copies_lie_in_the_same_memory_each_time() -> None:
     first = stager.stage(describe(tensors), frozenset()).ready()
     second = stager.stage(describe(tensors), frozenset()).ready()
     for name, tensor in tensors.items():
-        (before,), (after,) = first[name].pieces, second[name].pieces
+        (before,), (after,) = first[name].shards, second[name].shards
         assert torch.equal(after.tensor, tensor)
         assert after.tensor.data_ptr() == before.tensor.data_ptr()
         assert not tensor.numel() or after.tensor.data_ptr() != tensor.data_ptr()
     tensors["a"] = torch.rand(7)
     third = stager.stage(describe(tensors), frozenset()).ready()
-    assert torch.equal(third["a"].pieces[0].tensor, tensors["a"])
+    assert torch.equal(third["a"].shards[0].tensor, tensors["a"])
 
 
 def test_a_save_that_is_waited_for_needs_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

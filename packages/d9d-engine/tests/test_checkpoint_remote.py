@@ -133,6 +133,6 @@ def test_an_address_that_nobody_understands_is_refused(url: str) -> None:
 
 def test_the_job_file_takes_directories_and_addresses() -> None:
     run = Path("runs/a")
-    assert Settings().place(run) == run / "checkpoints"
-    assert Settings(dir="/shared/b").place(run) == Path("/shared/b")
-    assert Settings(dir=URL).place(run) == URL
+    assert Settings().location(run) == run / "checkpoints"
+    assert Settings(dir="/shared/b").location(run) == Path("/shared/b")
+    assert Settings(dir=URL).location(run) == URL

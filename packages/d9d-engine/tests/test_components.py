@@ -138,8 +138,8 @@ def test_strategies_act_on_the_model_and_keep_its_names(job: MakeJob) -> None:
         quiet(job("run.name=a")),
         quiet(job("run.name=b", parallel=["toy_strategy"])),
     )
-    assert list(plain.keeper.tensors()) == list(changed.keeper.tensors())
-    assert plain.step(0, plain.feed.next()).loss != changed.step(0, changed.feed.next()).loss
+    assert list(plain.checkpointer.tensors()) == list(changed.checkpointer.tensors())
+    assert plain.step(0, plain.prefetcher.next()).loss != changed.step(0, changed.prefetcher.next()).loss
 
 
 def test_a_schedule_from_a_plugin_runs_the_same_step(job: MakeJob) -> None:

@@ -66,7 +66,7 @@ def test_a_step_equals_plain_pytorch(job: MakeJob) -> None:
     trainer = quiet(job("gradient_clipping.max_norm=0.5"))
     stage = trainer.stage
     plain = {name: p.detach().clone().requires_grad_() for name, p in stage.named_parameters()}
-    pack = trainer.feed.next()
+    pack = trainer.prefetcher.next()
     x, y = torch.cat([m["x"] for m in pack]), torch.cat([m["y"] for m in pack])
     hidden = x
     for index in range(2):
@@ -96,7 +96,7 @@ def test_a_pack_in_which_nothing_counts_gives_zero_and_no_nan(job: MakeJob) -> N
 def test_clipping_scales_and_null_only_measures(job: MakeJob, max_norm: float | None) -> None:
     trainer = quiet(job(gradient_clipping={"max_norm": max_norm}))
     before = [p.detach().clone() for p in trainer.stage.parameters()]
-    result = trainer.step(0, trainer.feed.next())
+    result = trainer.step(0, trainer.prefetcher.next())
     after = list(trainer.stage.parameters())
     moved = torch.stack([(a - b).norm() for a, b in zip(after, before, strict=True)]).norm() / 0.05
     expected = result.grad_norm.item() if max_norm is None else max_norm
@@ -116,11 +116,11 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(job: MakeJob) ->
     skipping = job("nonfinite=skip", data={"name": "toy_data", "nan_at": 6})
     trainer = quiet(skipping)
     for step in range(6):
-        trainer.step(step, trainer.feed.next())
-    before = {name: tensor.clone() for name, tensor in trainer.keeper.tensors().items() if "metrics" not in name}
-    result = trainer.step(6, trainer.feed.next())
+        trainer.step(step, trainer.prefetcher.next())
+    before = {name: tensor.clone() for name, tensor in trainer.checkpointer.tensors().items() if "metrics" not in name}
+    result = trainer.step(6, trainer.prefetcher.next())
     assert not result.finite
-    after = trainer.keeper.tensors()
+    after = trainer.checkpointer.tensors()
     assert_identical(before, {name: after[name] for name in before})
 
 
@@ -143,7 +143,7 @@ def test_the_gradient_norm_is_the_one_asked_for(job: MakeJob, p: float) -> None:
         return clip(loss, tokens)
 
     trainer.step.clipper.clip = spy  # type: ignore[method-assign]
-    norm = trainer.step(0, trainer.feed.next()).grad_norm
+    norm = trainer.step(0, trainer.prefetcher.next()).grad_norm
     expected = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]), p)
     torch.testing.assert_close(norm, expected)
 
@@ -179,7 +179,7 @@ def test_precision_sets_the_formats_of_parameters_and_products(
     seen: list[torch.dtype] = []
     block = next(iter(trainer.stage.blocks().values()))  # type: ignore[operator]
     block.dropout.register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
-    pack = [{n: t.to(parameters) if n != "mask" else t for n, t in mb.items()} for mb in trainer.feed.next()]
+    pack = [{n: t.to(parameters) if n != "mask" else t for n, t in mb.items()} for mb in trainer.prefetcher.next()]
     trainer.step(0, pack)
     assert {parameter.dtype for parameter in trainer.stage.parameters()} == {parameters}
     assert set(seen) == {outputs}

@@ -147,7 +147,7 @@ def test_dropout_is_drawn_anew_each_step_and_the_same_after_a_resume(
     quiet(broken).train()
     assert_identical(final_tensors(straight), final_tensors(broken))
     trainer = quiet(job("run.name=c", "model.dropout=0.5", "optimizer.lr=0.0"))
-    pack = trainer.feed.next()
+    pack = trainer.prefetcher.next()
     assert trainer.step(0, pack).loss != trainer.step(1, pack).loss
 
 
@@ -252,7 +252,7 @@ def test_after_a_damaged_checkpoint_new_ones_are_kept(job: MakeJob) -> None:
 def test_two_runs_in_one_directory_are_refused(job: MakeJob) -> None:
     first, second = quiet(job()), quiet(job())
     with (
-        first.keeper.store.opened(),
+        first.checkpointer.store.opened(),
         pytest.raises(CheckpointError, match=r"in use by another training run.*process \d+"),
     ):
         second.train()
@@ -329,20 +329,20 @@ def test_a_save_that_fails_in_the_background_ends_the_run(job: MakeJob, monkeypa
         raise OSError(28, "No space left on device")
 
     trainer = quiet(job("steps=100", "export=false"))
-    save = trainer.keeper.store.save
+    save = trainer.checkpointer.store.save
 
     def save_on_a_full_disk(step: int, *arguments: Any, **options: Any) -> None:
         if step == 8:
             monkeypatch.setattr(dcp_save, "write_tensors", full)
         save(step, *arguments, **options)
 
-    monkeypatch.setattr(trainer.keeper.store, "save", save_on_a_full_disk)
+    monkeypatch.setattr(trainer.checkpointer.store, "save", save_on_a_full_disk)
     with pytest.raises(CheckpointError, match="step-00000008 could not be written: .*No space left on device"):
         trainer.train()
-    assert trainer.keeper.store.steps() == [4]
+    assert trainer.checkpointer.store.steps() == [4]
 
 
 def test_a_failed_save_makes_all_ranks_stop_after_the_same_step(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = quiet(job("checkpoint.every=null", "export=false"))
-    monkeypatch.setattr(type(trainer.keeper.store), "failed", True)
-    assert trainer.step(0, trainer.feed.next()).stop
+    monkeypatch.setattr(type(trainer.checkpointer.store), "failed", True)
+    assert trainer.step(0, trainer.prefetcher.next()).stop

@@ -29,7 +29,7 @@ def summed() -> tuple[dict[int, dict[str, float]], dict[str, float], list[str]]:
     topology = Topology(sizes={**Topology().sizes, "pp": 2}, rank=place, world_size=2)
     stages = {index: Part(index) for index, host in enumerate(HOSTS) if host == place}
     ties = find_ties(stages, SHARED, {"edge", "inner"}, Pipeline(hosts=HOSTS, ranks=2), topology)
-    ties.spread()
+    ties.copy_values()
     values = {
         index: {name: parameter[0].item() for name, parameter in stage.named_parameters()}
         for index, stage in stages.items()

@@ -130,7 +130,7 @@ def test_ranks_without_a_copy_make_a_group_too_even_if_they_know_one_of_the_same
 def groups_of_places() -> float:
     here = Topology(sizes=Mesh(pp=3).sizes(), rank=dist.get_rank(), world_size=3)
     here.axes_group("dp_shard")  # each rank alone, as the middle one is below
-    here.places_group("pp", [0, 2])
+    here.positions_group("pp", [0, 2])
     total = torch.ones(1)
     dist.all_reduce(total, group=here.axes_group("pp", purpose="up"))
     return total.item()

@@ -294,7 +294,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Rename("a", "x") >> Rename("c", "x"), specs(a=(1,), c=(1,)), ["'x' is made twice"]),
         (Connect(Rename("a", "b"), Rename("b", "a")), specs(c=(1,)), ["in a cycle", "needs 'a'", "needs 'b'"]),
         (Stack(["a", "b"], "s"), specs(a=(1,), b=(2,)), ["'b' is torch.float32 [2], 'a' is torch.float32 [1]"]),
-        (Stack(["a"], "s", dim=2), specs(a=(1,)), ["no place 2"]),
+        (Stack(["a"], "s", dim=2), specs(a=(1,)), ["no position 2"]),
         (Concatenate(["a", "b"], "c", 1), specs(a=(2, 3), b=(4, 3)), ["'b' is torch.float32 [4, 3]"]),
         (Concatenate(["a", "b"], "c", 0, [1, 2]), specs(a=(2,), b=(1,)), ["sizes [1, 2], not [2, 1]"]),
         (Concatenate(["a", "b"], "c", 3), specs(a=(2,), b=(1,)), ["has no dimension 3"]),
@@ -303,7 +303,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Unstack("c", ["a", "b"]), specs(c=(3,)), ["makes 2 tensors over dimension 0 of [3]"]),
         (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "cannot be ordered"]),
         (Squeeze("a", 0), specs(a=(3,)), ["not of size 1"]),
-        (Unsqueeze("a", 5), specs(a=(3,)), ["no place 5"]),
+        (Unsqueeze("a", 5), specs(a=(3,)), ["no position 5"]),
         (Select("model"), specs(a=(3,)), ["nothing below 'model.'"]),
         (Drop("x.{n}"), specs(a=(3,)), ["fits no name"]),
         (Parallel(Identity(), Identity()), specs(a=(3,)), ["one must do"]),
@@ -316,8 +316,8 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Stack([], "a"), {}, ["Stack('a') needs at least one tensor"]),
         (Concatenate([], "a"), {}, ["Concatenate('a') needs at least one tensor"]),
         (Share("a", ()), specs(a=(2,)), ["Share('a') makes nothing"]),
-        (Transpose("l.{n}.w", to="w"), specs(**{"l.0.w": (1, 1)}), ["'w' has other places in braces"]),
-        (Transpose("l.{n}.w", to="{m}.w"), specs(**{"l.0.w": (1, 1)}), ["'{m}.w' has other places in braces"]),
+        (Transpose("l.{n}.w", to="w"), specs(**{"l.0.w": (1, 1)}), ["'w' has other placeholders in braces"]),
+        (Transpose("l.{n}.w", to="{m}.w"), specs(**{"l.0.w": (1, 1)}), ["'{m}.w' has other placeholders in braces"]),
         (Rename("x.{a}.{b}", "y.{a}{b}"), specs(**{"x.1.23": (1,), "x.12.3": (1,)}), ["makes 'y.123' twice", "x.12.3"]),
     ],
 )  # fmt: skip
@@ -338,7 +338,7 @@ def test_mappers_without_an_inverse_say_so() -> None:
     ):
         with pytest.raises(CheckpointError, match=text):
             mapper.inverse()
-    with pytest.raises(CheckpointError, match="different places"):
+    with pytest.raises(CheckpointError, match="different placeholders"):
         Rename("a.{n}", "b.{m}")
 
 

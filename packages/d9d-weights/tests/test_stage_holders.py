@@ -50,17 +50,17 @@ def held(mesh: DeviceMesh) -> dict[str, Tensor]:
     }
 
 
-def spread_of(mesh: DeviceMesh) -> StageHolders:
+def holders_of(mesh: DeviceMesh) -> StageHolders:
     holders = {name: ranks[0] for name, ranks in STAGES.items()}
     return StageHolders(specs_of(model()), holders, mesh["pp"].get_group(), CPU)
 
 
 def every_rank_gets_every_tensor() -> None:
     mesh = mesh_of(2)
-    spread, mine = spread_of(mesh), held(mesh)
-    spread.check(mine)
+    holders, mine = holders_of(mesh), held(mesh)
+    holders.check(mine)
     for name, expected in model().items():
-        found = spread.full(name, mine)
+        found = holders.full(name, mine)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected), name
 
@@ -78,9 +78,9 @@ def send_odd_tensors() -> None:
         "transposed": torch.arange(6.0).view(2, 3).T,
     }
     assert dist.group.WORLD is not None
-    spread = StageHolders(specs_of(odd), dict.fromkeys(odd, 1), dist.group.WORLD, CPU)
+    holders = StageHolders(specs_of(odd), dict.fromkeys(odd, 1), dist.group.WORLD, CPU)
     for name, tensor in odd.items():
-        found = spread.full(name, odd if dist.get_rank() == 1 else {})
+        found = holders.full(name, odd if dist.get_rank() == 1 else {})
         assert found.shape == tensor.shape
         assert found.float().equal(tensor.float()), name
 
@@ -91,13 +91,13 @@ def test_tensors_of_any_kind_travel(world: type[World]) -> None:
 
 def gather_all_and_some() -> list[Any]:
     mesh = mesh_of(2)
-    spread, mine, main = spread_of(mesh), held(mesh), dist.get_rank() == 0
-    everything = gathered(mine, main, spread)
+    holders, mine, main = holders_of(mesh), held(mesh), dist.get_rank() == 0
+    everything = gathered(mine, main, holders)
     if main:
         assert all(torch.equal(everything[name], tensor) for name, tensor in model().items())
     # As gradients are: some are missing, and formats may be others.
     some = {name: tensor.double() for name, tensor in mine.items() if name not in ("layer.1", "norm")}
-    gradients = gathered(some, main, spread)
+    gradients = gathered(some, main, holders)
     return [list(everything), {name: str(tensor.dtype) for name, tensor in gradients.items()}]
 
 
@@ -111,11 +111,11 @@ def test_what_ranks_have_is_gathered_in_the_models_order_on_those_that_keep_it(w
 
 def contradict() -> list[str]:
     mesh = mesh_of(2)
-    spread, rank = spread_of(mesh), dist.get_rank()
+    holders, rank = holders_of(mesh), dist.get_rank()
     texts = []
     for mine in ({"layer.9": torch.ones(1)} if rank else {}, {"embedding": torch.ones(6 + rank)}):
         with pytest.raises(CheckpointError) as caught:
-            gathered(mine, True, spread)
+            gathered(mine, True, holders)
         texts.append(str(caught.value))
     return texts
 
@@ -135,20 +135,20 @@ def mapper() -> Mapper:
     return Parallel(Concatenate(["layer.0", "layer.2"], "merged"), Identity())
 
 
-def write(directory: str, tensors: Mapping[str, Tensor], spread: StageHolders | None) -> None:
+def write(directory: str, tensors: Mapping[str, Tensor], holders: StageHolders | None) -> None:
     graph = StateGraph(mapper(), specs_of(model()))
     writer = ModelWriter(directory, graph.specs, shard_bytes=100)
     assert len(writer.files) > 2
-    export_model(writer, graph, tensors, ModelFiles({"model_type": "x"}), dist.group.WORLD, spread)
+    export_model(writer, graph, tensors, ModelFiles({"model_type": "x"}), dist.group.WORLD, holders)
 
 
 def export_whole(directory: str) -> None:
     write(directory, model(), None)
 
 
-def export_spread(directory: str) -> None:
+def export_from_stages(directory: str) -> None:
     mesh = mesh_of(2)
-    write(directory, held(mesh), spread_of(mesh))
+    write(directory, held(mesh), holders_of(mesh))
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -158,7 +158,7 @@ def digests(directory: Path) -> dict[str, str]:
 def test_stages_export_the_bytes_of_the_whole_model(world: type[World], tmp_path: Path) -> None:
     world(1).run(export_whole, str(tmp_path / "1"))
     for ranks in (2, 4):
-        world(ranks).run(export_spread, str(tmp_path / f"{ranks}"))
+        world(ranks).run(export_from_stages, str(tmp_path / f"{ranks}"))
     assert digests(tmp_path / "1") == digests(tmp_path / "2") == digests(tmp_path / "4")
 
 
@@ -177,7 +177,7 @@ def export_badly(directory: str, bad: int) -> list[str]:
     changed = held(mesh) | ({"layer.2": torch.ones(4, 5)} if here else {})
     for tensors in (held(mesh), lacking, changed):
         with pytest.raises(CheckpointError) as caught:
-            export_model(writer, graph, tensors, ModelFiles({}), dist.group.WORLD, spread_of(mesh))
+            export_model(writer, graph, tensors, ModelFiles({}), dist.group.WORLD, holders_of(mesh))
         texts.append(str(caught.value))
     return texts
 
@@ -199,7 +199,7 @@ def test_a_tensor_that_nobody_holds_is_found_before_anyone_waits_for_it(world: t
 
 def leave_one_out() -> None:
     mesh = mesh_of(2)
-    spread = spread_of(mesh)
-    holders = {name: holder for name, holder in spread.holders.items() if name != "norm"}
+    complete = holders_of(mesh)
+    holders = {name: holder for name, holder in complete.holders.items() if name != "norm"}
     with pytest.raises(CheckpointError, match="nobody holds 'norm'"):
-        StageHolders(spread.specs, holders, spread.group, CPU).check(held(mesh))
+        StageHolders(complete.specs, holders, complete.group, CPU).check(held(mesh))

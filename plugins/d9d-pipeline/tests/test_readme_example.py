@@ -48,7 +48,7 @@ def losses(jobs: list[dict[str, Any]], plugins: list[str]) -> list[list[float]]:
     for values in jobs:
         trained = job_of(values, plugins)
         trainer = trained.build(lambda _note: None, topology_here(trained))
-        found.append([trainer.step(step, trainer.feed.next()).loss.item() for step in range(2)])
+        found.append([trainer.step(step, trainer.prefetcher.next()).loss.item() for step in range(2)])
     return found
 
 

@@ -100,7 +100,7 @@ ON_TOPIC = {"name": "classification", "head": "topic"}
 def test_a_classifier_learns(model: dict[str, Any], task: Any, tmp_path: Path) -> None:
     given = job(tmp_path, model=model, task=task)
     trainer = given.build(lambda _text: None)
-    with trainer.feed as feed:
+    with trainer.prefetcher as feed:
         losses = [trainer.step(step, feed.next()).loss.item() for step in range(given.steps)]
     assert losses[0] == pytest.approx(1.1, abs=0.4)
     assert sum(losses[-5:]) / 5 < losses[0] / 2
@@ -111,7 +111,7 @@ def test_one_model_trains_either_head(tmp_path: Path) -> None:
     for task in (ON_TOPIC, {"name": "causal_lm", "head": "words"}):
         trainer = job(tmp_path, model={"heads": BOTH}, task=task).build(lambda _text: None)
         before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
-        with trainer.feed as feed:
+        with trainer.prefetcher as feed:
             trainer.step(0, feed.next())
         moved = {name for name, p in trainer.stage.named_parameters() if not torch.equal(p, before[name])}
         first[task["name"]] = {name for name in moved if name.startswith("heads.")}

@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later than those of inputs.
+"""Deferral of weight gradients: they are computed later than the gradients of inputs.
 
 A pipeline can send a gradient on as soon as that of a stage's inputs is known, and fill waiting times with those of its
 weights (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2). An op takes part by handing the gradient of its
@@ -21,7 +21,7 @@ _TOGETHER = 32 * 2**20
 
 
 class DeferredWeights:
-    """What one backward left to do: run it once, at any later time.
+    """Weight gradients that one backward deferred: computed once, at any later time.
 
     Inputs of the ops and gradients of their outputs stay alive until then, and nothing else does.
     """
@@ -33,15 +33,15 @@ class DeferredWeights:
         return len(self._items)
 
     def add(self, weight: GradientEdge, compute: Callable[[], Tensor]) -> None:
-        """Leave one gradient; see :meth:`Deferral.add`."""
+        """Defer one weight gradient; see :meth:`Deferral.add`."""
         self._items.append((weight, compute))
 
     def run(self) -> None:
-        """Compute what was left, in the order of the backward, and add it to the parameters' gradients.
+        """Compute the deferred gradients, in the order of the backward, and add them to the parameters' gradients.
 
         Autograd takes it from the op's weight to the parameters, so casts, concatenations and hooks on the way count. A
-        parameter with several contributions gets them as one, as in a whole backward. Memory is freed weight by weight,
-        small ones together.
+        parameter with several contributions gets them as one, as in an unsplit backward. Memory is freed weight by
+        weight, small ones together.
         """
         groups = _by_parameter(self._items)
         self._items = []
@@ -50,7 +50,7 @@ class DeferredWeights:
 
 
 class Deferral:
-    """Where the ops of one pipeline stage bring gradients of weights.
+    """Collector of the weight gradients that the ops of one pipeline stage defer.
 
     Modules get it with the trait :class:`d9d_core.traits.DefersWeights` and hand it to their ops.
 
@@ -68,7 +68,7 @@ class Deferral:
         self._ignoring = False
 
     def add(self, weight: GradientEdge, compute: Callable[[], Tensor]) -> None:
-        """Bring a gradient. Called by ops in their backward, in whichever thread autograd runs it.
+        """Defer a weight gradient. Called by ops in their backward, in whichever thread autograd runs it.
 
         It is computed now, and added to the parameters' gradients by a backward of its own, unless backwards are being
         collected.
@@ -87,7 +87,7 @@ class Deferral:
 
     @contextmanager
     def collect(self) -> Iterator[DeferredWeights]:
-        """Backwards inside leave their gradients of weights in the result."""
+        """Collect the weight gradients of the backwards inside the block in the result."""
         self._left = left = DeferredWeights()
         try:
             yield left
@@ -96,7 +96,7 @@ class Deferral:
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
-        """Backwards inside leave out gradients of weights: they repeat what another one has left already."""
+        """Leave out the weight gradients of backwards inside the block: another one has deferred them already."""
         self._ignoring = True
         try:
             yield
@@ -127,7 +127,7 @@ def _run(groups: list[list[_Item]]) -> None:
 
 
 def _by_parameter(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Items that reach a common parameter are in one group."""
+    """Groups of items; those that reach a common parameter are in one."""
     groups: dict[int, list[_Item]] = {}
     group_of: dict[Node, int] = {}
     for index, item in enumerate(items):

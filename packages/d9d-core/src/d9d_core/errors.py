@@ -1,4 +1,4 @@
-"""Every error that d9d raises on purpose.
+"""Errors that d9d raises on purpose.
 
     D9dError                      the base; the command line prints it without a traceback and exits with 2
     ├── JobError                  the job file: unreadable, malformed, wrong values, impossible combinations
@@ -36,7 +36,7 @@ class DataError(D9dError):
 
 
 class BuildError(D9dError):
-    """The parts named in the job cannot be put together."""
+    """The components named in the job cannot be put together."""
 
 
 class CheckpointError(D9dError):

@@ -1,4 +1,4 @@
-"""What a subscriber can observe: a catalogue of frozen events, delivered in the order in which they happen.
+"""Events of the training loop for subscribers: frozen, delivered in the order in which they happen.
 
     JobConfigured       the job is validated; nothing is built
     DataReady           the data stream is open
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A save that came to its end.
+    """Report of a finished save.
 
     Attributes:
         step: optimizer steps done when it was taken.
@@ -59,10 +59,10 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step leaves behind, as device tensors, equal on all ranks: nothing here waits for the GPU.
+    """Result of a step as device tensors, equal on all ranks: nothing here waits for the GPU.
 
     Attributes:
-        loss: float32 0-d, the weighted loss over the whole batch.
+        loss: float32 0-d, the weighted loss over the full batch.
         terms: the unscaled mean of each loss term, by name.
         grad_norm: float32 0-d, before clipping.
         finite: bool 0-d; where false, the step changed nothing.
@@ -97,7 +97,7 @@ class ModelReady:
     """The model is built and initialised.
 
     Attributes:
-        stage: this rank's part of it: all of it, or its pipeline stages as one module.
+        stage: what this rank has of it: the full model, or its pipeline stages as one module.
         stage_holders: which pipeline rank holds which tensor, as :class:`d9d_weights.StageHolders`; ``None`` if each
             holds all.
     """
@@ -115,7 +115,7 @@ class OptimizerReady:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStarts:
-    """``step`` steps are done already."""
+    """Training starts or continues; ``step`` steps are done already."""
 
     step: int
     total_steps: int
@@ -145,7 +145,7 @@ class ForwardBackwardEnds:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepStarts:
-    """Gradients are final."""
+    """Gradients are final and clipped; the optimizer steps next."""
 
     step: int
 
@@ -175,14 +175,14 @@ class ValuesLogged:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationStarts:
-    """After ``step`` steps."""
+    """An evaluation starts after ``step`` steps."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationEnds:
-    """With the measured values."""
+    """An evaluation ended, with the measured values."""
 
     step: int
     values: Mapping[str, float]
@@ -190,7 +190,7 @@ class EvaluationEnds:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointStarts:
-    """After ``step`` steps."""
+    """A save starts after ``step`` steps."""
 
     step: int
 
@@ -215,7 +215,7 @@ class TrainingFinished:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStopped:
-    """Interrupted after ``step`` steps; the state is saved."""
+    """The run was interrupted after ``step`` steps; the state is saved."""
 
     step: int
 

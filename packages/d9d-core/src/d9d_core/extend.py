@@ -1,4 +1,4 @@
-"""The one import of plugin authors: contracts of every extension point, and the helpers that go with them.
+"""Names for plugin authors: contracts of every extension point, and the helpers that go with them.
 
 Declarations (records, ``Ref``, ``hookimpl``) stand in :mod:`d9d_core.plugin`, which imports neither torch nor pydantic.
 Everything a component itself needs is here; importing this module imports no torch.

@@ -1,4 +1,4 @@
-"""The arithmetic of the process grid: coordinates, views and groups of ranks. Imports no torch.
+"""Arithmetic of the process grid: coordinates, views and groups of ranks. Imports no torch.
 
 Ranks are numbered row by row over the base axes, outermost first. A view cuts the same numbers into other dimensions,
 so a group of ranks along any dimension of any view follows from sizes alone: 4,096 ranks are planned on a laptop.
@@ -19,7 +19,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Named dimensions whose product is the number of ranks.
+    """Grid of ranks: named dimensions whose product is the number of ranks.
 
     Attributes:
         sizes: dimension -> size, outermost first.
@@ -29,7 +29,7 @@ class Grid:
 
     @classmethod
     def of_view(cls, view: ViewSpec, axes: Mapping[str, int]) -> Grid:
-        """The grid of a view over a mesh with these axis sizes.
+        """Grid of a view over a mesh with these axis sizes.
 
         Raises:
             JobError: a dimension does not divide, or the view does not cover all ranks exactly once.
@@ -41,8 +41,10 @@ class Grid:
             for axis in dim.over:
                 covered = min(size, rest[axis])
                 if size % covered or rest[axis] % covered:
-                    whole = " x ".join(f"{inner}={axes[inner]}" for inner in dim.axes)
-                    text = f"mesh: view '{view.name}' cannot lay {axis}={axes[axis]} over {whole}; change one of them"
+                    inner_axes = " x ".join(f"{inner}={axes[inner]}" for inner in dim.axes)
+                    text = (
+                        f"mesh: view '{view.name}' cannot lay {axis}={axes[axis]} over {inner_axes}; change one of them"
+                    )
                     raise JobError(text)
                 size, rest[axis] = size // covered, rest[axis] // covered
             sizes[dim.name] = size
@@ -58,26 +60,26 @@ class Grid:
         return math.prod(self.sizes.values())
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Dimension -> place of a rank along it."""
+        """Coordinate of a rank: dimension -> position along it."""
         found = {}
         for name, size in reversed(list(self.sizes.items())):
             rank, found[name] = divmod(rank, size)
         return {name: found[name] for name in self.sizes}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The inverse of :meth:`coordinate`."""
+        """Rank at a coordinate: the inverse of :meth:`coordinate`."""
         rank = 0
         for name, size in self.sizes.items():
             rank = rank * size + coordinate[name]
         return rank
 
     def group(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``dims`` only, itself included, ascending."""
+        """Group of the ranks that differ from ``rank`` along ``dims`` only, itself included, ascending."""
         chosen, own = set(dims), self.coordinate(rank)
         ranks = [0]
         for name, size in self.sizes.items():
-            places = range(size) if name in chosen else (own[name],)
-            ranks = [base * size + place for base in ranks for place in places]
+            positions = range(size) if name in chosen else (own[name],)
+            ranks = [base * size + position for base in ranks for position in positions]
         return tuple(ranks)
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ class JobFile(JobConfig):
         return resolve(self, self.registry, world_size, circumstances or Circumstances(self.mesh.sizes()))
 
     def check(self, world_size: int | None = None) -> Resolution:
-        """Everything that can be refused without tensors: names, values, capabilities, views, the schedule's programs.
+        """Check all that needs no tensors: names, values, capabilities, views, the schedule's programs.
 
         Args:
             world_size: number of processes; by default, what the mesh needs.

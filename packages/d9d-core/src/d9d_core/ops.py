@@ -1,4 +1,4 @@
-"""Slots for ops: where a model leaves the choice of a kernel open.
+"""Op slots: calls of a model whose kernel is chosen later.
 
 A module holds an :class:`OpSlot` per op it calls. The slot starts with the op's readable reference; the kernel
 selector of the engine may bind another backend, once, while the job is built. The bound function is a constant for
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class OpSignature:
-    """What is known about a call before it happens.
+    """Signature of an op's call: what is known before it happens.
 
     Attributes:
         op: name of the op, for example ``attention``.
@@ -31,7 +31,7 @@ class OpSignature:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A backend's answer to a signature. Of those that accept, the highest priority above 0 wins.
+    """Answer of a backend to a signature. Of those that accept, the highest priority above 0 wins.
 
     The reference has priority 0. A backend that answers 0 or less is taken by name only: when ``kernels`` of the job
     asks for it.
@@ -43,7 +43,7 @@ class Decision:
 
 
 class OpSlot:
-    """One op of one module.
+    """Slot of one op in one module, bound to a backend.
 
     Args:
         op: name of the op.

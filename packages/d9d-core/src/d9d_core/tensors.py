@@ -1,4 +1,4 @@
-"""The part of a tensor that this rank holds."""
+"""Local shards and full tensors of DTensors, and the dtype of wide sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The rank's own shard of a DTensor, sharing its memory; any other tensor itself."""
+    """Local shard of a DTensor on this rank, sharing its memory; any other tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not torch.is_grad_enabled():  # the way of each step; entering no_grad costs more than all the rest
@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole tensor on every rank. Collective over the ranks of a DTensor's mesh."""
+    """Full tensor on every rank. Collective over the ranks of a DTensor's mesh."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), _several_gathers_are_meant():
@@ -42,5 +42,5 @@ def _several_gathers_are_meant() -> Iterator[None]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The format for sums over very many values: float64, where the device has it."""
+    """Dtype of sums over very many values: float64, where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64

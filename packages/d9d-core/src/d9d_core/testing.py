@@ -1,4 +1,4 @@
-"""What conformance suites need of core besides :mod:`d9d_core.extend`: reading job files, and the tables of names."""
+"""Names for conformance suites besides :mod:`d9d_core.extend`: reading of job files, and the tables of names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model tells the framework about itself, by implementing small protocols next to its forward.
+"""Traits: small protocols by which a model's modules describe themselves to strategies and to the loop.
 
 A strategy walks the modules of a stage and asks for the trait it needs. ``ModelSpec.provides`` states the same as
 tokens (``model:blocks``), so that a missing trait is an error before anything is built; the model conformance suite
@@ -24,7 +24,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class TensorStyle(StrEnum):
-    """How a child module may be split over the ranks of ``tp``."""
+    """Style in which a child module may be split over the ranks of ``tp``."""
 
     COLUMN = "column"  # weight [out, in] split over out; output features are split
     ROW = "row"  # weight [out, in] split over in; input features are split, output is a partial sum
@@ -34,7 +34,7 @@ class TensorStyle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A term that a module adds to the loss of a step: ``coefficient * (its sum over the batch) / (global weight)``.
+    """Loss term that a module adds to a step: ``coefficient * (its sum over the batch) / (global weight)``.
 
     Attributes:
         coefficient: factor of the term in the total.
@@ -59,7 +59,7 @@ class HasBlocks(Protocol):
     """``model:blocks``: the module is mostly a chain of alike blocks."""
 
     def blocks(self) -> Mapping[str, nn.Module]:
-        """The blocks in order of execution, keyed by their name relative to this module."""
+        """Blocks in order of execution, keyed by their name relative to this module."""
         ...
 
 
@@ -68,7 +68,7 @@ class TensorParallelizable(Protocol):
     """``model:tensor_parallel``: the module says how its children may be split over ``tp``."""
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Child name relative to this module -> style."""
+        """Styles of the children, keyed by their name relative to this module."""
         ...
 
 
@@ -77,7 +77,7 @@ class ContextParallelizable(Protocol):
     """``model:context_parallel``: the module knows where tokens of one sequence look at each other."""
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
-        """The modules that compute attention from queries, keys and values, keyed by relative name."""
+        """Attention cores, which get queries, keys and values, keyed by relative name."""
         ...
 
 
@@ -92,7 +92,7 @@ class HasExperts(Protocol):
     dispatcher: Dispatcher
 
     def expert_banks(self) -> Mapping[str, nn.Module]:
-        """Modules, keyed by relative name, of whose parameters dimension 0 is the expert."""
+        """Expert banks, keyed by relative name: modules of whose parameters dimension 0 is the expert."""
         ...
 
 
@@ -121,7 +121,7 @@ class Routing(Protocol):
 
 
 class Dispatched(NamedTuple):
-    """Tokens that have arrived at the experts of this rank: R rows of H features.
+    """Tokens dispatched to the experts of this rank: R rows of H features.
 
     Attributes:
         tokens: [R, H], sorted by expert.
@@ -145,7 +145,7 @@ class Transfer(Protocol[T_co]):
 
 
 class Dispatcher(Protocol):
-    """Dispatch of tokens to their experts, and combine of the experts' outputs. Gradients travel the same way.
+    """Dispatch of tokens to their experts, and combine of the experts' outputs. Gradients take the same way back.
 
     A dispatcher that reaches other ranks has their process group as attribute ``group``: so a schedule that overlaps a
     forward with a backward knows that there is communication to hide.
@@ -174,15 +174,15 @@ class AddsLosses(Protocol):
     """
 
     def loss_terms(self) -> Mapping[str, LossTerm]:
-        """The terms. Modules may share one: their sums add up, and they must agree about it."""
+        """Loss terms of the module. Modules may share one: their sums add up, and they must agree about it."""
         ...
 
     def loss_factors(self) -> Mapping[str, Tensor]:
-        """Term -> the buffer, float32 0-d, that holds ``coefficient / (global weight)``; filled before each step."""
+        """Factor buffers by term: float32 0-d, ``coefficient / (global weight)``; filled before each step."""
         ...
 
     def loss_sums(self) -> Mapping[str, Tensor]:
-        """Term -> the buffer, float32 0-d, that each forward overwrites with its sum over the microbatch."""
+        """Sum buffers by term: float32 0-d, which each forward overwrites with its sum over the microbatch."""
         ...
 
 
@@ -191,7 +191,7 @@ class HasTallies(Protocol):
     """``model:tallies``: the module counts what happens in its forward."""
 
     def tallies(self) -> Mapping[str, Tensor]:
-        """Name -> the buffer that each forward overwrites with sums over the microbatch.
+        """Tally buffers by name, which each forward overwrites with sums over the microbatch.
 
         Overwrites: what a forward leaves is taken before the next one, so a recomputation counts nothing twice.
         """
@@ -203,11 +203,11 @@ class Adapts(HasTallies, Protocol):
     """``model:adapts``: the module changes buffers of its own once per optimizer step, in the same way on all ranks."""
 
     def adapts_to(self) -> Collection[str]:
-        """The tallies that :meth:`adapt` needs, which are summed over ranks for it. None: the module stays as it is."""
+        """Names of the tallies that :meth:`adapt` needs, summed over ranks. None: the module stays as it is."""
         ...
 
     def adapt(self, tallies: Mapping[str, Tensor], finite: Tensor) -> None:
-        """Update from the tallies of a step, without waiting for the device.
+        """Update the buffers from the tallies of a step, without waiting for the device.
 
         Args:
             tallies: those of :meth:`adapts_to`, summed over all microbatches and all ranks that see other samples, or
@@ -222,7 +222,7 @@ class LayoutDependent(Protocol):
     """``model:layout_dependent``: the module may compute what depends on how a batch is cut; ``d9d verify`` says so."""
 
     def layout_dependence(self) -> Sequence[str]:
-        """What differs between layouts, one phrase each; empty as it is configured if nothing does."""
+        """Differences between layouts, one phrase each; empty if, as configured, there are none."""
         ...
 
 
@@ -231,7 +231,7 @@ class PipelineStage(Protocol):
     """``model:pipeline``: the module can be built as one of several stages."""
 
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        """What this stage hands to the next one, from the shapes of a microbatch alone."""
+        """Specifications of the tensors that this stage hands to the next one, from the microbatch's shapes."""
         ...
 
 
@@ -240,7 +240,7 @@ class Divisible(Protocol):
     """``model:divisible``: the module has sizes that the ranks of a mesh axis must share evenly."""
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
-        """Mesh axis -> what there is -> how many of it."""
+        """Sizes to divide: mesh axis -> name of the size -> size."""
         ...
 
 
@@ -249,16 +249,16 @@ class HasOps(Protocol):
     """``model:ops``: the module calls ops whose backend may be chosen."""
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """The slots of this module (not its children's), keyed by attribute name."""
+        """Op slots of this module (not its children's), keyed by attribute name."""
         ...
 
 
 @runtime_checkable
 class DefersWeights(Protocol):
-    """``model:split_backward``: the module can leave gradients of its weights for later than those of its inputs."""
+    """``model:split_backward``: the module can defer its weight gradients to a time after those of its inputs."""
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
-        """From now on, hand the deferral to the ops; ``None``: compute everything in the backward again.
+        """Hand the deferral to the ops from now on; ``None``: compute everything in the backward again.
 
         Returns:
             Names of the module's own parameters whose gradients are left to it. Those of the others come at once.
@@ -285,5 +285,5 @@ TRAITS: Mapping[str, type] = {
 
 
 def modules_with(stage: nn.Module, trait: type) -> dict[str, Any]:
-    """The modules of ``stage`` that implement ``trait``, by qualified name, in registration order."""
+    """Modules of ``stage`` that implement ``trait``, by qualified name, in registration order."""
     return {name: module for name, module in stage.named_modules() if isinstance(module, trait)}

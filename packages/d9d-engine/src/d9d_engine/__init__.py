@@ -1,1 +1,1 @@
-"""The training loop of d9d: build, step, run, checkpoints, process groups, supervision, launch, verify."""
+"""Training loop of d9d: build, step, run, checkpoints, process groups, supervision, launch, verify."""

@@ -1,4 +1,4 @@
-"""The public names for those who train; plugin authors find theirs in :mod:`d9d_core.extend`.
+"""Names for those who train; plugin authors find theirs in :mod:`d9d_core.extend`.
 
     from d9d_engine.api import Job
 
@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from d9d_weights import ModelDirectory, StateGraph, export_model, load_tensors
 
     from d9d_engine.build.plan import MemoryEstimate, Plan
+    from d9d_engine.checkpoint.store import CheckpointStore
     from d9d_engine.distributed.mesh import Topology
     from d9d_engine.run.trainer import Outcome, Trainer
     from d9d_engine.verify.compare import Verdict
@@ -79,6 +80,7 @@ if TYPE_CHECKING:
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
+    "CheckpointStore": "d9d_engine.checkpoint.store",
     "MemoryEstimate": "d9d_engine.build.plan",
     "Plan": "d9d_engine.build.plan",
     "Topology": "d9d_engine.distributed.mesh",
@@ -102,6 +104,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaved",
     "CheckpointStarts",
+    "CheckpointStore",
     "ConsoleConfig",
     "D9dError",
     "DataError",

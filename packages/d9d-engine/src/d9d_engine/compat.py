@@ -1,4 +1,4 @@
-"""Where torch 2.11 and later releases differ. Nothing else asks for a version."""
+"""Compatibility with torch 2.11 and later releases. Nothing else asks for a version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def prepare_fsdp_gradients(root: nn.Module) -> None:
-    """Have every FSDP2 unit under ``root`` count a missing gradient as zeros, and add up in ``Tensor.grad_dtype``.
+    """Make every FSDP2 unit under ``root`` count a missing gradient as zeros, and accumulate in ``Tensor.grad_dtype``.
 
     FSDP2 reduces the gradients that exist on a rank. If a parameter has one on some ranks only, ranks would reduce
     buffers of different sizes: wrong sums or a hang.
@@ -25,7 +25,7 @@ def prepare_fsdp_gradients(root: nn.Module) -> None:
 
 
 def keep_fsdp_gradients(root: FSDPModule) -> None:
-    """Add up, in FSDP2's format for that, gradients that came outside of its backward, in every unit under ``root``.
+    """Accumulate gradients that came outside of FSDP2's backward in its format for that, in every unit under ``root``.
 
     To be called when some came, before others come.
     """
@@ -39,7 +39,7 @@ def keep_fsdp_gradients(root: FSDPModule) -> None:
 
 
 def reduce_fsdp_gradients(root: FSDPModule) -> None:
-    """Have FSDP2 reduce what has added up in all units under ``root``, and wait for it, as after a last backward.
+    """Reduce-scatter what FSDP2 has accumulated in all units under ``root``, and wait, as after a last backward.
 
     There is no public way: FSDP2 reduces at the end of a backward only, or from torch 2.14 on by `finalize_backward`,
     which must be decided on before any backward of the step. Collective over the ranks of all units.
@@ -54,7 +54,7 @@ def reduce_fsdp_gradients(root: FSDPModule) -> None:
 
 
 def _fsdp_groups(root: FSDPModule) -> list[Any]:
-    """What holds the parameters of each unit under ``root``; a unit without parameters of its own has none."""
+    """Parameter groups of the FSDP2 units under ``root``; a unit without parameters of its own has none."""
     assert isinstance(root, nn.Module)
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
     groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Jobs: what the command line does, in Python.
+"""Jobs from Python: load, plan, build, train.
 
 from d9d_engine.api import Job
 
@@ -36,7 +36,7 @@ def print_note(text: str) -> None:
 
 
 def _silent(_text: str) -> None:
-    """All ranks do the same work; one of them says so."""
+    """Drop a note: all ranks do the same work, and one of them says so."""
 
 
 class Job(JobFile):
@@ -46,11 +46,11 @@ class Job(JobFile):
     """
 
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = [ConsoleConfig(), JsonlConfig()]
-    """Where logged values go."""
+    """Destinations of logged values."""
 
     @classmethod
     def of(cls, file: JobFile) -> Job:
-        """The job of a job file that core has read, with the engine's defaults."""
+        """Make the job of a job file that core has read, with the engine's defaults."""
         given = {name: getattr(file, name) for name in file.model_fields_set}
         return cls(**given).use(file.registry)
 
@@ -103,7 +103,7 @@ class Job(JobFile):
 
     @contextmanager
     def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:
-        """Be one of the job's processes inside the block. Collective over all ranks.
+        """Join the job's processes inside the block. Collective over all ranks.
 
         Args:
             env: which process this is; by default, what the environment says.

@@ -15,7 +15,7 @@ TORCH = frozenset({"import:torch"})
 
 @hookimpl
 def d9d_trackers() -> Iterator[TrackerSpec]:
-    """Console and jsonl."""
+    """Trackers ``console`` and ``jsonl``."""
     yield TrackerSpec(
         name="console",
         summary="One line of text per logged step.",
@@ -32,7 +32,7 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
 
 @hookimpl
 def d9d_views() -> Iterator[ViewSpec]:
-    """The views that strategies share."""
+    """Views of the mesh that strategies share."""
     pipeline, replicate, tensor = (ViewDim(axis, (axis,)) for axis in ("pp", "dp_replicate", "tp"))
     yield ViewSpec(
         name="dense",
@@ -63,7 +63,7 @@ def d9d_views() -> Iterator[ViewSpec]:
 
 @hookimpl
 def d9d_health_checks() -> Iterator[HealthCheckSpec]:
-    """Readiness of this machine."""
+    """Health checks of torch and of the device."""
     yield HealthCheckSpec(
         name="torch",
         summary="torch imports",

@@ -1,4 +1,4 @@
-"""Which process of which job this one is, from what its launcher put into the environment. Imports no torch."""
+"""Environment variables of launchers: which process of a job this one is. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnv:
-    """One process among all processes of a job; by default the only one.
+    """Process among all processes of a job; by default the only one.
 
     Attributes:
         rank: number of this process.
@@ -78,7 +78,7 @@ class ProcessEnv:
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The hosts of a Slurm node list: ``node[01-03,7],gpu2`` is node01, node02, node03, node7, gpu2.
+    """Expand the hosts of a Slurm node list: ``node[01-03,7],gpu2`` is node01, node02, node03, node7, gpu2.
 
     Raises:
         JobError: it cannot be read.
@@ -104,7 +104,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The tasks on each node of a Slurm step: ``4(x2),3`` is 4, 4, 3.
+    """Expand the tasks on each node of a Slurm step: ``4(x2),3`` is 4, 4, 3.
 
     Raises:
         JobError: it cannot be read.

@@ -1,4 +1,4 @@
-"""What conformance suites and tests need of the engine: measured runs of layouts, checkpoints, simulated worlds."""
+"""Names for conformance suites and tests: measured runs of layouts, checkpoints, simulated worlds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sub-commands that plugins bring along."""
+"""Command group of ``d9d``: sub-commands of core, of the foundation and of plugins."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PluginGroup(typer.core.TyperGroup):
         return [*self._foundation, *super().list_commands(ctx), *self._selectors]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, from core or from a plugin.
+        """Command of this name, from core or from a plugin.
 
         Raises:
             PluginError: several plugins declare it, or the package that offers it is not installed.
@@ -78,7 +78,7 @@ class PluginGroup(typer.core.TyperGroup):
 
 
 def foundation_commands(registry: Registry) -> list[Entry]:
-    """Commands of the packages that are always loaded; no plugin can take their place."""
+    """Commands of the packages that are always loaded; no plugin can replace them."""
     return [entry for entry in registry.entries("command") if entry.origin.distribution in FOUNDATION]
 
 

@@ -1,4 +1,4 @@
-"""``d9d doctor``."""
+"""``d9d doctor``: health checks of this machine, and problems of plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job file: reading, names resolved to plugins, validation, schema.
+"""Job file: reading, names resolved to plugins, validation, schema.
 
 Plugin authors derive their configs from :class:`d9d_core.config.base.PluginConfig`.
 """

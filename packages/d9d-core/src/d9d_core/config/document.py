@@ -1,4 +1,4 @@
-"""A job file's values, where they stand, and overrides of them."""
+"""Values of a job file with their line numbers, and overrides of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from d9d_core.errors import JobError
 
 @dataclass(frozen=True)
 class Document:
-    """The values of a job file, and where they stand.
+    """Values of a job file, and the line of each.
 
     Attributes:
         values: mappings, lists and scalars.
@@ -75,7 +75,9 @@ class Document:
                 raise JobError(f"--set {assignment}: there is no {dotted(parts)} to set: {error.args[0]}") from None
             given.add(parts)
         # What an override replaced no longer stands in the file.
-        lines = {place: line for place, line in self.lines.items() if not any(place[: len(g)] == g for g in given)}
+        lines = {
+            location: line for location, line in self.lines.items() if not any(location[: len(g)] == g for g in given)
+        }
         return Document(values, self.source, lines, frozenset(given))
 
     def where(self, location: Location) -> str:
@@ -102,7 +104,7 @@ _NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft
 
 
 def _entered(target: Any, location: Location, following: int | str) -> Any:
-    """What lies at ``location``, made ready to take ``following``."""
+    """Value at ``location``, made ready to take ``following``."""
     part, inner = location[-1], None
     if isinstance(target, dict):
         inner = target.get(part)

@@ -1,4 +1,4 @@
-"""The sections of a job file. Everything that has a sensible default has one."""
+"""Sections of a job file. Every field with a sensible default has one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Run(Section):
-    """What the run is called and where it is kept."""
+    """Name, description and directory of a run."""
 
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] = "run"
     """Name of the run, and of its directory: letters, digits, ``_``, ``-``, and ``.`` but not first."""
@@ -29,12 +29,12 @@ class Run(Section):
 
     @property
     def directory(self) -> Path:
-        """Everything the run writes lies here."""
+        """Directory of everything that the run writes."""
         return self.dir / self.name
 
     @property
     def cache(self) -> Path:
-        """Prepared data, shared by the runs of one parent directory."""
+        """Directory of prepared data, shared by the runs of one parent directory."""
         return self.dir / ".cache"
 
 
@@ -48,9 +48,9 @@ class Mesh(Section):
     dp_shard: PositiveInt = 1
     """Shards of the parameters."""
     cp: PositiveInt = 1
-    """Parts of each sequence."""
+    """Ranks that share each sequence."""
     tp: PositiveInt = 1
-    """Parts of each matrix."""
+    """Ranks that share each matrix."""
     ep: PositiveInt = 1
     """Expert groups, laid over the innermost axes; does not multiply the number of processes."""
 
@@ -75,11 +75,11 @@ class Mesh(Section):
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that see different samples."""
+        """Number of processes that see different samples."""
         return self.dp_replicate * self.dp_shard
 
     def sizes(self) -> dict[str, int]:
-        """Axis -> size."""
+        """Sizes of the axes by name."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def __str__(self) -> str:
@@ -88,16 +88,16 @@ class Mesh(Section):
 
 
 class Batch(Section):
-    """How many samples make an optimizer step."""
+    """Numbers of samples per optimizer step and per forward pass."""
 
     size: PositiveInt = 16
     """Samples per optimizer step, over all processes."""
     microbatch: PositiveInt | None = None
-    """Samples per forward pass on one process; the whole share of a process by default."""
+    """Samples per forward pass on one process; all of a process's share by default."""
 
 
 class GradientClipping(Section):
-    """Scales gradients down when their global norm is large."""
+    """Clipping of gradients by their global norm."""
 
     max_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
     """Largest norm; null switches clipping off, the norm is still measured."""
@@ -113,23 +113,23 @@ class GradientClipping(Section):
 
 
 class Gradients(Section):
-    """How gradients add up over microbatches and ranks."""
+    """Accumulation of gradients over microbatches, and their all-reduce over ranks."""
 
     accumulate: Literal["float32"] | None = None
     """Number format in which microbatches add up; that of the parameters if null."""
     bucket_mib: PositiveInt = 32
-    """Size of the buckets in which gradients outside of FSDP travel."""
+    """Size of the buckets in which gradients outside of FSDP are all-reduced."""
 
 
 class Logging(Section):
-    """What is written how often."""
+    """Interval of log entries."""
 
     every: PositiveInt = 10
     """Steps between two log entries; the first and the last step are always logged."""
 
 
 class Best(Section):
-    """Keeps the checkpoints with the best values of a logged series."""
+    """Retention of the checkpoints with the best values of a logged series."""
 
     series: str = "eval/loss"
     """Its name; the last value before the save counts."""
@@ -140,7 +140,7 @@ class Best(Section):
 
 
 class Checkpoint(Section):
-    """When the training state is saved, where, and for how long it stays."""
+    """Interval, directory and retention of checkpoints."""
 
     every: PositiveInt | None = None
     """Steps between two checkpoints; null saves at the end and on interruption only."""
@@ -158,7 +158,7 @@ class Checkpoint(Section):
     trainable_only: bool = False
     """Leave frozen parameters out; what resumes must get them from elsewhere."""
     dir: str | None = None
-    """Where checkpoints lie: a directory that all machines share, or an fsspec address such as ``s3://bucket/run``;
+    """Directory of the checkpoints: one that all machines share, or an fsspec address such as ``s3://bucket/run``;
     <run>/checkpoints by default."""
 
     @model_validator(mode="after")
@@ -170,15 +170,15 @@ class Checkpoint(Section):
             raise ValueError(f"keep_every {self.keep_every} must be a multiple of every, which is {self.every}")
         return self
 
-    def place(self, run: Path) -> Path | str:
-        """Where the checkpoints of the run in this directory lie."""
+    def location(self, run: Path) -> Path | str:
+        """Path or address of the checkpoints of the run in this directory."""
         if self.dir is None:
             return run / "checkpoints"
         return self.dir if "://" in self.dir else Path(self.dir)
 
 
 class Timeouts(Section):
-    """After how many seconds without progress a run of several processes counts as stuck and ends with a report."""
+    """Seconds without progress after which a run of several processes counts as stuck and ends with a report."""
 
     startup: Seconds = 600.0
     """Until all processes have started, and until each of them is ready to train."""
@@ -189,7 +189,7 @@ class Timeouts(Section):
 
 
 class Loading(Section):
-    """How weights are read that the model starts from (``model.pretrained``)."""
+    """Reading of the weights that the model starts from (``model.pretrained``)."""
 
     threads: PositiveInt = 4
     """Reads at a time, on each process."""
@@ -199,14 +199,14 @@ class Loading(Section):
 
 
 class Evaluation(Section):
-    """Measures the loss on other data during training."""
+    """Evaluation of the loss on other data during training."""
 
     every: PositiveInt
     """Steps between two evaluations; the last step is always evaluated."""
     packs: PositiveInt = 4
     """Batches per evaluation, the same ones each time."""
     data: Annotated[PluginConfig, Named("dataset")]
-    """Where the evaluation data comes from."""
+    """Dataset of the evaluation."""
 
 
 class Precision(Section):
@@ -225,7 +225,7 @@ class Precision(Section):
 
 
 class Plugins(Section):
-    """Which installed plugins may be loaded. Installing makes names available, only the job file activates them."""
+    """Selection of the plugins that may be loaded. Installing makes names available, the job file activates them."""
 
     allow: list[str] | None = None
     """Load only these distributions."""
@@ -244,7 +244,7 @@ class Plugins(Section):
         return {"files": value} if isinstance(value, list) else value
 
     def policy(self) -> PluginPolicy:
-        """As the plugin layer takes it."""
+        """Plugin policy of this section."""
         return PluginPolicy(
             allow=None if self.allow is None else frozenset(map(normalise, self.allow)),
             block=frozenset(map(normalise, self.block)),
@@ -258,7 +258,7 @@ class JobConfig(Section):
     """A job file. See :class:`d9d_engine.job.Job` for what can be done with it."""
 
     run: Run = Run()
-    """Name and place of the run."""
+    """Name and directory of the run."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Initial weights, data order and dropout depend on this."""
     device: str = "auto"
@@ -266,11 +266,11 @@ class JobConfig(Section):
     mesh: Mesh = Mesh()
     """The process grid."""
     model: Annotated[PluginConfig, Named("model")]
-    """What is trained."""
+    """Model to train."""
     task: Annotated[PluginConfig, Named("task")]
-    """What is learned."""
+    """Task to learn."""
     data: Annotated[PluginConfig, Named("dataset")]
-    """Where samples come from."""
+    """Dataset of the samples."""
     steps: PositiveInt
     """Optimizer steps of the whole run."""
     batch: Batch = Batch()
@@ -278,7 +278,7 @@ class JobConfig(Section):
     parallel: list[Annotated[PluginConfig, Named("strategy")]] = []
     """Strategies applied to the model."""
     pipeline: Annotated[PluginConfig, Named("schedule")] | None = None
-    """Pipeline schedule; null runs the whole model on each process."""
+    """Pipeline schedule; null runs the full model on each process."""
     peft: Annotated[PluginConfig, Named("peft method")] | None = None
     """Fine-tuning method; null trains all parameters."""
     optimizer: Annotated[PluginConfig, Named("optimizer")]
@@ -288,7 +288,7 @@ class JobConfig(Section):
     gradient_clipping: GradientClipping = GradientClipping()
     """Limit on the gradient norm."""
     gradients: Gradients = Gradients()
-    """How gradients add up."""
+    """Accumulation and all-reduce of gradients."""
     nonfinite: Literal["error", "skip"] = "error"
     """What follows a step with a NaN or infinite loss or gradient; such a step never changes anything."""
     precision: Precision = Precision()
@@ -300,23 +300,23 @@ class JobConfig(Section):
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
         default=[], json_schema_extra={"default": ["console", "jsonl"]}
     )
-    """Where logged values go."""
+    """Destinations of logged values."""
     subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
-    """Observers of the loop."""
+    """Observers of the training loop."""
     logging: Logging = Logging()
-    """How often values are logged."""
+    """Interval of log entries."""
     evaluation: Evaluation | None = None
-    """Loss on other data during training."""
+    """Evaluation of the loss on other data during training."""
     checkpoint: Checkpoint = Checkpoint()
-    """When the training state is saved."""
+    """Interval, directory and retention of checkpoints."""
     loading: Loading = Loading()
-    """How weights are read that the model starts from."""
+    """Reading of the weights that the model starts from."""
     timeouts: Timeouts = Timeouts()
-    """How long ranks wait for each other."""
+    """Time limits of ranks that wait for each other."""
     export: bool = True
     """Write the trained model in Hugging Face layout to <run>/model at the end."""
     plugins: Plugins = Plugins()
-    """Which plugins may be loaded."""
+    """Selection of the plugins that may be loaded."""
 
     @classmethod
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003

@@ -1,4 +1,4 @@
-"""From a document to a validated job, with every problem reported at once and at its place in the file."""
+"""Validation of a job file's document, with every problem reported at once and at its line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Config = TypeVar("Config", bound=JobConfig)
 
 
 def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> PluginPolicy:
-    """The policy of the job file, the environment and the command line together.
+    """Plugin policy of the job file, the environment and the command line together.
 
     Raises:
         JobError: the ``plugins`` section is malformed, or a file that it names is absent.
@@ -42,7 +42,7 @@ def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> Plug
 
 
 def registry_for(document: Document, extra: PluginPolicy | None = None) -> Registry:
-    """Load what the job's policy admits."""
+    """Registry of the plugins that the job's policy admits."""
     return discover(plugin_policy(document, extra))
 
 
@@ -62,7 +62,7 @@ def validate_job(config_class: type[Config], document: Document, registry: Regis
 
 
 def _values(document: Document) -> dict[str, Any]:
-    """The document's values; plugin files, which are relative to the job file, become absolute.
+    """Values of the document, with plugin files, which are relative to the job file, made absolute.
 
     The resolved job is saved with the run, in another directory, and must find them too.
     """
@@ -82,7 +82,7 @@ def _job_error(error: ValidationError, document: Document, prefix: Location = ()
 def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     loc = (*prefix, *line["loc"])
     around = loc[:-1] if line["type"] == "missing" else loc  # what is missing is surely a field
-    location = (*_place(around, document.values), *loc[len(around) :])
+    location = (*_location_in_file(around, document.values), *loc[len(around) :])
     text = str(line["msg"]).removeprefix("Value error, ")
     if line["type"] == "missing":
         text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
@@ -93,17 +93,17 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     return f"{document.where(location)}: {label}{text}"
 
 
-def _place(location: Location, value: Any) -> Location:
-    """The location without the words by which pydantic tells the members of a union apart: they are no place.
+def _location_in_file(location: Location, value: Any) -> Location:
+    """Location without the words by which pydantic tells the members of a union apart: they are in no file.
 
     Such a word stands where a field could, but is what the file gives as the value of one (or the bare name itself).
     """
-    place: Location = ()
+    found: Location = ()
     for part in location:
         fields = value if isinstance(value, Mapping) else {}
         if isinstance(part, str) and part not in fields and (part == value or part in fields.values()):
             continue
-        place = (*place, part)
+        found = (*found, part)
         is_there = part in fields or (isinstance(value, list) and isinstance(part, int) and part < len(value))
         value = value[part] if is_there else None
-    return place
+    return found

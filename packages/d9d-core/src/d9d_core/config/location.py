@@ -1,4 +1,4 @@
-"""Places in a job file."""
+"""Locations of values in a job file."""
 
 from __future__ import annotations
 

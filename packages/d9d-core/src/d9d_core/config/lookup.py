@@ -1,4 +1,4 @@
-"""From a record to its config class. Whatever a plugin put there instead is one clear error."""
+"""Lookup of the config class of a record. Whatever a plugin put there instead is one clear error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_core.plugin.ref import FOREIGN_FAILURES
 
 
 def load_config(entry: Entry) -> type[PluginConfig]:
-    """The config class of a record that has one.
+    """Load the config class of a record that has one.
 
     Raises:
         PluginError: the reference does not load, or is no ``PluginConfig`` named like the record.
@@ -33,7 +33,7 @@ def load_config(entry: Entry) -> type[PluginConfig]:
 
 
 def config_schema(entry: Entry) -> dict[str, Any]:
-    """The JSON schema of a record's config.
+    """JSON schema of a record's config.
 
     Raises:
         PluginError: the config class cannot be had, or has no JSON schema.

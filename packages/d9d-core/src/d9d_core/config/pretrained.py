@@ -1,4 +1,4 @@
-"""A model whose sizes stand in the ``config.json`` of its published weights, not in the job file."""
+"""Model sizes from the ``config.json`` of published weights, where the job file does not give them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_core.plugin.ref import FOREIGN_FAILURES
 
 
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The job file's fields, and for all others those of the published model.
+    """Fields of the job file, and for all others those of the published model.
 
     Args:
         entry: the model's record.
@@ -48,7 +48,7 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def read_config_json(location: str) -> dict[str, Any]:
-    """The contents of ``config.json`` in a directory, beside a file, or at an fsspec address.
+    """Read ``config.json`` in a directory, beside a file, or at an fsspec address.
 
     Raises:
         CheckpointError: it is absent or no JSON object.

@@ -1,4 +1,4 @@
-"""The text of a job file into plain values, by format."""
+"""Parsers of job files by format: YAML, TOML, JSON."""
 
 from __future__ import annotations
 

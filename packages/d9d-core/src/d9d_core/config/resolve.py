@@ -18,7 +18,7 @@ Part = tuple[Chosen, PluginConfig]
 
 @dataclass(frozen=True)
 class Selection:
-    """The records behind a job's names.
+    """Records behind a job's names.
 
     Attributes:
         model, task, dataset, optimizer, lr_schedule, schedule, peft: one record each, where the job has one.
@@ -58,7 +58,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A job whose names were looked up and whose parts go together.
+    """Records of a job, looked up and compatible with each other.
 
     Attributes:
         selection: records behind the job's names.
@@ -125,7 +125,7 @@ def select(job: JobConfig, registry: Registry) -> Selection:
 
 
 def check_capabilities(selection: Selection, registry: Registry, circumstances: Circumstances) -> list[Verdict]:
-    """Every requirement of every chosen record.
+    """Check every requirement of every chosen record.
 
     Raises:
         JobError: one line per requirement that does not hold.
@@ -138,7 +138,7 @@ def check_capabilities(selection: Selection, registry: Registry, circumstances: 
 
 
 def check_parts(job: JobConfig, selection: Selection) -> None:
-    """What the job asks for must be possible with the parts it names.
+    """Check that what the job asks for is possible with the components it names.
 
     Raises:
         JobError: a mesh axis has several ranks that would all do the same, the model cannot be exported, or a metric

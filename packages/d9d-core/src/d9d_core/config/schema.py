@@ -1,4 +1,4 @@
-"""The JSON schema of a job file over what is installed, for editors."""
+"""JSON schema of a job file over what is installed, for editors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _choices(
 
 
 def _point(node: Any, moved: dict[str, str]) -> Any:
-    """The same schema with references to moved definitions; discriminators hold them under other keys than $ref."""
+    """Schema with its references redirected to moved definitions; discriminators hold them under keys of their own."""
     if isinstance(node, dict):
         return {k: moved.get(v, v) if isinstance(v, str) else _point(v, moved) for k, v in node.items()}
     return [_point(item, moved) for item in node] if isinstance(node, list) else node

@@ -1,4 +1,4 @@
-"""YAML into plain values that remember their line.
+"""YAML reader whose values remember their line.
 
 Plain means: mappings with words as keys, lists, strings, numbers, true, false and null. A tag that would build anything
 else is an error; so are duplicate keys and aliases that never end.
@@ -40,7 +40,7 @@ _Loader.add_implicit_resolver(_TAG + "float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+
 
 
 def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
-    """The values, and the line of each.
+    """Values of a YAML text, and the line of each.
 
     Args:
         text: one document.
@@ -59,8 +59,8 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
         return builder.build(node, ()), builder.lines
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        place = f"{source}:{mark.line + 1}" if mark else source
-        raise JobError(f"{place}: {_explained(error)}") from error
+        where = f"{source}:{mark.line + 1}" if mark else source
+        raise JobError(f"{where}: {_explained(error)}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise JobError(f"{source}:{line}: the character U+{error.character:04X} is not allowed") from error
@@ -76,7 +76,7 @@ def _explained(error: yaml.MarkedYAMLError) -> str:
 
 
 class _Builder:
-    """Builds values from nodes. The same node may stand in several places, through aliases."""
+    """Builds values from nodes. The same node may appear several times, through aliases."""
 
     def __init__(self, loader: _Loader, source: str) -> None:
         self.lines: dict[Location, int] = {}

@@ -1,4 +1,4 @@
-"""What a plugin author needs: records, :class:`Ref`, :data:`hookimpl`, and the registry. Imports no torch, no pydantic.
+"""Declarations of plugins: records, :class:`Ref`, :data:`hookimpl`, and the registry. Imports no torch, no pydantic.
 
 A ``plugin.py`` is a table::
 

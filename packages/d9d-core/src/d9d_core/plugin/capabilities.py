@@ -1,4 +1,4 @@
-"""Do the chosen parts go together? Flat tokens, checked before anything is built, without torch.
+"""Capabilities: flat tokens that say whether chosen components go together, checked without torch.
 
 mesh:AXIS            the axis has more than one rank
 model:TRAIT          the model declares the trait
@@ -44,21 +44,21 @@ _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A record that the job selects, and where."""
+    """Record that the job selects, and the field that selects it."""
 
     where: str
     entry: Entry
 
     @property
     def spec(self) -> Spec:
-        """The record; capabilities themselves are never chosen."""
+        """Selected record; capabilities themselves are never chosen."""
         assert isinstance(self.entry.spec, Spec)
         return self.entry.spec
 
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """What the job runs on.
+    """Circumstances of a job: mesh, device, installed modules.
 
     Attributes:
         mesh: axis -> size.
@@ -73,7 +73,7 @@ class Circumstances:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One token of one record: satisfied (and by what), or not (and why). ``satisfied`` is ``None`` if unknown here."""
+    """Verdict on one token of one record: satisfied (and by what), or not (and why); ``None`` if unknown here."""
 
     chosen: Chosen
     token: str
@@ -124,7 +124,7 @@ class Judge:
                 self._provided.setdefault(f"strategy:{item.spec.name}", item.where)
 
     def verdicts(self, item: Chosen) -> list[Verdict]:
-        """One for each token that the record requires or refuses, and for each it provides that nobody declares."""
+        """Verdicts on each token that the record requires or refuses, and on each it provides that nobody declares."""
         return [
             *(self._required(item, token) for token in sorted(item.spec.requires)),
             *(self._refused(item, token) for token in sorted(item.spec.conflicts)),

@@ -14,7 +14,7 @@ Record = Spec | CapabilitySpec
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a plugin comes from.
+    """Origin of a plugin: distribution or file, and version.
 
     Attributes:
         distribution: normalised name of the distribution, or the path of a single-file plugin.
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One record and the plugin that declared it."""
+    """Record, and the plugin that declared it."""
 
     kind: Kind
     spec: Record
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with a plugin.
+    """Problem of a plugin that could not be loaded, or that breaks a rule.
 
     Attributes:
         origin: the plugin.

@@ -1,4 +1,4 @@
-"""The hooks a ``plugin.py`` implements. Each takes no arguments and yields frozen records.
+"""Hooks of a ``plugin.py``. Each takes no arguments and yields frozen records.
 
 pluggy only collects these declarations, once, at start-up; nothing in a training step goes through it.
 """
@@ -45,7 +45,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One extension point.
+    """Extension point: its hook, its record and its section of the job file.
 
     Attributes:
         name: how messages call it, for example ``strategy``.
@@ -88,7 +88,7 @@ def d9d_models() -> Iterable[ModelSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def d9d_strategies() -> Iterable[StrategySpec]:  # type: ignore[empty-body]
-    """What is applied to a built model, selected by ``parallel``."""
+    """Parallel strategies, selected by ``parallel``."""
 
 
 @hookspec
@@ -98,22 +98,22 @@ def d9d_schedules() -> Iterable[ScheduleSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def d9d_tasks() -> Iterable[TaskSpec]:  # type: ignore[empty-body]
-    """What is learned, selected by ``task``."""
+    """Tasks, selected by ``task``."""
 
 
 @hookspec
 def d9d_datasets() -> Iterable[DatasetSpec]:  # type: ignore[empty-body]
-    """Where samples come from, selected by ``data``."""
+    """Datasets, selected by ``data``."""
 
 
 @hookspec
 def d9d_metrics() -> Iterable[MetricSpec]:  # type: ignore[empty-body]
-    """Statistics, selected by ``metrics``."""
+    """Metrics, selected by ``metrics``."""
 
 
 @hookspec
 def d9d_trackers() -> Iterable[TrackerSpec]:  # type: ignore[empty-body]
-    """Where logged values go, selected by ``trackers``."""
+    """Trackers, selected by ``trackers``."""
 
 
 @hookspec
@@ -138,17 +138,17 @@ def d9d_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-body]
 
 @hookspec
 def d9d_subscribers() -> Iterable[SubscriberSpec]:  # type: ignore[empty-body]
-    """Observers of the loop, selected by ``subscribers``."""
+    """Subscribers to events of the training loop, selected by ``subscribers``."""
 
 
 @hookspec
 def d9d_views() -> Iterable[ViewSpec]:  # type: ignore[empty-body]
-    """Ways to look at the grid of ranks, for strategies."""
+    """Views of the grid of ranks, for strategies."""
 
 
 @hookspec
 def d9d_health_checks() -> Iterable[HealthCheckSpec]:  # type: ignore[empty-body]
-    """Lines of ``d9d doctor``."""
+    """Health checks of ``d9d doctor``."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""Which installed distributions declare plugins: one scan that imports nothing and that no distribution can spoil."""
+"""Scan of the installed distributions that declare plugins: imports nothing, and no distribution can spoil it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_core.plugin.policy import normalise
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A declaration module that a distribution announces.
+    """Declaration module that a distribution announces.
 
     Attributes:
         origin: the distribution and the module.
@@ -26,7 +26,7 @@ class Candidate:
 
 
 def scan() -> list[Candidate]:
-    """All of them, sorted by distribution and module: directory order, which file systems choose, decides nothing."""
+    """Candidates sorted by distribution and module: directory order, which file systems choose, decides nothing."""
     found: dict[str, list[Candidate]] = {}
     for distribution in distributions():
         if declared := _declared(distribution):

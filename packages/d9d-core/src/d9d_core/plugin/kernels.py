@@ -1,4 +1,4 @@
-"""Looking up the backends that a job asks for by name. No torch."""
+"""Lookup of the backends that a job asks for by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REFERENCE = "reference"
 
 
 def find_kernel(registry: Registry, op: str, selector: str) -> Entry | None:
-    """The backend of ``op`` that ``name`` or ``distribution/name`` selects; ``None`` for the reference.
+    """Backend of ``op`` that ``name`` or ``distribution/name`` selects; ``None`` for the reference.
 
     Raises:
         PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.

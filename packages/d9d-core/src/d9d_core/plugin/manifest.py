@@ -1,4 +1,4 @@
-"""Which plugins a process loaded: compared between ranks and on resume, saved with every run and checkpoint."""
+"""Manifest of the plugins that a process loaded: compared between ranks, saved with runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_core.plugin.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Loaded plugins: name -> ``{version, editable, sha256}``. Holds no path, so that nodes can be compared.
+    """Manifest of loaded plugins: name -> ``{version, editable, sha256}``. Holds no path: nodes are compared.
 
     Files that share a name, but not their content, are told apart: ``mine.py@<start of the sha256>``.
     """
@@ -25,7 +25,7 @@ class Manifest:
 
     @classmethod
     def of(cls, registry: Registry) -> Manifest:
-        """The manifest of a registry."""
+        """Manifest of a registry."""
         # Sorted by what is in them: the paths of files differ between nodes.
         origins = sorted(registry.plugins, key=lambda origin: (_name(origin), origin.digest, origin.module))
         several = Counter(_name(origin) for origin in {o.digest: o for o in origins if o.digest}.values())
@@ -39,15 +39,15 @@ class Manifest:
 
     @property
     def digest(self) -> str:
-        """sha256 over the canonical JSON form."""
+        """Digest of the manifest: sha256 over its canonical JSON form."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """Manifest as a JSON object."""
         return {name: dict(facts) for name, facts in self.plugins.items()}
 
     def differences(self, other: Manifest, mine: str, theirs: str) -> list[str]:
-        """One line per plugin that differs; ``mine`` and ``theirs`` name the two sides, such as ``rank 0 (node-a)``."""
+        """Differences of two manifests, one line per plugin; ``mine`` and ``theirs`` name the sides (``rank 0``)."""
 
         def say(facts: Mapping[str, Any] | None) -> str:
             if facts is None:

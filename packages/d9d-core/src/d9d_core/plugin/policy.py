@@ -1,4 +1,4 @@
-"""Which of the installed plugins may be loaded."""
+"""Plugin policy: which of the installed plugins may be loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def normalise(distribution: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PluginPolicy:
-    """Decided before anything is imported.
+    """Policy of which plugins are loaded, decided before anything is imported.
 
     Attributes:
         allow: only these distributions are loaded; ``None`` allows all.
@@ -63,7 +63,7 @@ class PluginPolicy:
         return cls(allow=allow or None, block=block, files=files, named=named)
 
     def __or__(self, other: PluginPolicy) -> PluginPolicy:
-        """Both policies at once: the stricter of each."""
+        """Combine two policies: the stricter of each."""
         allows = [policy.allow for policy in (self, other) if policy.allow is not None]
         return PluginPolicy(
             allow=frozenset.intersection(*allows) if allows else None,

@@ -1,4 +1,4 @@
-"""What a plugin declares: one frozen record per thing it offers.
+"""Records: frozen declarations of what a plugin offers.
 
 A record is cheap to build. Whatever needs torch or pydantic is a :class:`Ref`, loaded when the job asks for it. The
 signatures behind the references are the protocols in :mod:`d9d_core.protocols`; each record says which one.
@@ -37,7 +37,7 @@ def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What all records share.
+    """Base of all records.
 
     Attributes:
         name: how a job file selects it: lower case, digits, underscores, optionally ``.v2``.
@@ -65,7 +65,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        """What is unique among the records of one kind."""
+        """Name of the record, unique among those of one kind."""
         return self.name
 
     def _check_reference(self, name: str, annotation: str) -> None:
@@ -86,7 +86,7 @@ class Spec:
         )
 
     def refs(self) -> dict[str, Ref]:
-        """All references in this record, by field name."""
+        """References in this record, by field name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Ref)}
 
@@ -121,7 +121,7 @@ class ModelSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(ConfiguredSpec):
-    """Something applied to a built stage. ``build(config) -> Strategy``.
+    """A parallel strategy. ``build(config) -> Strategy``.
 
     Attributes:
         anchor: the point in :data:`ANCHORS` it belongs to.
@@ -156,7 +156,7 @@ class ScheduleSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec(ConfiguredSpec):
-    """What is learned. ``build(config) -> Task``.
+    """A task. ``build(config) -> Task``.
 
     Attributes:
         observes: names of what :meth:`d9d_core.extend.Task.observations` returns, so that a metric that cannot work
@@ -173,12 +173,12 @@ class TaskSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec(ConfiguredSpec):
-    """Where samples come from. ``build(config, context: DataContext) -> DataStream``."""
+    """A dataset. ``build(config, context: DataContext) -> DataStream``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec(ConfiguredSpec):
-    """A statistic over the task's observations. ``build(config) -> Metric``.
+    """A metric over the task's observations. ``build(config) -> Metric``.
 
     Attributes:
         reads: names of the task's observations that it cannot do without; empty if it reads what modules tally.
@@ -193,7 +193,7 @@ class MetricSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerSpec(ConfiguredSpec):
-    """Where logged values go. ``build(config) -> Tracker``."""
+    """A tracker. ``build(config) -> Tracker``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,17 +203,17 @@ class PeftSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ConfiguredSpec):
-    """``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``."""
+    """An optimizer. ``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduleSpec(ConfiguredSpec):
-    """``build(config, total_steps: int) -> LrSchedule``."""
+    """A learning-rate schedule. ``build(config, total_steps: int) -> LrSchedule``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubscriberSpec(ConfiguredSpec):
-    """An observer of the loop. ``build(config) -> Subscriber``."""
+    """A subscriber to events of the training loop. ``build(config) -> Subscriber``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,13 +232,13 @@ class KernelSpec(Spec):
 
     @property
     def key(self) -> str:
-        """``op.name``: two ops may have backends of one name."""
+        """Name of the record as ``op.name``: two ops may have backends of one name."""
         return f"{self.op}.{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthCheckSpec(Spec):
-    """One line of ``d9d doctor``. ``run() -> Health``."""
+    """A health check of ``d9d doctor``. ``run() -> Health``."""
 
     run: Ref
 
@@ -264,13 +264,13 @@ class CommandSpec(Spec):
 
 @dataclass(frozen=True, slots=True)
 class ViewDim:
-    """One dimension of a view: its size is the product of mesh axes, divided by what lies over them.
+    """Dimension of a view: its size is the product of mesh axes, divided by the axes that lie over them.
 
     Attributes:
         name: what meshes call it.
         axes: mesh axes whose sizes multiply.
-        over: mesh axes that are laid over these and take their place. One that is larger than the product covers it
-            whole and goes on over the next dimension outwards that names it.
+        over: mesh axes that are laid over these and replace them. One that is larger than the product covers all
+            of it and goes on over the next dimension outwards that names it.
     """
 
     name: str
@@ -280,7 +280,7 @@ class ViewDim:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewSpec(Spec):
-    """A way to look at the grid of ranks: the same ranks in the same order, cut into other dimensions.
+    """A view of the grid of ranks: the same ranks in the same order, cut into other dimensions.
 
     Attributes:
         dims: outermost first; the product of their sizes is the number of processes.
@@ -291,7 +291,7 @@ class ViewSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CapabilitySpec:
-    """Declares a capability token of one's own, so that it is not taken for a typing error.
+    """A capability token of a plugin's own, so that it is not taken for a typing error.
 
     Attributes:
         token: ``namespace:word``. The namespace is the plugin's own, or ``model`` for something that models of several
@@ -312,5 +312,5 @@ class CapabilitySpec:
 
     @property
     def key(self) -> str:
-        """The token, so that capabilities are listed like other records."""
+        """Name of the record: the token, so that capabilities are listed like other records."""
         return self.token

@@ -1,4 +1,4 @@
-"""A reference to an attribute of a module, resolved only when it is needed."""
+"""References to attributes of modules, resolved only when they are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """``"package.module:attribute"``: lets a declaration name heavy code without importing it.
+    """Reference ``"package.module:attribute"``: lets a declaration name heavy code without importing it.
 
     Raises:
         ValueError: the text does not have that form.

@@ -1,4 +1,4 @@
-"""What is installed, as an ordinary immutable object that is handed down, never a global."""
+"""Registry of what is installed: an ordinary immutable object that is handed down, never a global."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d9d_core.plugin.records import Spec
 
 
 class Registry:
-    """The records of all loaded plugins, by kind and name.
+    """Records of all loaded plugins, by kind and name.
 
     Args:
         entries: every record with its origin.
@@ -48,7 +48,7 @@ class Registry:
 
     @classmethod
     def of(cls, *plugins: object, known: KnownPlugins | None = None) -> Registry:
-        """A registry of exactly these plugin modules (or objects with hook methods) and core's own records.
+        """Registry of exactly these plugin modules (or objects with hook methods) and core's own records.
 
         Nothing is discovered. Meant for tests and for programs that assemble a job themselves.
 
@@ -74,13 +74,13 @@ class Registry:
         return cls(collector.entries, collector.plugins, collector.problems, collector.blocked, collector.known)
 
     def entries(self, kind: str | None = None) -> list[Entry]:
-        """All records, of one kind or of all, sorted by kind, name and distribution."""
+        """Records of one kind or of all, sorted by kind, name and distribution."""
         kinds = [kind] if kind else list(self._table)
         found = [entry for name in kinds for same in self._table[name].values() for entry in same]
         return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
 
     def conflicts(self, among: Collection[str] | None = None) -> list[str]:
-        """One message per name that several plugins declare. Only using such a name is an error.
+        """Conflicts of names: one message per name that several plugins declare. Only using such a name is an error.
 
         Commands of the foundation are no such names: they always win.
 
@@ -97,7 +97,7 @@ class Registry:
         ]
 
     def find(self, kind: str, selector: str) -> Entry:
-        """The record that ``name`` or ``distribution/name`` selects.
+        """Find the record that ``name`` or ``distribution/name`` selects.
 
         Raises:
             PluginError: it is unknown, ambiguous, or comes from a plugin that is absent, blocked or broken.

@@ -1,4 +1,4 @@
-"""A Python file as a plugin."""
+"""Python files as plugins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_core.plugin.entries import Origin
 
 
 def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:
-    """Where the plugin comes from, and what imports it.
+    """Origin of a file's plugin, and the function that imports it.
 
     Raises:
         PluginError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""What one rank does in one optimizer step, as data: frozen actions. Imports no torch.
+"""Actions of one rank in one optimizer step, as frozen data. Imports no torch.
 
 The program of a single stage is forward and backward of each microbatch in turn, then the reduction; gradient
 accumulation is the same program with more microbatches. Pipeline schedules are other generators of such programs. The
@@ -77,28 +77,28 @@ class WeightBackward(MicrobatchAction):
 
 @dataclass(frozen=True, slots=True)
 class SendActivation(MicrobatchAction):
-    """Hand the stage's outputs to the rank of the next stage."""
+    """Send the stage's outputs to the rank of the next stage."""
 
     mark = "S>"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation(MicrobatchAction):
-    """Offer memory for the stage's inputs, which the rank of the previous stage sends."""
+    """Receive the stage's inputs from the rank of the previous stage."""
 
     mark = "R>"
 
 
 @dataclass(frozen=True, slots=True)
 class SendGradient(MicrobatchAction):
-    """Hand the gradients of the stage's inputs to the rank of the previous stage."""
+    """Send the gradients of the stage's inputs to the rank of the previous stage."""
 
     mark = "S<"
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient(MicrobatchAction):
-    """Offer memory for the gradients of the stage's outputs, which the rank of the next stage sends."""
+    """Receive the gradients of the stage's outputs from the rank of the next stage."""
 
     mark = "R<"
 
@@ -120,7 +120,7 @@ class Overlap(Action):
 
 @dataclass(frozen=True, slots=True)
 class Reduce(Action):
-    """All gradients of a stage are there: reductions over other ranks may start."""
+    """Start the reductions of a stage's gradients over other ranks: all of them are there."""
 
     def __str__(self) -> str:
         return f"R{self.stage}"
@@ -134,7 +134,7 @@ class Schedule(Protocol):
     """A program generator: a pure function, so that programs can be printed, checked and simulated without a GPU."""
 
     def __call__(self, ranks: int, microbatches: int, /) -> Sequence[Program]:
-        """One program per pipeline rank. How many stages there are, and where, is up to the schedule.
+        """Programs of all pipeline ranks. How many stages there are, and on which ranks, is up to the schedule.
 
         Raises:
             ValueError: the schedule cannot do that; the text says what it can do, such as the least microbatches.
@@ -143,7 +143,7 @@ class Schedule(Protocol):
 
 
 def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
-    """The program of a model that is not split.
+    """Program of a model that is not split.
 
     Raises:
         ValueError: there are several stages.
@@ -155,17 +155,17 @@ def single_stage(stages: int, microbatches: int) -> Sequence[Program]:
 
 
 def compute_parts(action: Action) -> tuple[Action, ...]:
-    """The forward and backward of an overlapped pair; of any other action, that action."""
+    """Forward and backward of an overlapped pair; of any other action, that action."""
     return (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
 
 
 def count_stages(programs: Sequence[Program]) -> int:
-    """How many stages the programs run: one more than the highest they name."""
+    """Number of stages of the programs: one more than the highest they name."""
     return 1 + max((action.stage for program in programs for action in program), default=-1)
 
 
 def forward_only(program: Program) -> Program:
-    """What is left of a program without gradients. Its order stays, so a sound program stays sound."""
+    """Forward actions of a program, for evaluation. Their order stays, so a sound program stays sound."""
     kept: list[Action] = []
     for action in program:
         kept += [part for part in compute_parts(action) if isinstance(part, _OF_FORWARD)]

@@ -1,4 +1,4 @@
-"""Whether programs come to an end when one rank may send another only so much in advance. Imports no torch."""
+"""Deadlocks of programs whose ranks may send only so much in advance. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from d9d_core.program.index import ProgramIndex
 
 
 def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ...]]:
-    """Number of an action -> actions of other ranks without which it cannot run.
+    """Dependencies between ranks: number of an action -> actions of other ranks without which it cannot run.
 
     A computation needs its tensors sent; a send needs the receive that makes room for it.
     """
@@ -16,16 +16,16 @@ def awaited(index: ProgramIndex, buffers: int | None) -> dict[int, tuple[int, ..
     users |= dict(zip(index.table(ReceiveGradient), map(max, backward, inputs), strict=True))
     found: dict[int, tuple[int, ...]] = {}
     for pairs in index.channels().values():
-        for place, (send, receive) in enumerate(pairs):
+        for position, (send, receive) in enumerate(pairs):
             user = users[receive]
             found[user] = (*found.get(user, ()), send)
-            if buffers is not None and place >= buffers:
-                found[send] = (pairs[place - buffers][1],)
+            if buffers is not None and position >= buffers:
+                found[send] = (pairs[position - buffers][1],)
     return found
 
 
 def find_deadlock(index: ProgramIndex, buffers: int | None = 1) -> str | None:
-    """Which ranks wait for one another forever, and at which actions; ``None`` if all programs come to an end.
+    """Deadlock of the programs: ranks that wait for one another, and at which actions; ``None`` if all programs end.
 
     Args:
         index: of programs whose sends and receives match.
@@ -33,27 +33,27 @@ def find_deadlock(index: ProgramIndex, buffers: int | None = 1) -> str | None:
     """
     needs = awaited(index, buffers)
     ranks = len(index.programs)
-    place = index.first[:ranks]
+    current = index.first[:ranks]
     waiting: dict[int, int] = {}  # an action that has not run -> the rank that needs it
     ready = list(range(ranks))
     while ready:
         rank = ready.pop()
-        number, end = place[rank], index.first[rank + 1]
+        number, end = current[rank], index.first[rank + 1]
         while number < end:
-            missing = next((other for other in needs.get(number, ()) if other >= place[index.rank(other)]), None)
+            missing = next((other for other in needs.get(number, ()) if other >= current[index.rank(other)]), None)
             if missing is not None:
                 waiting[missing] = rank
                 break
             number += 1
-            place[rank] = number
+            current[rank] = number
             if number - 1 in waiting:
                 ready.append(waiting.pop(number - 1))
-        place[rank] = number
+        current[rank] = number
     stuck = {rank: missing for missing, rank in waiting.items()}
-    return _name_cycle(index, place, stuck, buffers) if stuck else None
+    return _name_cycle(index, current, stuck, buffers) if stuck else None
 
 
-def _name_cycle(index: ProgramIndex, place: list[int], stuck: dict[int, int], buffers: int | None) -> str:
+def _name_cycle(index: ProgramIndex, current: list[int], stuck: dict[int, int], buffers: int | None) -> str:
     path = [min(stuck)]
     while (following := index.rank(stuck[path[-1]])) not in path:
         path.append(following)
@@ -62,6 +62,6 @@ def _name_cycle(index: ProgramIndex, place: list[int], stuck: dict[int, int], bu
     parts = []
     for rank in cycle[first:] + cycle[:first]:
         there, missing = index.rank(stuck[rank]), index.action(stuck[rank])
-        parts.append(f"rank {rank} at {index.action(place[rank])} waits for {missing} on rank {there}")
+        parts.append(f"rank {rank} at {index.action(current[rank])} waits for {missing} on rank {there}")
     room = "" if buffers is None else f" with room for {buffers} tensor(s) from one rank to another"
     return f"deadlock{room}: {'; '.join(parts)}: move one of these actions before what its rank waits at"

@@ -1,7 +1,7 @@
-"""Where in the programs of all ranks each action stands, and which send belongs to which receive. Imports no torch.
+"""Index of the actions of all ranks' programs: positions, and the receive of each send. Imports no torch.
 
 Actions are numbered through all programs, rank after rank, so that a program of a million actions is a few lists of
-integers: comparing two numbers of one rank compares places in its program.
+integers: comparing two numbers of one rank compares positions in its program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Channel = tuple[int, int]
 
 @dataclass
 class ProgramIndex:
-    """The places of all actions.
+    """Index of all actions by number.
 
     Attributes:
         programs: of all ranks.
@@ -89,14 +89,14 @@ class ProgramIndex:
         if not 0 <= stage < self.stages:
             self.problems.append(f"{action} on rank {rank}: there are only {self.stages} stages")
             return
-        places = self.nodes.get(kind)
-        if places is None:
-            places = self.nodes[kind] = [-1] * (self.stages * self.microbatches)
+        numbers = self.nodes.get(kind)
+        if numbers is None:
+            numbers = self.nodes[kind] = [-1] * (self.stages * self.microbatches)
         at = stage * self.microbatches + microbatch
-        if places[at] >= 0:
-            self._twice(action, places[at], rank)
+        if numbers[at] >= 0:
+            self._twice(action, numbers[at], rank)
         else:
-            places[at] = number
+            numbers[at] = number
         self._check_host(action, rank)
 
     def _place_reduce(self, action: Action, number: int, rank: int) -> None:
@@ -121,18 +121,18 @@ class ProgramIndex:
             self.problems.append(text)
 
     def rank(self, number: int) -> int:
-        """Whose action that is."""
+        """Rank of the action of that number."""
         if number >= self.first[-1]:
             return len(self.first) - 1
         return bisect_right(self.first, number) - 1
 
     def action(self, number: int) -> Action:
-        """The action of that number."""
+        """Action of that number."""
         rank = self.rank(number)
         return self.programs[rank][number - self.first[rank]]
 
     def table(self, kind: type[Action]) -> list[int]:
-        """``stage * microbatches + microbatch`` -> number of the action of that type, or -1."""
+        """Numbers of the actions of one type by ``stage * microbatches + microbatch``; -1 where there is none."""
         return self.nodes.get(kind) or [-1] * (self.stages * self.microbatches)
 
     def channels(self) -> dict[Channel, list[tuple[int, int]]]:

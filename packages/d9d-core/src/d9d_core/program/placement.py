@@ -1,4 +1,4 @@
-"""Which rank runs which stages, and what it does in a step."""
+"""Placement of pipeline stages on ranks, and the programs that run them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from d9d_core.protocols.model import Stage
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a model, where they are, and the programs that run them.
+    """Pipeline of a model: its stages, their ranks, and the programs that run them.
 
     Attributes:
         schedule: generates the programs.
-        hosts: stage -> place along ``pp`` of the rank that has it.
+        hosts: stage -> position along ``pp`` of the rank that has it.
         ranks: size of ``pp``.
         layers: how many layers each stage has, if the job says so.
         kinds: the types of actions in a step of the job.
@@ -48,15 +48,15 @@ class Pipeline:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """All stages, in the order in which a microbatch meets them."""
+        """Indices of all stages, in the order in which a microbatch passes them."""
         return tuple(Stage(index, len(self.hosts), self.layers) for index in range(len(self.hosts)))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of one place along ``pp``, ascending."""
+        """Stages of one rank along ``pp``, ascending."""
         return tuple(stage for stage, host in enumerate(self.hosts) if host == rank)
 
     def program(self, rank: int, microbatches: int) -> Program:
-        """What one place along ``pp`` does to train on that many microbatches.
+        """Program of one rank along ``pp`` for training on that many microbatches.
 
         Raises:
             BuildError: the schedule cannot do that, or puts stages elsewhere for that number.
@@ -69,12 +69,12 @@ class Pipeline:
         return self._programs[microbatches][rank]
 
     def forward_program(self, rank: int, microbatches: int) -> Program:
-        """The same without backwards, for evaluation."""
+        """Program of one rank along ``pp`` for evaluation: forwards only."""
         return forward_only(self.program(rank, microbatches))
 
 
 def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
-    """The stages of a job's model; one by default.
+    """Plan the pipeline of a job's model; one stage by default.
 
     Raises:
         BuildError: the mesh has pipeline ranks, but the job names no schedule; the schedule is wrong; or it asks for
@@ -106,7 +106,7 @@ def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
 
 
 def checked_programs(schedule: Schedule, ranks: int, microbatches: int) -> Sequence[Program]:
-    """The programs of all pipeline ranks, validated.
+    """Programs of all pipeline ranks, validated.
 
     Raises:
         BuildError: the schedule cannot do that, or generates an invalid program.

@@ -1,4 +1,4 @@
-"""Contract between the interpreter of programs and the handlers that a schedule's plugin brings along."""
+"""Contract between the interpreter of programs and the handlers that a schedule's plugin provides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Visit:
 
 @dataclass
 class StepState:
-    """What the actions of one step share.
+    """State that the actions of one step share.
 
     Attributes:
         step: 0-based.
@@ -98,7 +98,7 @@ class StageRunner(Protocol):
 
     @property
     def topology(self) -> Topology:
-        """This process among others."""
+        """Process topology."""
         ...
 
     @property
@@ -119,7 +119,7 @@ class StageRunner(Protocol):
         ...
 
     def open_backward(self, action: MicrobatchAction, state: StepState) -> tuple[Visit, list[Tensor | None]]:
-        """Begin a backward.
+        """Begin a backward of a microbatch in a stage.
 
         Returns:
             The visit, and the gradient of each of its roots.

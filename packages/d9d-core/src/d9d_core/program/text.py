@@ -1,4 +1,4 @@
-"""Programs as text: printed, read back, compared. Imports no torch."""
+"""Text form of programs: printing, parsing, comparing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _ACTION = re.compile(r"([A-Z][<>]?)(\d+)(?:\.(\d+))?")
 
 
 def format_programs(programs: Sequence[Program]) -> str:
-    """One line per rank: ``F0.0 S>0.0 R<0.0 B0.0 R0``."""
+    """Print programs, one line per rank: ``F0.0 S>0.0 R<0.0 B0.0 R0``."""
     return "\n".join(" ".join(map(str, program)) for program in programs)
 
 
 def parse_programs(text: str) -> list[Program]:
-    """What :func:`format_programs` has written.
+    """Parse what :func:`format_programs` has written.
 
     Raises:
         ValueError: a word is no action; the text says which.
@@ -51,7 +51,7 @@ def parse_programs(text: str) -> list[Program]:
 
 
 def parse_action(text: str) -> Action:
-    """``F0.3``, or ``F0.3+B7.1`` for an overlapped pair.
+    """Parse an action: ``F0.3``, or ``F0.3+B7.1`` for an overlapped pair.
 
     Raises:
         ValueError: it is no action.
@@ -71,7 +71,7 @@ def parse_action(text: str) -> Action:
 
 
 def diff_programs(left: Sequence[Program], right: Sequence[Program]) -> list[str]:
-    """What differs, a line for each place: rank, position on the left, what is there, what is there instead."""
+    """Differences of programs, one line each: rank, position on the left, action on the left, action on the right."""
     lines = []
     for rank in range(max(len(left), len(right))):
         if rank >= min(len(left), len(right)):

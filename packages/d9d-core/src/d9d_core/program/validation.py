@@ -1,4 +1,4 @@
-"""Whether the programs of all ranks compute a step, found out before anything runs. Imports no torch."""
+"""Validation of the programs of all ranks, before anything runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def validate(
     training: bool = True,
     buffers: int | None = 1,
 ) -> list[str]:
-    """What is wrong with the programs of all ranks together; an empty list if nothing is.
+    """Problems of the programs of all ranks together, deadlocks included; an empty list if there are none.
 
-    Every stage runs each microbatch forward once and backward once, as a whole or as gradients of inputs and then of
+    Every stage runs each microbatch forward once and backward once, in one action or as gradients of inputs and then of
     weights, after what it depends on and on one rank, and reduces once, after its last gradients. What crosses ranks is
     sent once and received once, in the same order on both sides, and nobody waits forever.
 
@@ -53,7 +53,7 @@ def validate(
 
 
 def problems_of(index: ProgramIndex, training: bool = True) -> list[str]:
-    """What is wrong, apart from deadlocks."""
+    """Problems of the programs, apart from deadlocks."""
     problems = index.problems
     for check in (_check_presence, _check_transfers, _check_order, _check_channels):
         # What follows from a problem would hide it.
@@ -62,27 +62,27 @@ def problems_of(index: ProgramIndex, training: bool = True) -> list[str]:
 
 
 def placement(programs: Sequence[Program]) -> list[tuple[int, ...]]:
-    """The stages of each rank, ascending."""
+    """Stages of each rank, ascending."""
     hosts = ProgramIndex.of(programs, count_stages(programs)).hosts
     return [tuple(stage for stage, host in enumerate(hosts) if host == rank) for rank in range(len(programs))]
 
 
 def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
-    """All computations, and no more."""
+    """Check that each computation is there once."""
     size = index.microbatches
     forward, backward, inputs, weights = (index.table(kind) for kind in (Forward, *_GRADIENTS))
     for stage in range(index.stages):
         span = range(stage * size, (stage + 1) * size)
-        place = f"on rank {index.hosts[stage]}" if index.hosts[stage] >= 0 else "on every rank"
+        where = f"on rank {index.hosts[stage]}" if index.hosts[stage] >= 0 else "on every rank"
         missing = [f"F{stage}.{at - span.start}" for at in span if forward[at] < 0]
         for at in span:
-            whole, split = backward[at] >= 0, (inputs[at] >= 0, weights[at] >= 0)
+            unsplit, split = backward[at] >= 0, (inputs[at] >= 0, weights[at] >= 0)
             text = f"{stage}.{at - span.start}"
-            if not training and (whole or any(split)):
-                yield f"there is a backward of {text} {place}, but nothing trains; remove it"
-            elif training and whole and any(split):
-                yield f"B{text} {place} is a whole backward, but I{text} or W{text} is there too; remove either"
-            elif training and not whole:
+            if not training and (unsplit or any(split)):
+                yield f"there is a backward of {text} {where}, but nothing trains; remove it"
+            elif training and unsplit and any(split):
+                yield f"B{text} {where} computes all gradients, but I{text} or W{text} is there too; remove either"
+            elif training and not unsplit:
                 missing += (
                     [f"{mark}{text}" for mark, there in zip("IW", split, strict=True) if not there]
                     if any(split)
@@ -91,15 +91,15 @@ def _check_presence(index: ProgramIndex, training: bool) -> Iterator[str]:
         if missing:
             more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
             names = "; ".join(f"{name} missing" for name in missing[:4])
-            yield f"{names}{more} {place}: a stage computes each microbatch once"
+            yield f"{names}{more} {where}: a stage computes each microbatch once"
         if training and index.reduces[stage] < 0:
-            yield f"R{stage} is missing {place}: put it after the last gradients of stage {stage}"
+            yield f"R{stage} is missing {where}: put it after the last gradients of stage {stage}"
         elif not training and index.reduces[stage] >= 0:
-            yield f"R{stage} {place} reduces gradients, but nothing trains; remove it"
+            yield f"R{stage} {where} reduces gradients, but nothing trains; remove it"
 
 
 def _check_transfers(index: ProgramIndex, training: bool) -> Iterator[str]:
-    """One send and one receive for whatever crosses ranks, and none for what does not."""
+    """Check that what crosses ranks has one send and one receive, and nothing else has."""
     size, hosts = index.microbatches, index.hosts
     for kind, step, of_training in (
         (SendActivation, 1, False),
@@ -107,13 +107,13 @@ def _check_transfers(index: ProgramIndex, training: bool) -> Iterator[str]:
         (SendGradient, -1, True),
         (ReceiveGradient, 1, True),
     ):
-        places = index.table(kind)
+        numbers = index.table(kind)
         for stage in range(index.stages):
             peer = stage + step
             inside = 0 <= peer < index.stages
             needed = inside and hosts[peer] != hosts[stage] and (training or not of_training)
             for at in range(stage * size, (stage + 1) * size):
-                if (places[at] >= 0) == needed:
+                if (numbers[at] >= 0) == needed:
                     continue
                 name = f"{kind.mark}{stage}.{at % size}"
                 if needed:
@@ -128,7 +128,7 @@ def _check_transfers(index: ProgramIndex, training: bool) -> Iterator[str]:
 
 
 def _check_order(index: ProgramIndex, training: bool) -> Iterator[str]:  # noqa: ARG001 - one signature for all
-    """On its rank, every action comes after what it depends on."""
+    """Check that on its rank, every action comes after what it depends on."""
     size, hosts = index.microbatches, index.hosts
     forward, weights = index.table(Forward), index.table(WeightBackward)
     # Either is absent, which is -1.
@@ -162,7 +162,7 @@ def _late(index: ProgramIndex, early: int, cause: int) -> str:
 
 
 def _check_channels(index: ProgramIndex, training: bool) -> Iterator[str]:  # noqa: ARG001 - one signature for all
-    """Both sides of a channel agree about the order."""
+    """Check that both sides of a channel agree about the order."""
     for (source, target), pairs in index.channels().items():
         for before, after in pairwise(pairs):
             if before[1] > after[1]:

@@ -12,7 +12,7 @@ from d9d_core.types import Pack, State
 
 @dataclass(frozen=True, slots=True)
 class DataContext:
-    """What a data stream must know about the job.
+    """Facts of the job that a data stream needs.
 
     Attributes:
         seed: data order depends on this and on the number of consumed samples, on nothing else.
@@ -37,19 +37,19 @@ class DataStream(Protocol):
 
     @property
     def facts(self) -> State:
-        """What is known about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``."""
+        """Facts about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``."""
         ...
 
     def next_pack(self) -> Pack:
-        """The microbatches of the next optimizer step, as CPU tensors."""
+        """Next pack: the microbatches of the next optimizer step, as CPU tensors."""
         ...
 
     def state(self) -> State:
-        """Where the stream stands: after a load, :meth:`next_pack` returns exactly the packs not yet taken."""
+        """Position of the stream: after a load, :meth:`next_pack` returns exactly the packs not yet taken."""
         ...
 
     def load_state(self, state: State) -> None:
-        """Continue at ``state``.
+        """Continue at the position ``state``.
 
         Raises:
             DataError: the state belongs to other data.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The outcome of one health check."""
+    """Outcome of one health check."""
 
     ok: bool
     message: str

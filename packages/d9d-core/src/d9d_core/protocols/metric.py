@@ -45,7 +45,7 @@ class Metric(Protocol):
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
-        """State name -> how the states of two shards are merged."""
+        """Reductions of the states over ranks, by state name."""
         ...
 
     def update(self, observations: Mapping[str, Tensor]) -> None:
@@ -53,7 +53,7 @@ class Metric(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """The accumulated state. Names, shapes and dtypes are the same from construction on: it is loaded into."""
+        """Accumulated state. Names, shapes and dtypes are the same from construction on: it is loaded into."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -61,11 +61,11 @@ class Metric(Protocol):
         ...
 
     def compute(self) -> Mapping[str, Tensor | Table]:
-        """Series name -> 0-d value or table, from the present state; device tensors."""
+        """Values of the present state: series name -> 0-d value or table, as device tensors."""
         ...
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset the state to that of an empty period."""
         ...
 
 
@@ -78,7 +78,7 @@ class StageMetric(Protocol):
     """
 
     def attach(self, stage: nn.Module) -> None:
-        """Look at the whole model, once and before anything else, so that the state has its final shapes.
+        """Look at the full model, once and before anything else, so that the state has its final shapes.
 
         Stages of other pipeline ranks are on the meta device.
 

@@ -1,4 +1,4 @@
-"""The part of a model that a pipeline stage holds, as model plugins are asked to build it."""
+"""Pipeline stages as model plugins are asked to build them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Which part of the model to build: stage ``index`` of ``count``.
+    """Stage of a model to build: number ``index`` of ``count``.
 
     Attributes:
         layers: how many layers each stage has, if the job says so; ``None`` leaves it to the model.

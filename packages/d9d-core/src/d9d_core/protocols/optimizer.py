@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """Updates parameters in place. State is keyed by parameter name, so any layout can resume from any other.
+    """Optimizer of parameters in place. Its state is keyed by parameter name, so any layout can resume from any other.
 
-    It is given the trained parameters of the whole model, so that its rules mean the same on every rank. Those of other
+    It is given the trained parameters of the full model, so that its rules mean the same on every rank. Those of other
     pipeline ranks are on the meta device and never have a gradient; the state made for them is there too.
 
     Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` then is sharded like them. An update
@@ -24,7 +24,7 @@ class Optimizer(Protocol):
         ...
 
     def step(self, gate: Tensor) -> None:
-        """Update from ``parameter.grad``. A parameter without a gradient is left alone.
+        """Update the parameters from ``parameter.grad``. One without a gradient is left alone.
 
         Args:
             gate: 0-d bool tensor on the parameters' device; where it is false, neither parameters nor state change.
@@ -37,21 +37,21 @@ class Optimizer(Protocol):
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first group now."""
+        """Present learning rate of the first group."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """The parameter groups in words, for ``d9d explain``: group -> settings and parameter names."""
+        """Parameter groups in words, for ``d9d explain``: group -> settings and parameter names."""
         ...
 
     def state(self) -> Mapping[str, Tensor]:
-        """``"<parameter name>/<slot>"`` -> tensor. The tensors are the optimizer's own: loading copies into them."""
+        """Optimizer state, ``"<parameter name>/<slot>"`` -> tensor. They are its own: loading copies into them."""
         ...
 
 
 class LrSchedule(Protocol):
-    """The factor on the base learning rate, a pure function of the step."""
+    """Learning-rate schedule: the factor on the base rate as a pure function of the step."""
 
     def __call__(self, step: int) -> float:
-        """The factor used in step ``step`` (0-based)."""
+        """Factor of step ``step`` (0-based)."""
         ...

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class PeftMethod(Protocol):
-    """A fine-tuning method."""
+    """Parameter-efficient fine-tuning method."""
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
         """Change the stage in place and return the names of the parameters that train; all others are frozen.

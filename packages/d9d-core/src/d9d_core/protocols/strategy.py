@@ -1,4 +1,4 @@
-"""Parallel strategies: changes to a stage in place, and who reduces which gradient."""
+"""Parallel strategies: changes to a stage in place, and owners of the gradients' reductions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GradientOwner:
-    """Who reduces the gradient of one parameter over one mesh axis, and how.
+    """Owner of the reduction of one parameter's gradient over one mesh axis, and its operation.
 
     A parameter that belongs to a view (:attr:`Applied.views`) has that view's dimensions in place of the axes.
     """
@@ -27,10 +27,10 @@ class GradientOwner:
 
 
 class Reducer(Protocol):
-    """Reduces gradients over ranks while a backward runs, and is told which one is coming."""
+    """Reducer of gradients over ranks while a backward runs; it is told which backward is coming."""
 
     def before_backward(self, last: bool, complete: bool = True) -> None:
-        """A backward of the stage is about to start.
+        """Prepare for a backward of the stage, which is about to start.
 
         Args:
             last: it is the last of the step; when it has ended, all gradients are reduced or being reduced.
@@ -40,22 +40,22 @@ class Reducer(Protocol):
         ...
 
     def after_weights(self) -> None:
-        """Gradients of weights that a backward had left for later were added to those of earlier microbatches."""
+        """Take note that deferred weight gradients of one microbatch were added to those of earlier ones."""
         ...
 
     def reduce(self) -> None:
-        """All gradients are there: reduce what waits. Only called if some backward of the step was not complete."""
+        """Reduce what waits: all gradients are there. Only called if some backward of the step was not complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a strategy did. One that changed no module is an error: nothing in a job file does nothing.
+    """Report of what a strategy did. One that changed no module is an error: nothing in a job file does nothing.
 
     Attributes:
         modules: qualified names of the modules it changed; the stage itself is ``""``.
         gradients: the reductions it takes responsibility for.
-        views: parameter -> the view of the mesh that it is spread over, if that is none of the base axes.
+        views: parameter -> the view of the mesh that it is sharded over, if that is none of the base axes.
         reducers: what must know when a backward starts.
         compute_dtype: what it converts parameters and inputs to for the forward, if it does.
         on_host: names of the parameters that live in the host's memory, whatever the device.
@@ -73,7 +73,7 @@ class Applied:
 
 
 class Strategy(Protocol):
-    """Changes a built stage in place; parameter names stay what they were."""
+    """Parallel strategy: changes a built stage in place; parameter names stay what they were."""
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Apply to the stage, on the meta device. Collective over all ranks if it takes a mesh from the topology.

@@ -1,4 +1,4 @@
-"""Subscribers: observers of the loop's events."""
+"""Subscribers: observers of the training loop's events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Subscriber(Protocol):
-    """An observer of the loop."""
+    """Observer of the training loop."""
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
         """Pairs of an event type from :mod:`d9d_core.events` and the function it calls."""

@@ -26,7 +26,7 @@ class StageInputs:
 
 
 class Task(Protocol):
-    """What is learned: from a microbatch to model inputs, and from outputs to loss sums.
+    """Task of a training: from a microbatch to model inputs, and from outputs to loss sums.
 
     The loss of a step is the sum over its terms of ``coefficient * (sum of the term) / (global weight of the term)``.
     Weights depend on the microbatch alone, so they are known before the first backward and no pass over gradients is
@@ -35,7 +35,7 @@ class Task(Protocol):
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """The loss terms and their coefficients."""
+        """Coefficients of the loss terms, by term."""
         ...
 
     def check(self, model: Any, facts: State) -> None:
@@ -51,21 +51,21 @@ class Task(Protocol):
         ...
 
     def count(self, microbatch: Microbatch) -> int:
-        """Tokens (or samples) of this microbatch, from shapes alone; for throughput."""
+        """Number of tokens (or samples) of this microbatch, from shapes alone; for throughput."""
         ...
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Term -> its weight in this microbatch, a 0-d tensor on the microbatch's device."""
+        """Weights of the loss terms in this microbatch: 0-d tensors on its device, by term."""
         ...
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """The keyword arguments of the model."""
+        """Keyword arguments of the model for this microbatch."""
         ...
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Term -> its sum over this microbatch, a 0-d float32 tensor with a graph; finite also where nothing counts."""
+        """Sums of the loss terms over this microbatch: 0-d float32 with a graph; finite also where nothing counts."""
         ...
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """What metrics may look at, detached."""
+        """Observations for metrics, by name; detached."""
         ...

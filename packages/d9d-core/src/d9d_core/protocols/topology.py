@@ -79,6 +79,6 @@ class Topology(Protocol):
         """
         ...
 
-    def places_group(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
+    def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
         """Process group of some positions along a base axis, or of all other positions if this process is there."""
         ...

@@ -13,7 +13,7 @@ from d9d_core.types import State
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a tracker may know about the run.
+    """Facts about the run for trackers.
 
     Attributes:
         name: the run's name.
@@ -33,10 +33,10 @@ class RunInfo:
 
 
 class TrackerRun(Protocol):
-    """An open run of a tracker. A failing tracker is reported once and never ends the training."""
+    """Open run of a tracker. A failing tracker is reported once and never ends the training."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Series name -> value after ``step`` steps (1-based)."""
+        """Write values after ``step`` steps (1-based), by series name."""
         ...
 
     def flush(self) -> None:
@@ -44,7 +44,7 @@ class TrackerRun(Protocol):
         ...
 
     def state(self) -> State:
-        """What :meth:`Tracker.open` needs to continue this run, such as a run id."""
+        """State from which :meth:`Tracker.open` continues this run, such as a run id."""
         ...
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
@@ -54,15 +54,15 @@ class TrackerRun(Protocol):
 
 @runtime_checkable
 class TakesTables(Protocol):
-    """A tracker's run that takes tables too. Those that do not never see any."""
+    """Tracker run that takes tables too. One that does not never sees any."""
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Name -> table, in the host's memory, after ``step`` steps (1-based)."""
+        """Write tables after ``step`` steps (1-based), by name; they are in the host's memory."""
         ...
 
 
 class Tracker(Protocol):
-    """Where logged values go."""
+    """Destination of logged values."""
 
     def open(self, run: RunInfo, state: State | None) -> TrackerRun:
         """Start a run, or continue the one whose ``state`` a checkpoint kept."""

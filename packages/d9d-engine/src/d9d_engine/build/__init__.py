@@ -1,1 +1,1 @@
-"""From a job to a trainer."""
+"""Building of a trainer from a job: components, strategies, kernels, initial weights, and the plan."""

@@ -1,4 +1,4 @@
-"""Putting the stages of a rank together on the meta device: nothing is allocated, everything is decided."""
+"""Assembly of a rank's stages on the meta device: nothing is allocated, everything is decided."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from d9d_engine.step.ownership import Ownership, settle
 
 @dataclass(frozen=True)
 class Assembly:
-    """The stages of this rank on the meta device and how they came about.
+    """Stages of this rank on the meta device, with what the strategies did to them.
 
     Attributes:
         pipeline: all stages, and who runs them.
@@ -67,7 +67,7 @@ class Assembly:
 
     @property
     def model(self) -> nn.Module:
-        """The stages of this rank as one module."""
+        """Stages of this rank as one module."""
         return joined_stages(list(self.stages.values()))
 
     @property
@@ -76,7 +76,7 @@ class Assembly:
         return list(self.whole.stages) if isinstance(self.whole, JoinedStages) else [self.whole]
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that train, of the whole model; those of other ranks stay on the meta device.
+        """Trained parameters of the full model; those of other ranks stay on the meta device.
 
         So the rules of an optimizer mean the same on every rank.
         """
@@ -91,12 +91,12 @@ class Assembly:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What strategies convert parameters and inputs to, if they do."""
+        """Dtype that strategies convert parameters and inputs to, if they do."""
         converted = [applied.compute_dtype for _, applied in self.applied if applied.compute_dtype is not None]
         return converted[-1] if converted else None
 
     def stage_holders(self, topology: Topology) -> StageHolders | None:
-        """Which rank along ``pp`` holds which tensor; ``None`` if each holds all. Collective over those ranks."""
+        """Holders of the tensors along ``pp``; ``None`` if each rank holds all. Collective over those ranks."""
         if self.pipeline.ranks == 1:
             return None
         group = topology.axes_group("pp")
@@ -199,7 +199,7 @@ def build_stages(job: JobConfig, selection: Selection, pipeline: Pipeline) -> li
 
 
 def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Parameter -> the stages that have it, for those that several have, such as a tied embedding."""
+    """Parameters that several stages have, such as a tied embedding: name -> stages."""
     found: dict[str, list[int]] = {}
     for index, stage in enumerate(stages):
         for name, _ in stage.named_parameters():
@@ -210,7 +210,7 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
 def _apply(
     chosen: Chosen, config: Any, stages: Mapping[int, nn.Module], topology: Topology, several: bool
 ) -> dict[int, Applied]:
-    """What a strategy did to each stage. Of several stages, one may lack what another has."""
+    """Apply a strategy to each stage. Of several stages, one may lack what another has."""
     strategy: Strategy = instantiate(chosen, config)
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
     for outcome in outcomes.values():
@@ -234,7 +234,7 @@ def _apply(
 
 
 def _merged(outcomes: Sequence[Applied]) -> Applied:
-    """What a strategy did to all stages of this rank."""
+    """Merge the reports of a strategy on all stages of this rank."""
     if len(outcomes) == 1:
         return outcomes[0]
     return Applied(
@@ -265,7 +265,7 @@ def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
+    """Name of a dtype: ``"bfloat16"`` for ``torch.bfloat16``."""
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 

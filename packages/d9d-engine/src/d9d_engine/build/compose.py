@@ -1,4 +1,4 @@
-"""The composition root: from a job to a trainer, each component with its collaborators."""
+"""Composition root: from a job to a trainer, each component with its collaborators."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def build(
             beside_weights = pretrained.others
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
-    ties.spread()
+    ties.copy_values()
     events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
     here = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
@@ -170,14 +170,14 @@ def build(
     )
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
-    feed = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
-    keeper = Checkpointer(
+    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    checkpointer = Checkpointer(
         store=store,
         stage=model,
         ties=ties,
         optimizer=optimizer,
         statistics=statistics,
-        stream=feed,
+        stream=prefetcher,
         trackers=trackers,
         job=job,
         manifest=Manifest.of(registry),
@@ -189,10 +189,10 @@ def build(
         model=model,
         step=step,
         task=task,
-        feed=feed,
+        prefetcher=prefetcher,
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
-        keeper=keeper,
+        checkpointer=checkpointer,
         export=_exporter(job, selection, assembly, topology, stream, beside_weights),
         interrupts=interrupts,
         events=events,
@@ -254,7 +254,7 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
 
 
 def _tied(stage: nn.Module) -> dict[str, str]:
-    """Name of a parameter that has several -> the first of them."""
+    """Tied names: name of a parameter that has several -> the first of them."""
     first: dict[int, str] = {}
     names = stage.named_parameters(remove_duplicate=False)
     found = {name: first.setdefault(id(parameter), name) for name, parameter in names}

@@ -34,7 +34,7 @@ def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.de
     owns = [*module._parameters, *module._buffers]  # noqa: SLF001 - there is no public "own tensors only, None included"
     if isinstance(module, LateInit):
         torch.manual_seed(seed)
-        with _whole_parameters(module, device):
+        with _full_parameters(module, device):
             module.reset_parameters()
     elif any(getattr(module, tensor) is not None for tensor in owns):
         kind = type(module).__name__
@@ -45,8 +45,8 @@ def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.de
 
 
 @contextmanager
-def _whole_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put whole tensors in the place of the module's own DTensors, and keep this rank's part of them afterwards."""
+def _full_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Replace the module's DTensors by full tensors inside the block, and keep this rank's shards afterwards."""
     own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
     sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
     for name, parameter in sharded.items():

@@ -1,4 +1,4 @@
-"""Several stages of a model as one module."""
+"""Stages of a model joined to one module."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 def joined_stages(stages: Sequence[nn.Module]) -> nn.Module:
-    """The stages as one module whose tensors have the names of the whole model; an only stage is that module itself."""
+    """Join stages to one module whose tensors have the names of the full model; an only stage is that module itself."""
     return stages[0] if len(stages) == 1 else JoinedStages(stages)
 
 
 class JoinedStages(nn.Module):
-    """Stages of a model, to be looked at together: it has no forward.
+    """Stages of a model as one module, to be looked at together: it has no forward.
 
     Modules, parameters and buffers are called what they are called in the whole model, which is what each stage calls
     them. A name that several stages have, such as that of a tied embedding, stands for the first of them; the stages
@@ -34,7 +34,7 @@ class JoinedStages(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of all stages; the stages have the empty name."""
+        """Modules of all stages; the stages have the empty name."""
         memo = set() if memo is None else memo
         for stage in self.stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
@@ -42,21 +42,21 @@ class JoinedStages(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of all stages, each name once."""
+        """Parameters of all stages, each name once."""
         return _first(stage.named_parameters(prefix, recurse, remove_duplicate) for stage in self._stages)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers of all stages, each name once."""
+        """Buffers of all stages, each name once."""
         return _first(stage.named_buffers(prefix, recurse, remove_duplicate) for stage in self._stages)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The states of all stages, each name once."""
+        """State dict of all stages, each name once."""
         return {k: v for stage in reversed(self._stages) for k, v in stage.state_dict(*args, **kwargs).items()}
 
     def get_submodule(self, target: str) -> nn.Module:
-        """The first module of that name.
+        """First module of that name.
 
         Raises:
             AttributeError: no stage has one.
@@ -64,7 +64,7 @@ class JoinedStages(nn.Module):
         return self._find(lambda stage: stage.get_submodule(target), f"module '{target}'")
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The first parameter of that name.
+        """First parameter of that name.
 
         Raises:
             AttributeError: no stage has one.
@@ -72,7 +72,7 @@ class JoinedStages(nn.Module):
         return self._find(lambda stage: stage.get_parameter(target), f"parameter '{target}'")
 
     def get_buffer(self, target: str) -> Tensor:
-        """The first buffer of that name.
+        """First buffer of that name.
 
         Raises:
             AttributeError: no stage has one.

@@ -1,4 +1,4 @@
-"""Choosing a backend for every op of a model, once, with reasons."""
+"""Choice of a backend for every op of a model, made once, with reasons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Judgement = Callable[[Chosen], Iterable[Verdict]]
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """What an op of the model runs with.
+    """Choice of the backend of one op of the model.
 
     Attributes:
         op: the op.
@@ -126,7 +126,7 @@ def _label(entry: Entry, *, unique: bool) -> str:
 
 
 def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
-    """The accepting backend with the highest priority; of equals, the first by distribution and name."""
+    """Accepting backend with the highest priority; of equals, the first by distribution and name."""
     accepted = [entry for entry, decision in answers.items() if decision.accept and decision.priority > 0]
     return min(
         accepted, key=lambda e: (-answers[e].priority, e.origin.distribution, e.spec.key, e.origin.module), default=None

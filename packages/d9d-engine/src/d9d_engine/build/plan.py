@@ -1,4 +1,4 @@
-"""What a job would do, found out without a GPU, a process group or any memory for the model."""
+"""Plan of a job, made without a GPU, a process group or any memory for the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from d9d_engine.distributed.mesh import Topology
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on the first rank, without activations."""
+    """Estimate of the bytes on the first rank, without activations."""
 
     parameters: int
     gradients: int
@@ -36,13 +36,13 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all items."""
         return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The outcome of planning.
+    """Plan of a job.
 
     Attributes:
         selection: records behind the job's names.
@@ -112,7 +112,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
 
 
 def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
-    """The learning-rate schedule of the job; a constant one by default."""
+    """Build the learning-rate schedule of the job; a constant one by default."""
     if selection.lr_schedule is None or job.lr_schedule is None:
         return lambda _step: 1.0
     schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, job.steps)
@@ -136,7 +136,7 @@ def _flops(job: JobConfig, selection: Selection) -> float | None:
 
 
 def circumstances(job: JobConfig, device: torch.device | None) -> Circumstances:
-    """What capabilities are judged against; ``device`` is ``None`` where the job will run elsewhere."""
+    """Circumstances that capabilities are judged against; ``device`` is ``None`` where the job will run elsewhere."""
     capability = None
     if device is not None and device.type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability(device)

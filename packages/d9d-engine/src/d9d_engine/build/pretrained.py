@@ -1,4 +1,4 @@
-"""Starting from published weights."""
+"""Published weights to start from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from d9d_engine.run.progress import ByteBar
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Weights to start from, checked against the model.
+    """Published weights, checked against the model.
 
     Attributes:
         directory: where they lie, opened.
@@ -44,12 +44,12 @@ class Pretrained:
     others: Mapping[str, bytes]
 
     def summary(self) -> str:
-        """What would be read, and what would be drawn anew."""
+        """Summary of what would be read, and what would be drawn anew."""
         anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
         return f"{len(self.graph.outputs)} tensors from {self.directory.location} fit{anew}"
 
     def load(self, stage: nn.Module, job: JobConfig, topology: Topology, note: Callable[[str], None]) -> None:
-        """Fill the model's tensors. Collective over all ranks.
+        """Fill the model's tensors from the files. Collective over all ranks.
 
         Raises:
             CheckpointError: something cannot be read, on any rank.
@@ -119,7 +119,7 @@ def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpe
 
 
 def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
-    """From the weights that a job starts from to its model; without any, from its model to what it exports.
+    """State graph from the weights that a job starts from to its model; without any, from its model to its export.
 
     Raises:
         CheckpointError: the weights do not fit, or the model has no published form.

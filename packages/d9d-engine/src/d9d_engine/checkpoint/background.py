@@ -1,4 +1,4 @@
-"""One piece of work beside the training thread."""
+"""Work in the background of the training thread."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Runs a function in a thread of its own, which does not keep the process alive.
+    """Function in a thread of its own, which does not keep the process alive.
 
     Args:
         work: the function.
@@ -26,16 +26,16 @@ class Background(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether it has returned or raised."""
+        """Whether the function has returned or raised."""
         return self._future.done()
 
     @property
     def failed(self) -> bool:
-        """Whether it has raised."""
+        """Whether the function has raised."""
         return self.done and self._future.exception() is not None
 
     def result(self) -> T:
-        """Wait for what it returns.
+        """Wait for the function's result.
 
         Raises:
             BaseException: what it raised.

@@ -11,7 +11,7 @@ import torch
 from d9d_core.errors import CheckpointError
 from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.files.safetensors import TensorFile
-from d9d_weights.sharding.shards import Part, dtype_name
+from d9d_weights.sharding.shards import LocalShards, dtype_name
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint import state_dict_loader as dcp
@@ -32,39 +32,41 @@ _SHOWN = 3
 
 
 class WindowPlanner(LoadPlanner):
-    """Plans to fill the pieces that this rank holds.
+    """Load planner that fills the shards that this rank holds.
 
     Args:
-        parts: what to fill.
+        local_shards: of the tensors to fill.
         optional: names that the checkpoint may lack; such tensors stay as they are.
         known: the entries of the checkpoint, name -> ``dtype`` and ``shape``, that must all be wanted by some rank.
     """
 
-    def __init__(self, parts: Mapping[str, Part], optional: Set[str], known: Mapping[str, Mapping[str, Any]]) -> None:
-        self._parts = parts
+    def __init__(
+        self, local_shards: Mapping[str, LocalShards], optional: Set[str], known: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        self._local = local_shards
         self._optional = optional
         self._known = known
         self._metadata = Metadata({})
 
     def set_up_planner(
         self,
-        state_dict: Any,  # noqa: ARG002 - the parts are known from the constructor
+        state_dict: Any,  # noqa: ARG002 - the shards are known from the constructor
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: ARG002
     ) -> None:
-        """Take in what the checkpoint holds."""
+        """Take in the metadata of the checkpoint."""
         assert metadata is not None
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """The windows of this rank, and all its names, for the comparison."""
+        """Plan the reads of this rank, and list all its names for the comparison."""
         items: list[ReadItem] = []
-        for name, part in self._parts.items():
+        for name, local in self._local.items():
             entry = self._metadata.state_dict_metadata.get(name)
-            if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == part.shape:
-                chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in part.pieces]
+            if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == local.shape:
+                chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in local.shards]
                 items += create_read_items_for_chunk_list(name, entry, chunks)
-        wanted = {name: (dtype_name(part.dtype), list(part.shape)) for name, part in self._parts.items()}
+        wanted = {name: (dtype_name(local.dtype), list(local.shape)) for name, local in self._local.items()}
         return LoadPlan(items, planner_data=wanted)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -93,28 +95,28 @@ class WindowPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called: everything that is no tensor is JSON, and read elsewhere."""
+        """Raise: everything that is no tensor is JSON, and read elsewhere."""
         raise NotImplementedError("a checkpoint holds tensors only")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of this rank's memory that a window fills."""
+        """Memory of this rank that a window fills."""
         offset = tuple(read_item.dest_index.offset or ())
-        piece = next(piece for piece in self._parts[read_item.dest_index.fqn].pieces if piece.offset == offset)
-        tensor = piece.tensor
+        shard = next(shard for shard in self._local[read_item.dest_index.fqn].shards if shard.offset == offset)
+        tensor = shard.tensor
         for dim, (first, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, first, length)
         return tensor
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: the memory is the tensor's own."""
+        """Do nothing: the memory is the tensor's own."""
 
 
 class WindowReader(StorageReader):
-    """Reads windows of the files of a checkpoint.
+    """Storage reader of windows of a checkpoint's files.
 
     Args:
         storage: where it lies.
@@ -126,41 +128,41 @@ class WindowReader(StorageReader):
         self._storage = storage
         self._name = name
         self._table = table
-        self._pieces = {
-            MetadataIndex(tensor, torch.Size(piece["offset"])): piece
+        self._shards = {
+            MetadataIndex(tensor, torch.Size(shard["offset"])): shard
             for tensor, entry in table.items()
-            for piece in entry["pieces"]
+            for shard in entry["pieces"]
         }
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """A reader is used once."""
+        """Do nothing: a reader is used once."""
 
     def read_metadata(self) -> Metadata:
-        """The manifest's table, as torch has it."""
+        """Metadata of the checkpoint: the manifest's table, as torch has it."""
         return Metadata({name: _metadata(entry) for name, entry in self._table.items()})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Everything is known from the constructor."""
+        """Do nothing: everything is known from the constructor."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the windows of a plan, file by file."""
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
-            by_file.setdefault(self._pieces[item.storage_index]["file"], []).append(item)
+            by_file.setdefault(self._shards[item.storage_index]["file"], []).append(item)
         for file, items in by_file.items():
             with self._storage.open(self._name, file) as source:
                 tensors = TensorFile(source, file)
                 for item in items:
                     target = planner.resolve_tensor(item)
-                    tensors.read(self._pieces[item.storage_index]["key"], item.storage_offsets, target)
+                    tensors.read(self._shards[item.storage_index]["key"], item.storage_offsets, target)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -168,12 +170,12 @@ class WindowReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Places are chosen by the storage, not by an id."""
+        """Accept any id: the storage chooses where files are read."""
         return False
 
 
 def load(planner: WindowPlanner, reader: WindowReader, group: dist.ProcessGroup | None) -> None:
-    """Fill the planner's parts. Collective over ``group``; ``None`` stands for one process.
+    """Fill the planner's shards. Collective over ``group``; ``None`` stands for one process.
 
     Raises:
         BaseException: what went wrong; with a group, a ``CheckpointException`` that lists it by rank.

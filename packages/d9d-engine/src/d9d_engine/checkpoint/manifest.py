@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint consists of. Written last, with a checksum of everything, itself included."""
+"""Manifest of a checkpoint, ``manifest.json``: written last, with a checksum of everything, itself included."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CHUNK = 1 << 22
 
 
 def tensors_file(rank: int) -> str:
-    """The file that a rank writes."""
+    """Name of the file of tensors that a rank writes."""
     return f"tensors-{rank:05d}.safetensors"
 
 
 def manifest_bytes(
     step: int, table: Mapping[str, Any], files: Mapping[str, Written], facts: Mapping[str, Any]
 ) -> bytes:
-    """The manifest's text.
+    """Serialise a manifest.
 
     Args:
         step: optimizer steps done.

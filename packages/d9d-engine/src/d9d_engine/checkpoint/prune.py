@@ -1,4 +1,4 @@
-"""The names of checkpoints, and the removal of those that are kept no longer."""
+"""Names of checkpoints, and removal of those that are kept no longer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _PREFIX = "step-"
 
 
 def folder(step: int) -> str:
-    """``step-00000100``."""
+    """Name of the checkpoint of a step, such as ``step-00000100``."""
     return f"{_PREFIX}{step:08d}"
 
 
 def steps_in(storage: DirectoryStore) -> list[int]:
-    """The steps of the checkpoints that exist, newest first, unverified."""
+    """Steps of the checkpoints that exist, newest first, unverified."""
     numbers = [name.removeprefix(_PREFIX) for name in storage.names() if name.startswith(_PREFIX)]
     return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
 
 
 class Pruner:
-    """Removes old checkpoints. Of use to one rank only.
+    """Remover of old checkpoints, on one rank only.
 
     Args:
         storage: where they lie.

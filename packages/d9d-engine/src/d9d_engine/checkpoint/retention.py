@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention of checkpoints: which of them stay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class BestOf:
-    """Keep the checkpoints with the best values of a logged series.
+    """Rule that keeps the checkpoints with the best values of a logged series.
 
     Attributes:
         series: its name.
@@ -24,7 +24,7 @@ class BestOf:
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """What is kept; a checkpoint stays if any of the rules says so.
+    """Rules of retention; a checkpoint stays if any of them says so.
 
     Attributes:
         newest: how many of the newest; ``None`` keeps all.
@@ -37,7 +37,7 @@ class Retention:
     best: BestOf | None = None
 
     def surplus(self, steps: Iterable[int], scores: Mapping[int, float], saved: int) -> list[int]:
-        """The steps whose checkpoints go, oldest first.
+        """Steps whose checkpoints are removed, oldest first.
 
         Args:
             steps: of the checkpoints that exist.

@@ -1,6 +1,6 @@
 """Saving through torch.distributed.checkpoint, with a planner and a writer that pickle nothing into any file.
 
-The planner is given, for each rank, the pieces that this rank writes (``state.pieces``); the first rank makes one table
+The planner is given, for each rank, the shards that this rank writes; the first rank makes one table
 of them and sees to it that nothing is missing.
 """
 
@@ -16,7 +16,7 @@ import torch
 from d9d_core.errors import CheckpointError
 from d9d_weights.files.directory import MANIFEST, Draft
 from d9d_weights.files.safetensors import Written, write_tensors
-from d9d_weights.sharding.shards import Part, dtype_name
+from d9d_weights.sharding.shards import LocalShards, dtype_name
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint import state_dict_saver as dcp
@@ -34,18 +34,18 @@ from torch.futures import Future
 
 from d9d_engine.checkpoint.manifest import VALUES, manifest_bytes, tensors_file
 
-#: Where a piece is: file, key in it, bytes of the file, checksum of the file.
+#: Where a shard is: file, key in it, bytes of the file, checksum of the file.
 _Place = tuple[str, str, int, str]
 
 
-class PiecePlanner(SavePlanner):
-    """Plans to write exactly the pieces it is given.
+class ShardPlanner(SavePlanner):
+    """Save planner that writes exactly the shards it is given.
 
     Args:
-        ready: called once, in the thread that writes: the parts, with tensors in their final state.
+        ready: called once, in the thread that writes: the shards, with tensors in their final state.
     """
 
-    def __init__(self, ready: Callable[[], Mapping[str, Part]]) -> None:
+    def __init__(self, ready: Callable[[], Mapping[str, LocalShards]]) -> None:
         self._ready = ready
         self._tensors: dict[MetadataIndex, Tensor] = {}
 
@@ -55,25 +55,25 @@ class PiecePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """The tensors come from ``ready`` instead: a failure there is one of this rank, which all ranks learn of."""
+        """Ignore the state dict: the tensors come from ``ready``; all ranks learn of a failure there."""
 
     def create_local_plan(self) -> SavePlan:
-        """The pieces of this rank."""
+        """Plan the writes of this rank's shards."""
         items = []
-        for name, part in self._ready().items():
-            for piece in part.pieces:
-                index = MetadataIndex(name, torch.Size(piece.offset))
-                chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
-                data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
+        for name, local in self._ready().items():
+            for shard in local.shards:
+                index = MetadataIndex(name, torch.Size(shard.offset))
+                chunk = ChunkStorageMetadata(torch.Size(shard.offset), torch.Size(shard.shape))
+                data = TensorWriteData(chunk, TensorProperties(dtype=local.dtype), torch.Size(local.shape))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                self._tensors[index] = piece.tensor
+                self._tensors[index] = shard.tensor
         return SavePlan(items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """One table of all pieces.
+        """Merge the plans of all ranks into one table of shards.
 
         Raises:
-            CheckpointError: the pieces of a tensor do not make it whole.
+            CheckpointError: the shards of a tensor do not cover it.
         """
         table: dict[str, TensorStorageMetadata] = {}
         for plan in all_plans:
@@ -86,22 +86,22 @@ class PiecePlanner(SavePlanner):
             found = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
             if found != math.prod(entry.size):
                 raise CheckpointError(
-                    f"the pieces of '{name}' have {found} numbers, the tensor {math.prod(entry.size)}; "
+                    f"the shards of '{name}' have {found} numbers, the tensor {math.prod(entry.size)}; "
                     "ranks hold different meshes"
                 )
         return all_plans, Metadata(dict(table))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The values of a piece."""
+        """Values of a shard."""
         return self._tensors[write_item.index]
 
 
-class PieceWriter(StorageWriter):
-    """Writes one file per rank, then, on the first rank, the values and the manifest.
+class CheckpointWriter(StorageWriter):
+    """Storage writer of a checkpoint: one file per rank, then, on the first rank, the values and the manifest.
 
     Args:
         draft: the folder to fill.
@@ -119,13 +119,13 @@ class PieceWriter(StorageWriter):
         self._facts = facts
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
-        """A writer is used once."""
+        """Do nothing: a writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Everything is known from the constructor."""
+        """Do nothing: everything is known from the constructor."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -162,7 +162,7 @@ class PieceWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:  # noqa: ARG003
-        """Places are chosen by the draft, not by an id."""
+        """Accept any id: the draft chooses where files are written."""
         return False
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -181,7 +181,7 @@ class PieceWriter(StorageWriter):
         ]
 
 
-def save(planner: PiecePlanner, writer: PieceWriter, group: dist.ProcessGroup | None) -> int:
+def save(planner: ShardPlanner, writer: CheckpointWriter, group: dist.ProcessGroup | None) -> int:
     """Write a checkpoint and return its size in bytes. Collective over ``group``; ``None`` stands for one process.
 
     Raises:
@@ -199,7 +199,7 @@ def save(planner: PiecePlanner, writer: PieceWriter, group: dist.ProcessGroup | 
 
 
 def _key(item: WriteItem) -> str:
-    """The tensor's name if the piece is all of it, else with its offset."""
+    """Key in the file: the tensor's name if the shard is all of it, else with its offset."""
     data = item.tensor_data
     assert data is not None
     if data.chunk.sizes == data.size:
@@ -211,10 +211,10 @@ def _table(metadata: Metadata) -> dict[str, Any]:
     table = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
-        pieces = []
+        shards = []
         for chunk in entry.chunks:
             file, key, *_ = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            pieces.append({"file": file, "key": key, "offset": list(chunk.offsets), "shape": list(chunk.sizes)})
+            shards.append({"file": file, "key": key, "offset": list(chunk.offsets), "shape": list(chunk.sizes)})
         dtype = dtype_name(entry.properties.dtype)
-        table[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": pieces}
+        table[name] = {"dtype": dtype, "shape": list(entry.size), "pieces": shards}
     return table

@@ -1,4 +1,4 @@
-"""One save: from the pieces of all ranks to a checkpoint that exists."""
+"""Save of one checkpoint: from the shards of all ranks to a directory that exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
 from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import is_known_to_all, reason
-from d9d_weights.sharding.shards import Part
+from d9d_weights.sharding.shards import LocalShards
 from torch import distributed as dist
 
 from d9d_engine.checkpoint import save as dcp_save
@@ -20,7 +20,7 @@ from d9d_engine.checkpoint.prune import Pruner
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Everything that a save needs, so that it can run in any thread.
+    """Save of one checkpoint, independent of the thread that runs it.
 
     Attributes:
         storage: where checkpoints lie.
@@ -42,11 +42,11 @@ class SaveJob:
     group: dist.ProcessGroup | None
     pruner: Pruner
 
-    def run(self, ready: Callable[[], Mapping[str, Part]], stall: float | None) -> SaveReport:
+    def run(self, ready: Callable[[], Mapping[str, LocalShards]], stall: float | None) -> SaveReport:
         """Write and publish. Collective over ``group``.
 
         Args:
-            ready: the pieces that this rank writes, in their final state.
+            ready: the shards that this rank writes, in their final state.
             stall: how long training waited; ``None`` if it waits all the time.
 
         Raises:
@@ -54,9 +54,9 @@ class SaveJob:
         """
         began = time.perf_counter()
         draft, location = self.storage.draft(self.name), self.storage.location(self.name)
-        writer = dcp_save.PieceWriter(draft, self.rank, self.step, self.values, self.facts)
+        writer = dcp_save.CheckpointWriter(draft, self.rank, self.step, self.values, self.facts)
         try:
-            size = dcp_save.save(dcp_save.PiecePlanner(ready), writer, self.group)
+            size = dcp_save.save(dcp_save.ShardPlanner(ready), writer, self.group)
         except BaseException as error:
             if self.rank == 0:
                 draft.discard()  # every rank has stopped writing, or will be stopped
@@ -69,5 +69,5 @@ class SaveJob:
 
 
 def unwritten(location: str, why: str) -> str:
-    """The text of an error."""
+    """Text of the error of a save that failed."""
     return f"checkpoint {location} could not be written: {why}; earlier ones are untouched"

@@ -1,4 +1,4 @@
-"""A checkpoint that exists: what is read from it."""
+"""Reading of a checkpoint that exists."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Checkpoint:
 
     @property
     def location(self) -> str:
-        """Where it is."""
+        """Path or address of the checkpoint."""
         return self._storage.location(self.name)
 
     @property
     def step(self) -> int:
-        """Optimizer steps done when it was taken."""
+        """Optimizer steps done when the checkpoint was taken."""
         return int(self.manifest["step"])
 
     def values(self) -> dict[str, Any]:
-        """Everything that is not a tensor. Collective over all ranks."""
+        """Values that are no tensors. Collective over all ranks."""
 
         def read() -> Any:
             with self._storage.open(self.name, VALUES) as file:
@@ -67,8 +67,8 @@ class Checkpoint:
             CheckpointError: names, shapes or dtypes differ, on any rank; nothing is copied then, on none.
         """
         table = {name: entry for name, entry in self.manifest["tensors"].items() if name.startswith(scope)}
-        parts = on_all(lambda: describe(tensors), self._group)
-        planner = dcp_load.WindowPlanner(parts, frozenset(optional), table)
+        local_shards = on_all(lambda: describe(tensors), self._group)
+        planner = dcp_load.WindowPlanner(local_shards, frozenset(optional), table)
         try:
             dcp_load.load(planner, dcp_load.WindowReader(self._storage, self.name, table), self._group)
         except BaseException as error:

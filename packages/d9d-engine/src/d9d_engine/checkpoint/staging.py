@@ -1,4 +1,4 @@
-"""Copies of this rank's pieces in the host's memory, taken without waiting for the device.
+"""Copies of this rank's shards in the host's memory, taken without waiting for the device.
 
 The copy of an accelerator's tensor runs on a stream of its own while training goes on. Training may read the tensor
 meanwhile; before it changes it, the device (not the host) has to wait for the copy: :meth:`Staged.before_mutation`.
@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
-from d9d_weights.sharding.shards import Part, Piece
+from d9d_weights.sharding.shards import LocalShards, TensorShard
 from torch import Tensor
 
-#: Pinned memory is allocated in powers of two, so pieces share blocks of this size; a larger piece has its own.
+#: Pinned memory is allocated in powers of two, so shards share blocks of this size; a larger shard has its own.
 _BLOCK = 1 << 28
 _ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Copies that are under way.
+    """Staged copies, maybe still under way.
 
     Attributes:
-        parts: with tensors in the host's memory.
+        local_shards: copies in the host's memory.
         copied: passes when they are final; ``None`` if they are already.
         sources: what is being copied, which keeps its memory from being used for something else.
     """
 
-    parts: Mapping[str, Part]
+    local_shards: Mapping[str, LocalShards]
     copied: torch.Event | None
     sources: tuple[Tensor, ...]
 
@@ -38,42 +38,42 @@ class Staged:
         if self.copied is not None:
             torch.accelerator.current_stream(self.sources[0].device).wait_event(self.copied)
 
-    def ready(self) -> Mapping[str, Part]:
-        """The copies, in their final state. The host waits."""
+    def ready(self) -> Mapping[str, LocalShards]:
+        """Wait on the host for the copies in their final state."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.parts
+        return self.local_shards
 
 
 class Stager:
-    """Makes copies, always into the same memory: the copies before must not be needed any more."""
+    """Stager of copies, always into the same memory: the copies before must not be needed any more."""
 
     def __init__(self) -> None:
-        self._copies: dict[str, Part] = {}
+        self._copies: dict[str, LocalShards] = {}
         self._block = torch.empty(0, dtype=torch.uint8)  # what is left of the block begun last
         self._stream: torch.Stream | None = None
 
-    def reserve(self, parts: Mapping[str, Part]) -> None:
-        """Allocate memory for copies of these parts, unless that was done before; takes seconds for many gigabytes."""
-        for name, part in parts.items():
+    def reserve(self, local_shards: Mapping[str, LocalShards]) -> None:
+        """Allocate memory for copies of these shards, unless that was done before; takes seconds for many gigabytes."""
+        for name, local in local_shards.items():
             present = self._copies.get(name)
-            if present is None or _form(present) != _form(part):
-                pieces = tuple(Piece(piece.offset, self._allocate(piece.tensor)) for piece in part.pieces)
-                self._copies[name] = Part(part.dtype, part.shape, pieces)
-        for name in self._copies.keys() - parts.keys():
+            if present is None or _form(present) != _form(local):
+                shards = tuple(TensorShard(shard.offset, self._allocate(shard.tensor)) for shard in local.shards)
+                self._copies[name] = LocalShards(local.dtype, local.shape, shards)
+        for name in self._copies.keys() - local_shards.keys():
             del self._copies[name]
 
-    def stage(self, parts: Mapping[str, Part], volatile: Set[str]) -> Staged:
-        """Begin to copy.
+    def stage(self, local_shards: Mapping[str, LocalShards], volatile: Set[str]) -> Staged:
+        """Begin to copy shards to the host's memory.
 
         Args:
-            parts: pieces of tensors, on any devices.
+            local_shards: of tensors on any devices.
             volatile: names of tensors that may change before anybody calls ``before_mutation``; on the device, they
                 are cloned first.
         """
-        self.reserve(parts)
+        self.reserve(local_shards)
         with torch.no_grad():
-            sources = {name: _sources(part, name in volatile) for name, part in parts.items()}
+            sources = {name: _sources(local, name in volatile) for name, local in local_shards.items()}
             far = tuple(tensor for tensors in sources.values() for tensor in tensors if tensor.device.type != "cpu")
             for source, buffer in self._pairs(sources):
                 if source.device.type == "cpu":
@@ -93,7 +93,7 @@ class Stager:
 
     def _pairs(self, sources: Mapping[str, tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, Tensor]]:
         for name, tensors in sources.items():
-            for tensor, copy in zip(tensors, self._copies[name].pieces, strict=True):
+            for tensor, copy in zip(tensors, self._copies[name].shards, strict=True):
                 yield tensor, copy.tensor
 
     def _allocate(self, tensor: Tensor) -> Tensor:
@@ -108,10 +108,10 @@ class Stager:
         return memory.view(tensor.dtype).view(tensor.shape)
 
 
-def _sources(part: Part, volatile: bool) -> tuple[Tensor, ...]:
-    tensors = tuple(piece.tensor for piece in part.pieces)
+def _sources(local: LocalShards, volatile: bool) -> tuple[Tensor, ...]:
+    tensors = tuple(shard.tensor for shard in local.shards)
     return tuple(t.clone() if volatile and t.device.type != "cpu" else t for t in tensors)
 
 
-def _form(part: Part) -> list[tuple[tuple[int, ...], torch.Size, torch.dtype]]:
-    return [(piece.offset, piece.tensor.shape, piece.tensor.dtype) for piece in part.pieces]
+def _form(local: LocalShards) -> list[tuple[tuple[int, ...], torch.Size, torch.dtype]]:
+    return [(shard.offset, shard.tensor.shape, shard.tensor.dtype) for shard in local.shards]

@@ -5,7 +5,7 @@
         tensors-00000.safetensors    one file per rank that has something to write
         state.json                   data position, tracker runs, ...
 
-The tensor table lists, for each tensor, its whole shape and the pieces it consists of, so any layout of ranks can load
+The tensor table lists, for each tensor, its global shape and the shards it consists of, so any layout of ranks can load
 what any other saved. What is there is there whole: a directory appears by one rename, and where there is none, the
 manifest makes the checkpoint exist. A file damaged later is found by its checksum.
 """
@@ -28,7 +28,7 @@ from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_all, on_main
 from d9d_weights.sharding.collectives import all_gather_objects
-from d9d_weights.sharding.shards import Owners, Part, check_memory, describe, signature
+from d9d_weights.sharding.shards import LocalShards, Owners, check_memory, describe, signature
 from torch import Tensor
 from torch import distributed as dist
 
@@ -43,7 +43,7 @@ from d9d_engine.distributed.mesh import Topology
 
 
 class CheckpointStore:
-    """The checkpoints of one run, written and read by all ranks together.
+    """Store of the checkpoints of one run, written and read by all ranks together.
 
     Making one is collective over all ranks of a distributed job, as is everything that says so.
 
@@ -102,7 +102,7 @@ class CheckpointStore:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Be the only run that works with the directory, and clear up what a killed one left.
+        """Own the directory while the block runs, as the only run, and clear up what a killed one left.
 
         A save that is under way is waited for at the end. Collective over all ranks.
 
@@ -123,16 +123,16 @@ class CheckpointStore:
                 owned.__exit__(None, None, None)
 
     def steps(self) -> list[int]:
-        """The steps of the checkpoints that exist, newest first, unverified. Collective over all ranks."""
+        """Steps of the checkpoints that exist, newest first, unverified. Collective over all ranks."""
         steps: list[int] = on_main(lambda: steps_in(self._storage), self.group)
         return steps
 
     def paths(self) -> list[Path]:
-        """The directories of the checkpoints in a local store, newest first, unverified, as this rank sees them."""
+        """Directories of the checkpoints in a local store, newest first, unverified, as this rank sees them."""
         return [Path(self._storage.location(folder(step))) for step in steps_in(self._storage)]
 
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
-        """The newest usable checkpoint, the same on all ranks; damaged ones are reported and passed over.
+        """Newest usable checkpoint, the same on all ranks; damaged ones are reported and passed over.
 
         Every rank verifies a part of the files. Collective over all ranks.
 
@@ -157,7 +157,7 @@ class CheckpointStore:
         return None
 
     def set_aside(self, newer_than: int) -> list[str]:
-        """Have checkpoints that could not be used count no more; returns where they are. Collective over all ranks."""
+        """Set checkpoints aside that could not be used, and return where they are. Collective over all ranks."""
 
         def move() -> list[str]:
             return [self._storage.set_aside(folder(step)) for step in steps_in(self._storage) if step > newer_than]
@@ -206,10 +206,10 @@ class CheckpointStore:
         name = folder(step)
         try:
             # Values are taken now: in the background, they would have changed.
-            (parts, form), snapshot = on_all(
+            (local_shards, form), snapshot = on_all(
                 lambda: (self._describe(tensors), self._snapshot(values, facts)), self.group
             )
-            own = self._own(parts, form)
+            own = self._own(local_shards, form)
         except CheckpointError as error:
             raise CheckpointError(unwritten(self._storage.location(name), str(error))) from error
         job = SaveJob(
@@ -229,7 +229,7 @@ class CheckpointStore:
             self._staged = None
 
     def poll(self) -> list[SaveReport]:
-        """The saves that came to a good end since the last call. Does not wait, and raises nothing.
+        """Reports of the saves that succeeded since the last call. Does not wait, and raises nothing.
 
         A failure is raised by the next :meth:`save` or :meth:`wait`, which all ranks call at the same step; see
         :attr:`failed`.
@@ -263,28 +263,30 @@ class CheckpointStore:
         except Exception as second:  # the connection to another rank, too
             error.add_note(f"besides, {second}")
 
-    def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Part], list[Any]]:
-        """What this rank holds, and its signature."""
-        parts = describe(tensors)
-        form = signature(parts)
+    def _describe(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, LocalShards], list[Any]]:
+        """Shards that this rank holds, and their signature."""
+        local_shards = describe(tensors)
+        form = signature(local_shards)
         if form != self._form:
-            check_memory(parts)
-        return parts, form
+            check_memory(local_shards)
+        return local_shards, form
 
-    def _own(self, parts: Mapping[str, Part], form: list[Any]) -> dict[str, Part]:
-        """The pieces that this rank writes, decided anew if any rank holds other ones. Collective over all ranks."""
+    def _own(self, local_shards: Mapping[str, LocalShards], form: list[Any]) -> dict[str, LocalShards]:
+        """Shards that this rank writes, decided anew if any rank holds other ones. Collective over all ranks."""
         if any(all_gather_objects(form != self._form, self.group)) or self._owners is None:
             self._owners = Owners(all_gather_objects(form, self.group))
             self._form = form
-        return self._owners.own(parts, self.topology.rank)
+        return self._owners.own(local_shards, self.topology.rank)
 
-    def _stage(self, own: Mapping[str, Part], volatile: frozenset[str]) -> Callable[[], Mapping[str, Part]]:
+    def _stage(
+        self, own: Mapping[str, LocalShards], volatile: frozenset[str]
+    ) -> Callable[[], Mapping[str, LocalShards]]:
         try:
             self._staged = self._stager.stage(own, volatile)
         except Exception as error:  # out of memory, perhaps: the other ranks are told by the planner
             failure = error
 
-            def fail() -> Mapping[str, Part]:
+            def fail() -> Mapping[str, LocalShards]:
                 raise failure
 
             return fail

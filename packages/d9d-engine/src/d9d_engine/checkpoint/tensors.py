@@ -26,7 +26,7 @@ _FOLDER = re.compile(r"step-\d+")
 
 
 class CheckpointTensors:
-    """The tensors of one checkpoint, by window.
+    """Tensors of one checkpoint, read by window.
 
     Args:
         location: a checkpoint's folder, a folder of checkpoints, or a run's directory; the newest finished one counts.
@@ -108,7 +108,7 @@ class CheckpointTensors:
 
 
 def is_checkpoint(location: str) -> bool:
-    """Whether a place holds training checkpoints rather than a model in Hugging Face layout."""
+    """Whether a location holds training checkpoints rather than a model in Hugging Face layout."""
     text = location.rstrip("/")
     if _is_folder(text):
         return True
@@ -119,7 +119,7 @@ def is_checkpoint(location: str) -> bool:
 
 
 def _is_folder(location: str) -> bool:
-    """Whether a place is one checkpoint; runs and models may be called ``step-100`` too."""
+    """Whether a location is one checkpoint; runs and models may be called ``step-100`` too."""
     if _FOLDER.fullmatch(location.rpartition("/")[2]) is None:
         return False
     if "://" not in location and Path(location, "checkpoints").is_dir():
@@ -131,7 +131,7 @@ def _is_folder(location: str) -> bool:
 
 
 def _is_finished(storage: DirectoryStore, folder: str) -> bool:
-    """Behind an address a folder may exist before its manifest."""
+    """Whether a folder has its manifest; behind an address it may exist before."""
     try:
         with storage.open(folder, MANIFEST):
             return True

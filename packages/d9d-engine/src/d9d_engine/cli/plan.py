@@ -1,4 +1,4 @@
-"""``d9d explain``, and the part of ``d9d check`` that plans the whole job."""
+"""``d9d explain``, and the part of ``d9d check`` that plans the job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def explain(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Show what a job does: where each part comes from, what was applied in which order, and why."""
+    """Show what a job does: where each component comes from, what was applied in which order, and why."""
     from d9d_engine.cli.report import print_explanation
 
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)

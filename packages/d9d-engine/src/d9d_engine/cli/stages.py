@@ -1,4 +1,4 @@
-"""The stages of a pipeline as ``explain`` and ``check`` print them."""
+"""Output of ``explain`` and ``check`` about the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from d9d_engine.job import Job
 
 
 def pipeline_line(job: Job, plan: Plan) -> str:
-    """The pipeline in one line."""
+    """Line about the pipeline."""
     pipeline = plan.assembly.pipeline
     stages, name = len(pipeline.hosts), "no schedule" if job.pipeline is None else job.pipeline.name
     return f"{name}, {stages} stage(s) on {pipeline.ranks} rank(s), {job.microbatches} microbatch(es)"
 
 
 def print_stages(console: Console, job: Job, plan: Plan) -> None:
-    """What each stage has, where it is, and what it hands on."""
+    """Print the layers of each stage, its rank, and the tensors that it hands on."""
     assembly = plan.assembly
     table = Table("  stage", "rank along pp", "layers", "parameters", "hands on", box=None)
     for index, (stage, host) in enumerate(zip(assembly.all_stages, assembly.pipeline.hosts, strict=True)):
@@ -35,7 +35,7 @@ def print_stages(console: Console, job: Job, plan: Plan) -> None:
 
 
 def layers_of(stage: nn.Module) -> str:
-    """The blocks of a stage by name, the first and the last of them."""
+    """Names of the first and the last block of a stage."""
     # A model may pass on the blocks of its backbone, so two owners may name the same module.
     names = {
         id(block): f"{owner}.{name}" if owner else name
@@ -62,7 +62,7 @@ def handed_on(stage: nn.Module, job: Job) -> str:
 
 
 class _Unread(Mapping[str, TensorSpec]):
-    """A microbatch of which only the size is known: it has any tensor, always of the same shape."""
+    """Microbatch of which only the size is known: it has any tensor, always of the same shape."""
 
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec

@@ -1,4 +1,4 @@
-"""``d9d state``: commands; what they do stands in :mod:`d9d_engine.cli.tensors`, which imports torch."""
+"""``d9d state``: its commands; :mod:`d9d_engine.cli.tensors`, which imports torch, implements them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from d9d_core.cli.options import AsJson, Files, NoPlugins, command_app, discover
 
 app = command_app("state", "Look at checkpoints, convert them, compare them.")
 
-StatePlace = Annotated[
-    str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")
-]
+Source = Annotated[str, typer.Argument(help="Model directory, .safetensors file, run, checkpoint, or fsspec address.")]
 
 
 @app.command("show")
 def state_show(
-    place: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
+    source: Annotated[str, typer.Argument(help="Model directory, .safetensors file, checkpoint, run, or job file.")],
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a job's state graph here, as a Mermaid chart.")
     ] = None,
@@ -28,12 +26,12 @@ def state_show(
     """List tensors; of a job file, show how its model and the published layout correspond."""
     from d9d_engine.cli.tensors import show_state
 
-    show_state(place, discover_plugins(plugin, no_plugins), picture, as_json)
+    show_state(source, discover_plugins(plugin, no_plugins), picture, as_json)
 
 
 @app.command("convert")
 def state_convert(
-    source: StatePlace,
+    source: Source,
     target: Annotated[str, typer.Argument(help="Directory or fsspec address to write; Hugging Face layout.")],
     dtype: Annotated[
         str | None, typer.Option(metavar="FORMAT", help="Number format, such as bfloat16; kept by default.")
@@ -54,8 +52,8 @@ def state_convert(
 
 @app.command("diff")
 def state_diff(
-    left: StatePlace,
-    right: StatePlace,
+    left: Source,
+    right: Source,
     tolerance: Annotated[
         float, typer.Option(metavar="X", help="Largest deviation that counts as equal.", min=0.0)
     ] = 0.0,

@@ -44,7 +44,7 @@ Tensors = ModelDirectory | CheckpointTensors
 
 @contextmanager
 def opened(location: str, scope: str = "") -> Iterator[Tensors]:
-    """A model directory, a safetensors file, or a training checkpoint."""
+    """Open a model directory, a safetensors file, or a training checkpoint."""
     with CheckpointTensors(location, scope) if is_checkpoint(location) else ModelDirectory.open(location) as tensors:
         yield tensors
 
@@ -87,7 +87,7 @@ def _print_tensors(specs: Mapping[str, TensorSpec], as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``d9d state convert`` is asked for.
+    """Request of ``d9d state convert``.
 
     Attributes:
         source: model directory or checkpoint.
@@ -125,7 +125,7 @@ def convert_state(asked: Conversion, registry: Registry) -> str:
 
 
 def _refuse_taken(target: str) -> None:
-    """A directory is replaced as a whole; here it may be a run, or the source."""
+    """Refuse a target that is not empty: it would be replaced, and may be a run, or the source."""
     if "://" in target:
         try:
             taken = bool(open_directory(target).names())
@@ -140,7 +140,7 @@ def _refuse_taken(target: str) -> None:
 def _described(
     tensors: Tensors, asked: Conversion, registry: Registry
 ) -> tuple[Mapper, dict[str, Any], dict[str, bytes]]:
-    """How names change, the new ``config.json``, and the files that are passed through."""
+    """Graph of the names, new ``config.json``, and the files that are copied."""
     if isinstance(tensors, ModelDirectory):
         config = tensors.config()
         if asked.dtype is not None:
@@ -229,7 +229,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(text: str | None) -> torch.dtype | None:
-    """``bfloat16`` and the like.
+    """Parse a dtype: ``bfloat16`` and the like.
 
     Raises:
         CheckpointError: it is no floating-point format.
@@ -241,7 +241,7 @@ def parse_dtype(text: str | None) -> torch.dtype | None:
 
 
 def parse_size(text: str) -> int:
-    """``5GB`` is 5 * 10**9, ``2GiB`` is 2 * 2**30.
+    """Parse a size: ``5GB`` is 5 * 10**9, ``2GiB`` is 2 * 2**30.
 
     Raises:
         CheckpointError: it is no size.

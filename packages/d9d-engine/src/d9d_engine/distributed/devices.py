@@ -1,4 +1,4 @@
-"""Which device a process computes on."""
+"""Choice of the device that a process computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 
 def choose_device(name: str) -> torch.device:
-    """``auto`` takes the accelerator that torch reports, else the CPU; other names are taken at their word.
+    """Choose the device: ``auto`` is the accelerator that torch reports, else the CPU; others are names of devices.
 
     Raises:
         JobError: there is no such device here.
@@ -41,7 +41,7 @@ def own_backend(device: torch.device, blocks: int | None = None) -> dict[str, An
 
 
 def load_kernels_eagerly(device: str) -> None:
-    """Have CUDA load all kernels when it starts, if it has not started yet and nobody has chosen otherwise.
+    """Make CUDA load all kernels when it starts, if it has not started yet and nobody has chosen otherwise.
 
     It loads each kernel when it is first launched, which may have to wait until the GPU is idle. A transfer that waits
     for another rank keeps it from being idle, so two ranks could wait for each other for ever (CUDA C++ Programming
@@ -66,7 +66,7 @@ def is_available(name: str) -> bool:
 
 
 def intended_device(name: str) -> torch.device:
-    """The device a job is meant for, whether or not this machine has it.
+    """Device that a job is meant for, whether or not this machine has it.
 
     Raises:
         JobError: torch knows no such device.
@@ -80,7 +80,7 @@ def intended_device(name: str) -> torch.device:
 
 
 def device_of(name: str, local_rank: int, local_world_size: int) -> torch.device:
-    """The device of one of several processes on a machine; makes it the current one.
+    """Device of one of several processes on a machine; makes it the current one.
 
     Args:
         name: as in the job file.

@@ -1,4 +1,4 @@
-"""This process in the grid: its coordinates, its device, and the device meshes and groups it communicates in."""
+"""Topology of a process: its coordinates, its device, and the device meshes and groups it communicates in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from d9d_engine.supervision.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh axes, this process's place in them, its device, and the groups it belongs to.
+    """Sizes of the mesh axes, this process's coordinates, its device, and the groups it belongs to.
 
     Groups exist once something asks for them; ranks that all build the same job ask in the same order. Two dimensions
     of two views that join the same ranks share one group.
@@ -61,18 +61,18 @@ class Topology:
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that see different samples."""
+        """Number of processes that see different samples."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which slice of each pack this process sees."""
-        place = self.coordinate
-        return place["dp_replicate"] * self.sizes["dp_shard"] + place["dp_shard"]
+        """Number of the slice of each pack that this process sees."""
+        coordinate = self.coordinate
+        return coordinate["dp_replicate"] * self.sizes["dp_shard"] + coordinate["dp_shard"]
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Base axis -> place of this process along it."""
+        """Coordinates of this process: base axis -> position along it."""
         return Grid({axis: self.sizes[axis] for axis in AXES}).coordinate(self.rank)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Topology:
         return describe_rank(self.sizes, self.rank)
 
     def grid(self, view: str) -> Grid:
-        """The sizes of a view.
+        """Sizes of a view.
 
         Raises:
             BuildError: no plugin declares it.
@@ -90,7 +90,7 @@ class Topology:
         return Grid.of_view(self.views[view], self.sizes)
 
     def mesh(self, view: str, *dims: str) -> DeviceMesh:
-        """The device mesh of a view, or of some of its dimensions. Meshes of one view have a common root.
+        """Device mesh of a view, or of some of its dimensions. Meshes of one view have a common root.
 
         Collective over all ranks when a view is used for the first time.
 
@@ -103,7 +103,7 @@ class Topology:
         return mesh[dims] if dims else mesh
 
     def axes_group(self, *axes: str, purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup | None:
-        """The processes that differ from this one along base axes only; ``None`` without process groups.
+        """Process group of the ranks that differ from this one along base axes only; ``None`` without process groups.
 
         Collective over all ranks when it is asked for the first time.
 
@@ -118,21 +118,21 @@ class Topology:
         ranks = Grid({axis: self.sizes[axis] for axis in AXES}).group(self.rank, axes)
         return self._group(ranks, purpose, own_backend(self.device, blocks) if purpose else {})
 
-    def places_group(self, axis: str, places: Sequence[int]) -> dist.ProcessGroup | None:
-        """The processes at some places along a base axis, or those at all others if this one is there.
+    def positions_group(self, axis: str, positions: Sequence[int]) -> dist.ProcessGroup | None:
+        """Process group of some positions along a base axis, or of all others if this process is there.
 
         ``None`` without process groups. Collective over all ranks when it is asked for the first time.
         """
         if not self.is_distributed:
             return None
         line = Grid({name: self.sizes[name] for name in AXES}).group(self.rank, [axis])
-        here = line.index(self.rank) in places
+        here = line.index(self.rank) in positions
         # torch names a group after the number of groups before it, so every rank has to make one, here and now.
-        ranks = tuple(rank for place, rank in enumerate(line) if (place in places) == here)
-        return self._group(ranks, f"{axis} {list(places)}")
+        ranks = tuple(rank for position, rank in enumerate(line) if (position in positions) == here)
+        return self._group(ranks, f"{axis} {list(positions)}")
 
     def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
-        """The processes that differ from this one along ``dims`` only; ``None`` without process groups.
+        """Process group of the ranks that differ from this one along ``dims`` only; ``None`` without process groups.
 
         Collective over all ranks when it is asked for the first time.
         """
@@ -142,7 +142,7 @@ class Topology:
 
     @property
     def world(self) -> dist.ProcessGroup | None:
-        """All processes; ``None`` without process groups. Takes CPU tensors on any device."""
+        """Process group of all ranks; ``None`` without process groups. Takes CPU tensors on any device."""
         return dist.group.WORLD if self.is_distributed else None
 
     def barrier(self) -> None:
@@ -190,6 +190,6 @@ class Topology:
 
 def describe_rank(sizes: Mapping[str, int], rank: int) -> str:
     """``rank 3 (dp_replicate=1, dp_shard=1)``; axes of size one are left out."""
-    place = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)
-    shown = ", ".join(f"{axis}={at}" for axis, at in place.items() if sizes[axis] > 1)
+    coordinate = Grid({axis: sizes[axis] for axis in AXES}).coordinate(rank)
+    shown = ", ".join(f"{axis}={at}" for axis, at in coordinate.items() if sizes[axis] > 1)
     return f"rank {rank} ({shown})" if shown else f"rank {rank}"

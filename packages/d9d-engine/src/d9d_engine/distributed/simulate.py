@@ -1,4 +1,4 @@
-"""A world of which only one process exists: meshes of any size on one machine, without communication."""
+"""Simulation of a world of which only one process exists: meshes of any size, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""from the environment of a process to a process group that works, and out of it again."""
+"""Joining and leaving the default process group, from what the environment of a process says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All processes of a job, as one of them sees them.
+    """World of a job's processes, as one of them sees it.
 
     Attributes:
         env: this process.
@@ -51,7 +51,7 @@ def joined(
     timeouts: Mapping[str, float],
     reporter: FailureReporter | None = None,
 ) -> Iterator[World]:
-    """Be one rank of a process group inside the block. Collective over all ranks.
+    """Join a process group inside the block. Collective over all ranks.
 
     First the ranks compare what they are about to run; only then are communicators made. A default process group that
     exists already is used as it is, and left.
@@ -111,7 +111,7 @@ def joined(
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All groups of this process, the default one included, whoever made them."""
+    """Process groups of this process, the default one included, whoever made them."""
     # torch has no public list. Groups of libraries must be found, too.
     return [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]  # noqa: SLF001
 

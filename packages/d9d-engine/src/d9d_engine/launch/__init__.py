@@ -1,1 +1,1 @@
-"""Starting the processes of a job on one machine, and being one of them."""
+"""Launcher of a job's processes on one machine, and the side of the started processes."""

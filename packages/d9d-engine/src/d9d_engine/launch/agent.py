@@ -1,4 +1,4 @@
-"""``d9d train --nproc``: the same processes that torchrun would start, with one cause at the end.
+"""``d9d train --nproc``: starts the processes that torchrun would start, and prints one cause at the end.
 
 torch's elastic agent starts and watches them. Restarts are made here, one agent after the other: it has no way to say
 why it restarts, and would repeat a job whose error cannot go away.
@@ -35,7 +35,7 @@ _OWN_KILL_SECONDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Processes to start on this machine.
+    """Launch of processes on this machine.
 
     Attributes:
         arguments: of the Python interpreter.
@@ -126,7 +126,7 @@ def _run_agent(launch: Launch, channel: Channel) -> Failure | None:
 
 
 def cause(failures: Mapping[int, ProcessFailure], name_of: Callable[[int], str]) -> Failure:
-    """The failure that led to the others.
+    """Cause among failures: the one that led to the others.
 
     Args:
         failures: rank -> what the agent knows about it.
@@ -162,7 +162,7 @@ def cause(failures: Mapping[int, ProcessFailure], name_of: Callable[[int], str])
 
 @contextmanager
 def _environment(channel: Channel, processes: int) -> Iterator[None]:
-    """What started processes inherit, where the user has set nothing else."""
+    """Environment of started processes, where the user has set nothing else."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if platform.system() == "Linux":
@@ -178,7 +178,7 @@ def _environment(channel: Channel, processes: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """The agent's log repeats what is printed here; whoever sets LOGLEVEL gets it all the same."""
+    """Silence the agent's log, which repeats what is printed here, unless LOGLEVEL is set."""
     logger: Any = logging.getLogger("torch.distributed.elastic")
     silent, before = logging.NullHandler(), logger.propagate
     if "LOGLEVEL" not in os.environ:

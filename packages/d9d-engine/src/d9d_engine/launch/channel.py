@@ -1,4 +1,4 @@
-"""What a launcher and the processes it started leave for each other in a directory. Imports no torch.
+"""Channel between a launcher and the processes it started: files in a directory. Imports no torch.
 
 The agent between them has its own way with signals: it passes them on and kills what is still there half a minute
 later, although a rank may be saving a checkpoint. So processes write down who they are, and the launcher asks them.
@@ -19,7 +19,7 @@ VARIABLE = "D9D_LAUNCH_DIR"
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """A directory that lives as long as the launcher.
+    """Channel in a directory that exists as long as the launcher.
 
     Attributes:
         directory: exists.
@@ -29,20 +29,20 @@ class Channel:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Channel | None:
-        """The launcher's, in a process that ``d9d train`` started."""
+        """Channel of the launcher, in a process that ``d9d train`` started."""
         return cls(Path(environ[VARIABLE])) if VARIABLE in environ else None
 
     @property
     def stopping(self) -> bool:
-        """Whether the user asked for the end."""
+        """Whether the user asked the processes to stop."""
         return (self.directory / "stop").exists()
 
     def enter(self, local_rank: int) -> None:
-        """In a started process: can be reached from now on."""
+        """Enter the channel, in a started process, which can be reached from now on."""
         (self.directory / f"{local_rank}.pid").write_text(str(os.getpid()))
 
     def stop(self, number: signal.Signals, processes: int) -> bool:
-        """In the launcher: ask all processes to stop.
+        """Ask all processes to stop; called in the launcher.
 
         Args:
             number: which signal they get.

@@ -1,4 +1,4 @@
-"""Being one of several processes: how a rank warns, fails, and ends with the launcher that started it."""
+"""Process of a job: its warnings, its failure, and its end with the launcher that started it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HIDDEN = {
 
 
 class Process:
-    """One of the processes of a job; made by :func:`running`.
+    """Process of a job among several; made by :func:`running`.
 
     Args:
         env: which one.
@@ -58,7 +58,7 @@ class Process:
         return self._reporter
 
     def fail(self, error: Exception) -> NoReturn:
-        """End the process; the reason is told, unless it was."""
+        """End the process, and report the reason unless that was done."""
         failure = Failure.of(error, f"{self._name} on {self.env.node}")
         if self._reporter is None or not self._reporter.told:
             # The ranks have not met, so nobody knows whether others say the same.
@@ -73,7 +73,7 @@ class Process:
 
 @contextlib.contextmanager
 def running(env: ProcessEnv, environ: Mapping[str, str]) -> Iterator[Process]:
-    """Be a process of a job inside the block: an error that leaves it ends the process, and is told once.
+    """Run a process of a job inside the block: an error that leaves it ends the process, and is reported once.
 
     A process that nobody started as one of several just runs the block.
     """

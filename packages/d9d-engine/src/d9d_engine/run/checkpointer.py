@@ -1,4 +1,4 @@
-"""What a run must remember to continue as if nothing had happened."""
+"""Checkpointer of a run: all it needs to continue as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FREE = frozenset({"pretrained"})
 
 @dataclass
 class Progress:
-    """Counters of the run.
+    """Counters of a run.
 
     Attributes:
         step: optimizer steps done.
@@ -53,7 +53,7 @@ class Progress:
 
 
 def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
-    """The store that the job asks for. Collective over all ranks.
+    """Open the checkpoint store that the job asks for. Collective over all ranks.
 
     Raises:
         CheckpointError: the place cannot be written.
@@ -64,15 +64,15 @@ def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
         raise JobError(f"checkpoint.best.series: '{wanted.series}' is never logged; the job has no evaluation section")
     best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
     retention = Retention(job.checkpoint.keep, job.checkpoint.keep_every, best)
-    place = job.checkpoint.place(job.run.directory)
+    location = job.checkpoint.location(job.run.directory)
     timeout = timedelta(seconds=job.timeouts.checkpoint)
-    store = CheckpointStore(place, retention, topology, job.checkpoint.asynchronous, timeout)
+    store = CheckpointStore(location, retention, topology, job.checkpoint.asynchronous, timeout)
     store.prepare()
     return store
 
 
 class Checkpointer:
-    """Saves and restores weights, optimizer, metrics, data position, tracker runs and counters.
+    """Checkpointer of weights, optimizer, metrics, data position, tracker runs and counters.
 
     Learning rate and randomness are pure functions of the step, so the step is all they need.
     """
@@ -163,7 +163,7 @@ class Checkpointer:
         self.store.before_mutation()
 
     def poll(self) -> list[SaveReport]:
-        """The saves that came to a good end since the last call. Does not wait."""
+        """Reports of the saves that succeeded since the last call. Does not wait."""
         reports = self.store.poll()
         for report in reports:
             if report.warning:
@@ -203,7 +203,7 @@ class Checkpointer:
         return progress, trackers
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything on the device that a checkpoint holds, under the names it has there. Collective over all ranks."""
+        """Tensors on the device that a checkpoint holds, under the names they have there. Collective over all ranks."""
         left_out = self._left_out()
         return {name: tensor for name, tensor in self._everything().items() if name not in left_out}
 
@@ -214,7 +214,7 @@ class Checkpointer:
         return {**_prefixed(_MODEL, model_tensors(self._stage)), **_prefixed(_OPTIMIZER, self._optimizer_state())}
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """What is on this rank: the optimizer made some for the parameters of others, too, on the meta device."""
+        """Optimizer state on this rank: there is more for the parameters of others, on the meta device."""
         return {key: tensor for key, tensor in self._optimizer.state().items() if tensor.device.type != "meta"}
 
     def _left_out(self) -> set[str]:
@@ -223,7 +223,7 @@ class Checkpointer:
         return {_MODEL + name for name, p in self._stage.named_parameters() if not p.requires_grad}
 
     def _left_out_anywhere(self) -> list[str]:
-        """Those of all pipeline ranks: the manifest is the first rank's. Collective, if anything may be left out."""
+        """Left-out names of all pipeline ranks, for the manifest. Collective, if anything may be left out."""
         own = sorted(self._left_out())
         if not self._job.checkpoint.trainable_only or self.store.group is None:
             return own
@@ -261,7 +261,7 @@ class Checkpointer:
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
             checkpoint.load_into(part, scope, may_lack)
 
-        self._ties.spread()
+        self._ties.copy_values()
 
         def known(metric: str, state: Mapping[str, Tensor]) -> bool:
             scope = f"{_METRICS}{metric}/"
@@ -308,7 +308,7 @@ def _is_of_model(field: str, names: Collection[str]) -> bool:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted fields; lists stay whole."""
+    """Flatten nested mappings to dotted fields; lists stay as they are."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

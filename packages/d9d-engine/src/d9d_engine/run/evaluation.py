@@ -1,4 +1,4 @@
-"""The loss on other data, always the same."""
+"""Evaluation: the loss on other data, always the same."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from d9d_engine.step.executor import Executor
 
 
 class Evaluator:
-    """Measures every loss term over the first packs of a stream.
+    """Evaluator of every loss term over the first packs of a stream.
 
     Args:
         task: turns microbatches into losses.
         executor: runs the model.
         model: this rank's part of it.
-        feed: evaluation data, at its start.
+        prefetcher: evaluation data, at its start.
         packs: how many packs are measured.
         group: the ranks that see other samples, or other parts of them, or have other stages; ``None`` if there are
             none.
@@ -34,7 +34,7 @@ class Evaluator:
         task: Task,
         executor: Executor,
         model: nn.Module,
-        feed: DevicePrefetcher,
+        prefetcher: DevicePrefetcher,
         packs: int,
         group: dist.ProcessGroup | None = None,
         beat: Callable[[], None] = lambda: None,
@@ -42,14 +42,14 @@ class Evaluator:
         self._task = task
         self._executor = executor
         self._model = model
-        self._feed = feed
+        self._prefetcher = prefetcher
         self._packs = packs
         self._group = group
         self._beat = beat
-        self._start = feed.state()
+        self._start = prefetcher.state()
 
     def run(self) -> dict[str, float]:
-        """``eval/loss`` and, with several terms, ``eval/<term>``. Waits for the device. Collective over all ranks."""
+        """Measure ``eval/loss``, and ``eval/<term>`` of several. Waits for the device. Collective over all ranks."""
         coefficients = self._task.coefficients
         parts: list[Tensor] = []
         self._model.eval()
@@ -59,7 +59,7 @@ class Evaluator:
             parts.append(self._none(pack))
             self._executor.evaluate(pack, lambda outputs, microbatch: parts.append(self._measure(outputs, microbatch)))
         self._model.train()
-        self._feed.load_state(self._start)  # ends its thread until the next time
+        self._prefetcher.load_state(self._start)  # ends its thread until the next time
         totals = torch.stack(parts).sum(0)  # [2, terms]
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
@@ -70,7 +70,7 @@ class Evaluator:
 
     def _next(self) -> Pack:
         self._beat()
-        return self._feed.next()
+        return self._prefetcher.next()
 
     def _none(self, pack: Pack) -> Tensor:
         device = next(iter(pack[0].values())).device

@@ -1,4 +1,4 @@
-"""Keeping Python's garbage collector out of the way of training."""
+"""Garbage collection of Python during training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def built_objects_spared() -> Iterator[None]:
-    """Have the collector pass over everything that exists already while the block runs.
+    """Freeze all objects that exist already, for the collector, while the block runs.
 
     Model, optimizer and libraries are hundreds of thousands of objects that stay. A full collection visits all of them,
     for more than 100 ms, at a moment of its own on each rank, and all other ranks wait for that one.

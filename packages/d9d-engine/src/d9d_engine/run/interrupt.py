@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interrupts:
-    """Within the block, the first SIGINT or SIGTERM sets :attr:`requested`; the second SIGINT interrupts at once.
+    """Signal handlers within a block: the first SIGINT or SIGTERM sets :attr:`requested`, the second SIGINT interrupts.
 
     Outside the main thread signals cannot be caught, and the block changes nothing.
     """

@@ -1,4 +1,4 @@
-"""From device tensors to logged values, a few steps later and without waiting for the GPU."""
+"""Logging of device tensors a few steps later, without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Entry:
 
 
 class Logbook:
-    """Watches every step and logs some.
+    """Log of steps: watches every one, and writes some.
 
     All ranks read the values of a step after the same later step, so that what follows from them (an error, a stop)
     happens everywhere at once.
@@ -140,7 +140,7 @@ class Logbook:
 
 
 def _filled(tables: Mapping[str, Table], cells: Tensor) -> dict[str, Table]:
-    """The tables with their values from the host: all cells, one table after the other."""
+    """Fill tables with their values from the host: all cells, one table after the other."""
     parts = torch.split(cells, [table.values.numel() for table in tables.values()])
     pairs = zip(tables.items(), parts, strict=True)
     return {name: replace(table, values=part.view(table.values.shape)) for (name, table), part in pairs}

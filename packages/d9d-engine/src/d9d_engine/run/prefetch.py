@@ -1,4 +1,4 @@
-"""Bringing packs to the device, ahead of the step that needs them."""
+"""Prefetching of packs to the device, ahead of the step that needs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
 
 
 class DevicePrefetcher:
-    """Takes packs from a stream in a thread of its own and copies them to the device without waiting for the copy.
+    """Prefetcher of packs: takes them from a stream in a thread and copies them to the device without waiting.
 
     The packs are the same whatever ``prefetch`` is. A context manager; leaving it ends the thread.
 
@@ -47,7 +47,7 @@ class DevicePrefetcher:
         self._closed = False
 
     def next(self) -> Pack:
-        """The next pack, on the device.
+        """Return the next pack, on the device.
 
         Raises:
             Exception: what the stream raised for this pack; again until :meth:`load_state`.
@@ -66,7 +66,7 @@ class DevicePrefetcher:
         return taken.transferred.receive()
 
     def state(self) -> State:
-        """The stream's state right after the last pack that :meth:`next` returned; the stream itself is ahead of it."""
+        """State of the stream right after the last pack that :meth:`next` returned; the stream itself is ahead."""
         return self.stream.state() if self._state is None else self._state
 
     def load_state(self, state: State) -> None:
@@ -122,7 +122,7 @@ def _name_of(stream: DataStream) -> str:
 
 
 class _Transfer:
-    """Starts copies to a device.
+    """Copies to a device, on a stream of their own.
 
     Args:
         device: where to.
@@ -160,7 +160,7 @@ class _Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Transferred:
-    """A pack whose copy has been started.
+    """Pack whose copy has been started.
 
     Attributes:
         pack: on the device.
@@ -173,7 +173,7 @@ class _Transferred:
     copied: torch.Event | None = None
 
     def receive(self) -> Pack:
-        """The pack, for use in the current stream, which waits for the copy; this thread does not."""
+        """Return the pack for use in the current stream, which waits for the copy; this thread does not."""
         if self.device is not None and self.copied is not None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(self.copied)
@@ -186,14 +186,14 @@ class _Transferred:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A pack on its way, and the stream's state after it."""
+    """Pack taken ahead, and the stream's state after it."""
 
     transferred: _Transferred
     state: State
 
 
 class _Worker:
-    """The thread that takes packs from a stream, at most ``ahead`` more than were asked for."""
+    """Thread that takes packs from a stream, at most ``ahead`` more than were asked for."""
 
     def __init__(self, stream: DataStream, transfer: _Transfer, ahead: int) -> None:
         self._stream = stream
@@ -206,7 +206,7 @@ class _Worker:
         self.thread.start()
 
     def take(self) -> _Taken:
-        """The next pack, as soon as there is one; raises what the stream raised."""
+        """Take the next pack, as soon as there is one; raises what the stream raised."""
         if self._failure is None:
             item = self._ready.get()
             if isinstance(item, _Taken):

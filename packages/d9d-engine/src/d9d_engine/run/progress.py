@@ -1,4 +1,4 @@
-"""A progress bar where somebody is watching."""
+"""Progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 class ProgressBar:
-    """Steps done, loss, and the time that remains, on standard error if it is a terminal; else nothing.
+    """Bar of steps done, loss, and the time that remains, on standard error if it is a terminal; else nothing.
 
     Args:
         total: steps of the whole run.
@@ -67,7 +67,7 @@ class ProgressBar:
 
 
 class ByteBar:
-    """Bytes done of a long transfer, on standard error if it is a terminal; else nothing. Any thread may add.
+    """Bar of the bytes of a long transfer, on standard error if it is a terminal; else nothing. Any thread may add.
 
     Args:
         what: in a word.
@@ -90,11 +90,11 @@ class ByteBar:
 
     @property
     def done(self) -> int:
-        """Bytes so far."""
+        """Bytes done so far."""
         return int(self._progress.tasks[0].completed)
 
     def add(self, count: int) -> None:
-        """So many more."""
+        """Add bytes that are done."""
         self._progress.advance(self._task, count)
 
     def __enter__(self) -> ByteBar:

@@ -1,4 +1,4 @@
-"""The loop around the step: resume, log, evaluate, save, stop."""
+"""Trainer: the loop around the step, which resumes, logs, evaluates, saves and stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from d9d_engine.trackers.hub import TrackerHub
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended.
+    """Outcome of a run.
 
     Attributes:
         status: all steps done, or interrupted and saved.
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Trainer:
-    """Runs a built job. Its collaborators are public, so that they can be used alone.
+    """Trainer of a built job. Its collaborators are public, so that they can be used alone.
 
     Made by :func:`d9d_engine.build.compose.build`.
 
@@ -50,10 +50,10 @@ class Trainer:
         topology: this process among others.
         step: one training step.
         task: counts tokens.
-        feed: packs on the device.
+        prefetcher: packs on the device.
         trackers: where logged values go.
         evaluator: measures the loss on other data.
-        keeper: checkpoints.
+        checkpointer: checkpoints.
         export: writes the trained model.
         interrupts: whether this process was asked to stop.
         events: observers.
@@ -67,10 +67,10 @@ class Trainer:
         model: nn.Module,
         step: TrainStep,
         task: Task,
-        feed: DevicePrefetcher,
+        prefetcher: DevicePrefetcher,
         trackers: TrackerHub,
         evaluator: Evaluator | None,
-        keeper: Checkpointer,
+        checkpointer: Checkpointer,
         export: Callable[[], None] | None,
         interrupts: Interrupts,
         events: ev.Events,
@@ -81,10 +81,10 @@ class Trainer:
         self._model = model
         self.step = step
         self.task = task
-        self.feed = feed
+        self.prefetcher = prefetcher
         self.trackers = trackers
         self.evaluator = evaluator
-        self.keeper = keeper
+        self.checkpointer = checkpointer
         self.export = export
         self.interrupts = interrupts
         self.events = events
@@ -93,7 +93,7 @@ class Trainer:
 
     @property
     def stage(self) -> nn.Module:
-        """This rank's part of the model: all of it, or its pipeline stages as one module."""
+        """Model as this rank holds it: all of it, or its pipeline stages as one module."""
         return self._model
 
     def train(self) -> Outcome:
@@ -107,23 +107,23 @@ class Trainer:
             CheckpointError: a checkpoint could not be read or written.
         """
         try:
-            with self.keeper.store.opened(), generators_kept(self.topology.device), built_objects_spared():
+            with self.checkpointer.store.opened(), generators_kept(self.topology.device), built_objects_spared():
                 outcome = self._train()
         except BaseException:
             with suppress(Exception):  # the first error counts
-                self.feed.load_state(self.feed.state())
+                self.prefetcher.load_state(self.prefetcher.state())
             raise
-        self.feed.load_state(self.feed.state())  # ends its thread; packs fetched ahead are fetched again
+        self.prefetcher.load_state(self.prefetcher.state())  # ends its thread; packs fetched ahead are fetched again
         return outcome
 
     def _train(self) -> Outcome:
-        progress, tracker_states = self.keeper.restore()
+        progress, tracker_states = self.checkpointer.restore()
         total = self.job.steps
         if progress.step >= total:
             self.note(f"nothing left to train: the checkpoint is at step {progress.step}, the job has {total} steps")
         elif progress.step:
             self.note(f"resumed at step {progress.step} of {total}")
-        self.keeper.record()
+        self.checkpointer.record()
         self.trackers.open(self._run_info(progress.step), tracker_states)
         try:
             with self.interrupts, ProgressBar(total, progress.step, shown=self.topology.is_main) as bar:
@@ -150,7 +150,7 @@ class Trainer:
         self.events.emit(ev.TrainingStarts(progress.step, total))
         while progress.step < total and not logbook.stop:
             self.topology.watchdog.phase("step", progress.step)
-            pack = self.feed.next()
+            pack = self.prefetcher.next()
             result = self.step(progress.step, pack)
             progress.step += 1
             speed.add(sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size)
@@ -170,7 +170,7 @@ class Trainer:
         if saved != progress.step:
             self._save(progress, logbook, wait=True)
         self.topology.watchdog.phase("checkpoint", progress.step)
-        self.keeper.wait()
+        self.checkpointer.wait()
         self._announce()
         if logbook.stop and progress.step < total:
             done = f"stopped after step {progress.step} of {total} and saved"
@@ -201,12 +201,12 @@ class Trainer:
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         self.topology.watchdog.phase("checkpoint", progress.step)
         self.events.emit(ev.CheckpointStarts(progress.step))
-        self.keeper.save(progress, self._logged, wait)
+        self.checkpointer.save(progress, self._logged, wait)
         self._announce()
 
     def _announce(self) -> None:
-        """Tell of checkpoints that exist by now."""
-        for report in self.keeper.poll():
+        """Report the checkpoints that exist by now."""
+        for report in self.checkpointer.poll():
             self.note(
                 f"checkpoint at step {report.step}: {report.bytes / 2**20:,.1f} MiB written in "
                 f"{report.write_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"

@@ -1,4 +1,4 @@
-"""What a model's own modules contribute to a step beside its outputs: loss terms, and tallies they adapt to."""
+"""Auxiliary loss terms of a model's own modules, and the tallies that they adapt to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 
 class AuxiliaryLosses:
-    """The loss terms of a model's modules.
+    """Auxiliary losses: the loss terms of a model's modules.
 
     Args:
         stages: those of this rank, materialised, by index.
@@ -45,11 +45,11 @@ class AuxiliaryLosses:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """Term -> its factor in the total."""
+        """Coefficients of the terms in the total."""
         return {name: term.coefficient for name, term in self.terms.items()}
 
     def weights(self, microbatch: Microbatch) -> dict[str, int]:
-        """Term -> its weight in a microbatch: samples or positions, from the shape [B, S, ...] of the first input."""
+        """Weights of the terms in a microbatch: samples or positions, from the shape [B, S, ...] of the first input."""
         if not self.terms:
             return {}
         first = next(iter(self._task.inputs(microbatch).first.values()))
@@ -57,7 +57,7 @@ class AuxiliaryLosses:
         return {name: counts[term.per] for name, term in self.terms.items()}
 
     def begin(self, scale: Mapping[str, Tensor]) -> None:
-        """Tell the modules what the gradients of their sums are in this step.
+        """Fill the modules' factor buffers: the gradients of their sums in this step.
 
         Args:
             scale: term -> 1 / (global weight).
@@ -69,7 +69,7 @@ class AuxiliaryLosses:
             torch._foreach_copy_([buffer for buffer, _ in pairs], [value for _, value in pairs])
 
     def take(self, stage: int) -> dict[str, Tensor]:
-        """Term -> its sum in the last forward of a stage, over the modules that have it; 0-d float32."""
+        """Sums of the terms in the last forward of a stage, over the modules that have them; 0-d float32."""
         parts: dict[str, list[Tensor]] = {}
         for module in self._modules[stage]:
             for term, buffer in module.loss_sums().items():
@@ -78,7 +78,7 @@ class AuxiliaryLosses:
 
 
 class Tallies:
-    """What modules count, for metrics and for the modules that adapt to it once per step.
+    """Tallies of modules, for metrics and for the modules that adapt to them once per step.
 
     Args:
         stages: those of this rank, materialised, by index.
@@ -95,7 +95,7 @@ class Tallies:
         self._sums: dict[int, dict[str, Tensor]] = {}
 
     def take(self, stage: int) -> dict[str, Tensor]:
-        """``"<module>/<name>"`` -> what a stage's last forward counted. Its next one writes into the same tensors."""
+        """Tallies of a stage's last forward, ``"<module>/<name>"`` -> tensor. The next one overwrites them."""
         modules, adaptive = self._modules[stage], self._adaptive[stage]
         counted = {f"{name}/{key}": t for name, module in modules.items() for key, t in module.tallies().items()}
         needed = {
@@ -125,7 +125,7 @@ class Tallies:
 
 
 def _reduce(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum tensors over ranks, in place, with one message per dtype."""
+    """All-reduce tensors in place, with one message per dtype."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         mine = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = torch.cat([tensor.flatten() for tensor in mine])

@@ -1,4 +1,4 @@
-"""What stages hand to each other, known without running them."""
+"""Boundaries of stages: the tensors between them, known without running them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Shapes = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class Boundaries:
-    """The tensors between stages, for microbatches of any shape.
+    """Boundaries between stages, for microbatches of any shape.
 
     Args:
         stages: all of the model but the last, on any device, equal on all ranks; with the trait ``PipelineStage``.
@@ -30,7 +30,7 @@ class Boundaries:
         self._known: dict[tuple[int, _Shapes], Specs] = {}
 
     def after(self, stage: int, microbatch: Microbatch) -> Specs:
-        """What a stage hands to the next one for this microbatch, in order."""
+        """Specifications of the tensors that a stage hands to the next one for this microbatch, in order."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in microbatch.items())
         if (stage, shapes) not in self._known:
             module = self._stages[stage]
@@ -40,7 +40,7 @@ class Boundaries:
         return self._known[stage, shapes]
 
     def conform(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
-        """Outputs as announced: in that order and format.
+        """Bring outputs into the announced order and format.
 
         Raises:
             BuildError: the stage returned something else than it announces.

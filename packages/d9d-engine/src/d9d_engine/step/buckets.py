@@ -1,4 +1,4 @@
-"""Gradients that are summed over ranks in flat buckets, while the backward still runs."""
+"""All-reduce of gradients in flat buckets, while the backward still runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter whose gradient is reduced.
+    """Parameter whose gradient is in a bucket.
 
     Attributes:
         parameter: it.
@@ -30,7 +30,7 @@ class Member:
 
 @dataclass
 class Bucket:
-    """Gradients that travel together: one group, one operation, one dtype, one device."""
+    """Bucket of gradients that are all-reduced together: one group, one operation, one dtype, one device."""
 
     members: Sequence[Member]
     missing: int = 0
@@ -38,7 +38,7 @@ class Bucket:
     _work: dist.Work | None = field(default=None, repr=False)
 
     def launch(self) -> None:
-        """Start the reduction; a gradient that does not exist counts as zeros. Collective over the bucket's group."""
+        """Start the all-reduce; a gradient that does not exist counts as zeros. Collective over the bucket's group."""
         parts = []
         for member in self.members:
             parameter = member.parameter
@@ -61,7 +61,7 @@ class Bucket:
 
 
 class Buckets:
-    """Launches buckets as their gradients appear, always in the same order on every rank.
+    """Buckets that are launched as their gradients appear, always in the same order on every rank.
 
     Gradients appear from the last layer to the first, so buckets are filled in reverse order of registration. A bucket
     is launched when it and all before it are full: ranks on which some parameter has no gradient launch the rest at the
@@ -83,7 +83,7 @@ class Buckets:
                 member.parameter.register_post_accumulate_grad_hook(self._arrival(index))  # type: ignore[no-untyped-call]
 
     def arm(self) -> None:
-        """The last backward of the step is about to start: gradients that appear are final on this rank."""
+        """Get ready for the last backward of the step: gradients that appear are final on this rank."""
         self._armed, self._next = True, 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
@@ -110,7 +110,7 @@ class Buckets:
 
 
 def _fill(members: Sequence[Member], limit: int) -> list[Bucket]:
-    """Cut into buckets, per kind; buckets are ordered by when they become full."""
+    """Fill buckets per kind; they are ordered by when they become full."""
     done: list[tuple[int, list[Member]]] = []
     open_: dict[tuple[object, ...], tuple[int, list[Member]]] = {}
     last: Mapping[int, int] = {id(member): index for index, member in enumerate(members)}

@@ -1,4 +1,4 @@
-"""The interpreter of programs: one handler per action type."""
+"""Executor of programs: one handler per action type."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ Outputs = Callable[[Mapping[str, Tensor], Microbatch], None]
 
 @dataclass(frozen=True)
 class StageLoss:
-    """This rank's share of the mean of each loss term, over the microbatches of one step; 0-d float32 on the device."""
+    """Loss of a step on this rank: its share of the mean of each term over the microbatches; 0-d float32."""
 
     terms: Mapping[str, Tensor]
 
 
 class Executor:
-    """Runs the program of this rank, one action after the other.
+    """Executor of this rank's program, one action after the other.
 
     Handlers of other action types, such as sends and receives, see it as a
     :class:`~d9d_core.program.runner.StageRunner`. They may replace those defined here.
@@ -108,7 +108,7 @@ class Executor:
             raise BuildError(f"pipeline: the schedule asks for {', '.join(unknown)}, which its handlers do not run")
 
     def run(self, step: int, pack: Pack, scale: Mapping[str, Tensor]) -> StageLoss:
-        """Forward and backward over all microbatches; afterwards parameters hold their gradients.
+        """Run forward and backward over all microbatches; afterwards parameters hold their gradients.
 
         Collective over the ranks that share parameters, and over those of the pipeline.
         """
@@ -124,7 +124,7 @@ class Executor:
         return StageLoss(terms)
 
     def evaluate(self, pack: Pack, outputs: Outputs) -> None:
-        """Forward over all microbatches, without gradients.
+        """Run forward over all microbatches, without gradients.
 
         Collective over the ranks of the pipeline.
 
@@ -137,7 +137,7 @@ class Executor:
             self._interpret(self.pipeline.forward_program(self._place, len(pack)), state)
 
     def _overview(self, microbatches: int) -> tuple[Program, Counter[int], Mapping[int, frozenset[int]]]:
-        """This rank's program, how many backwards each stage runs, and which of them are split."""
+        """Overview of this rank's program: how many backwards each stage runs, and which of them are split."""
         program = self.pipeline.program(self._place, microbatches)
         parts = [part for action in program for part in compute_parts(action)]
         backwards = Counter(part.stage for part in parts if isinstance(part, Backward | InputBackward))

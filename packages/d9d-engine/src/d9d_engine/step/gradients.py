@@ -1,4 +1,4 @@
-"""From the gradients of single microbatches on single ranks to the gradient of the step."""
+"""Gradient accumulation over microbatches and reduction over ranks: the gradient of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class Gradients:
-    """Owns the gradients of the trained parameters between backward and optimizer.
+    """Gradients of the trained parameters between backward and optimizer.
 
     What a strategy reduces by itself (FSDP2) is left to it; the rest is summed here, in buckets: while the last
     microbatch's backward runs, or after it if a strategy reduces meanwhile. A parameter that took no part in a step, on
@@ -60,7 +60,7 @@ class Gradients:
         self._buckets = Buckets(members, bucket_mib * MIB, overlap=alone)
 
     def before_backward(self, last: bool, stage: int = 0, complete: bool = True) -> None:
-        """A backward of a stage is about to start.
+        """Prepare for a backward of a stage, which is about to start.
 
         Args:
             last: no other follows in this step.
@@ -75,12 +75,12 @@ class Gradients:
             reducer.before_backward(last=last, complete=complete)
 
     def after_weights(self, stage: int) -> None:
-        """Gradients of weights that a backward had left for later are there."""
+        """Take note that the weight gradients that a backward had deferred are there."""
         for reducer in self._reducers[stage]:
             reducer.after_weights()
 
     def reduce(self, stage: int) -> None:
-        """All gradients of a stage are there on this rank. Collective over the ranks that share its parameters."""
+        """Reduce the gradients of a stage, which are all there. Collective over the ranks that share its parameters."""
         self._open.discard(stage)
         if stage in self._split:
             for reducer in self._reducers[stage]:
@@ -102,7 +102,7 @@ class Gradients:
         self._ties.reduce()
 
     def reset(self) -> None:
-        """Drop all gradients; their memory is reused by the next step."""
+        """Set all gradients to none, as zero_grad does; their memory is reused by the next step."""
         for parameter in self._parameters.values():
             parameter.grad = None
         self._ties.reset()

@@ -1,4 +1,4 @@
-"""The weight of a loss, known before the first backward."""
+"""Scale of the losses, known before the first backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
 
 
 class LossScale:
-    """Computes what each loss sum is multiplied by, so that gradients need no scaling pass.
+    """Scale of each loss sum, so that gradients need no scaling pass.
 
     A term's factor is its coefficient over its weight in the whole pack. A term without weight gets the factor zero.
 
@@ -30,7 +30,7 @@ class LossScale:
         self._group = group
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Term -> 1 / (weight in the whole pack), 0-d float32 on the device; zero where there is no weight.
+        """Factors of the terms: 1 / (weight in the pack of all ranks), 0-d float32 on the device; zero without weight.
 
         Collective over the group.
         """

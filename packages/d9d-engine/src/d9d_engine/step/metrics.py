@@ -1,4 +1,4 @@
-"""The metrics of a job as one object: updated in the forward, logged, saved and merged together."""
+"""Metrics of a job as one object: updated in the forward, logged, saved and merged together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _is_taken(series: str) -> bool:
 
 
 class Statistics:
-    """All metrics of a job.
+    """Statistics of a job: all its metrics.
 
     Args:
         metrics: by a name that is unique within the job.
@@ -48,17 +48,17 @@ class Statistics:
 
     @property
     def tallied(self) -> bool:
-        """Whether a metric looks at what modules tally."""
+        """Whether a metric reads what modules tally."""
         return any(isinstance(metric, StageMetric) for metric in self._metrics.values())
 
     def attach(self, stage: nn.Module) -> None:
-        """Show the whole model to the metrics that want to know it; before their states are loaded."""
+        """Show the full model to the metrics that want to know it; before their states are loaded."""
         for metric in self._metrics.values():
             if isinstance(metric, StageMetric):
                 metric.attach(stage)
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self._gated:
             copies = {n: {k: t.clone() for k, t in metric.state().items()} for n, metric in self._metrics.items()}
             self._before = copies
@@ -76,7 +76,7 @@ class Statistics:
                 metric.update(counted)
 
     def settle(self, finite: Tensor) -> None:
-        """The step is done; if it was not finite, it counts in no statistic. Decided on the device."""
+        """Settle a step: if it was not finite, it counts in no statistic. Decided on the device."""
         for name, before in self._before.items():
             after = self._metrics[name].state()
             if after.keys() != before.keys():
@@ -88,7 +88,7 @@ class Statistics:
         self._before = {}
 
     def compute(self) -> dict[str, Tensor | Table]:
-        """Series name -> value or table since the last reset; a name that is taken gets the metric's own in front.
+        """Values since the last reset: series -> value or table; a name that is taken gets the metric's own in front.
 
         Collective over the group.
         """
@@ -106,7 +106,7 @@ class Statistics:
             metric.reset()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The merged state of all metrics, ``"<metric>/<name>"`` -> tensor, equal on all ranks.
+        """Merged state of all metrics, ``"<metric>/<name>"`` -> tensor, equal on all ranks.
 
         From then on the first rank carries it and the others begin anew, as they do after a load: so a resumed run
         adds up the same numbers in the same order. Collective over the group.

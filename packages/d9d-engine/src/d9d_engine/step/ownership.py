@@ -1,4 +1,4 @@
-"""Who reduces which gradient over which mesh axis: exactly one owner each, settled before anything is allocated.
+"""Ownership of gradient reductions: one owner for each parameter and mesh axis, settled before anything is allocated.
 
 Placements cannot tell: FSDP2 on a two-dimensional mesh sums over both dimensions although one of them reads
 "replicated", and a norm under sequence parallelism looks like any other replicated weight. So strategies say it.
@@ -21,7 +21,7 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 
 @dataclass(frozen=True)
 class Ownership:
-    """The owner of every reduction.
+    """Owners of all reductions.
 
     Attributes:
         owners: parameter -> axis (or dimension of its view) -> owner; only those with more than one rank.
@@ -32,11 +32,11 @@ class Ownership:
     views: Mapping[str, str] = field(default_factory=dict)
 
     def synchronised(self, parameter: str) -> tuple[str, ...]:
-        """The axes over which the synchroniser sums the gradient of a parameter."""
+        """Axes over which the synchroniser all-reduces the gradient of a parameter."""
         return tuple(axis for axis, owner in self.owners.get(parameter, {}).items() if owner.owner == "sync")
 
     def table(self) -> list[tuple[str, str, tuple[str, ...]]]:
-        """Rows of (axis, "owner, operation", parameters), for people."""
+        """Table of rows (axis, "owner, operation", parameters), for people."""
         rows: dict[tuple[str, str], list[str]] = {}
         for name, axes in self.owners.items():
             for axis, owner in axes.items():
@@ -96,7 +96,7 @@ def _views(outcomes: Iterable[tuple[str, Applied]]) -> dict[str, str]:
 
 
 def _data_axes(topology: Topology, view: str | None) -> Mapping[str, int]:
-    """The axes, or dimensions of a view, over which ranks see different tokens, and their sizes."""
+    """Axes, or dimensions of a view, over which ranks see different tokens, and their sizes."""
     if view is None:
         return {axis: topology.sizes.get(axis, 1) for axis in DATA_AXES}
     dims, sizes = topology.views[view].dims, Grid.of_view(topology.views[view], topology.sizes).sizes

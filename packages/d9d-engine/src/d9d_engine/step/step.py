@@ -1,4 +1,4 @@
-"""One training step, top to bottom."""
+"""Training step, top to bottom."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from d9d_engine.step.totals import Clipper
 
 
 class TrainStep:
-    """Takes one pack and makes one optimizer step. Never waits for the GPU.
+    """Training step: takes one pack and makes one optimizer step. Never waits for the GPU.
 
     Args:
         task: counts tokens.
@@ -65,7 +65,7 @@ class TrainStep:
         self.events = events
 
     def __call__(self, step: int, pack: Pack) -> ev.StepResult:
-        """Run step ``step`` (0-based) on this rank's part of a pack, on the device. Collective over all ranks."""
+        """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""
         self.events.emit(ev.StepStarts(step, pack))
 
         self.events.emit(ev.ForwardBackwardStarts(step))
@@ -81,7 +81,7 @@ class TrainStep:
         self.before_update()
         self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
         self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
-        self.ties.spread()  # what several stages share, such as a tied embedding
+        self.ties.copy_values()  # what several stages share, such as a tied embedding
         self.tallies.adapt(result.finite)  # such as the bias that balances experts
         self.events.emit(ev.OptimizerStepEnds(step))
 

@@ -1,4 +1,4 @@
-"""Parameters that several stages have, such as an embedding that is also the head's."""
+"""Tied parameters: those that several stages have, such as an embedding that is also the head's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d9d_engine.distributed.mesh import Topology
 
 @dataclass(frozen=True)
 class Tie:
-    """The copies of one parameter.
+    """Copies of one tied parameter.
 
     Attributes:
         first: this rank's copy, or the first of them: the optimizer's.
@@ -33,7 +33,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class Ties:
-    """Keeps the copies of parameters equal, and sums their gradients.
+    """Tied parameters of a rank: keeps their copies equal, and sums their gradients.
 
     Each rank with a copy updates its own, from the same gradient and so to the same values. Copies on one rank share
     one update: torch cannot shard one parameter in two stages at once.
@@ -60,21 +60,21 @@ class Ties:
                 local(tie.first.grad).add_(local(other.grad))
 
     def reduce(self) -> None:
-        """Sum the gradients over ranks. Collective over the ranks that have a copy."""
+        """All-reduce the gradients. Collective over the ranks that have a copy."""
         for tie in self.ties:
             if tie.group is not None and tie.trains:
                 assert tie.first.grad is not None  # zeros, if the step made none
                 dist.all_reduce(local(tie.first.grad), group=tie.group)
 
     def reset(self) -> None:
-        """Drop the gradients of the copies that follow."""
+        """Set the gradients of the copies to none."""
         for tie in self.ties:
             for other in tie.others:
                 other.grad = None
 
     @torch.no_grad()
-    def spread(self) -> None:
-        """Give the copies that follow the values of the first: whenever those have changed."""
+    def copy_values(self) -> None:
+        """Copy the values of the first copy to the others: whenever those have changed."""
         for tie in self.ties:
             for other in tie.others:
                 local(other).copy_(local(tie.first))
@@ -88,7 +88,7 @@ def find_ties(
     topology: Topology,
     accumulate: torch.dtype | None = None,
 ) -> Ties:
-    """The ties of this rank. Collective over all ranks.
+    """Find the ties of this rank. Collective over all ranks.
 
     Args:
         stages: those of this rank.
@@ -99,14 +99,14 @@ def find_ties(
         accumulate: the number format in which gradients add up; the parameters' own by default.
     """
     ties, elsewhere = [], set()
-    place = topology.coordinate["pp"]
+    position = topology.coordinate["pp"]
     for name, holders in shared.items():
         copies = [stages[stage].get_parameter(name) for stage in holders if stage in stages]
-        places = sorted({pipeline.hosts[stage] for stage in holders})
-        group = topology.places_group("pp", places) if len(places) > 1 else None
+        positions = sorted({pipeline.hosts[stage] for stage in holders})
+        group = topology.positions_group("pp", positions) if len(positions) > 1 else None
         if not copies:
             continue
-        if places[0] != place:
+        if positions[0] != position:
             elsewhere.add(name)
         for copy in copies[1:]:
             if accumulate is not None and copy.dtype != accumulate:

@@ -1,4 +1,4 @@
-"""The one reduction at the end of a step: loss, gradient norm, flags; and the clipping that follows from it."""
+"""All-reduce of a step's totals: loss, gradient norm, flags; and the clipping that follows from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from d9d_engine.step.executor import StageLoss
 
 
 class Clipper:
-    """Measures the global gradient norm and scales gradients down to ``max_norm``.
+    """Clipper of gradients: measures the global norm and scales them down to ``max_norm``.
 
     Each rank takes the norm of its own part of every gradient. A part that several ranks hold is counted by the first
     of them only; so parameters on different meshes, sharded over several axes or over none add up, which torch's own
@@ -32,7 +32,7 @@ class Clipper:
         max_norm: ``None`` measures only.
         p: which norm.
         stop: whether this process was asked to stop; asked once per step.
-        views: parameter -> the view of the mesh that it is spread over, if there is one.
+        views: parameter -> the view of the mesh that it is sharded over, if there is one.
         elsewhere: names of parameters that another pipeline rank counts, because it has them too.
     """
 
@@ -103,7 +103,7 @@ class Clipper:
         )
 
     def _power(self, device: torch.device) -> Tensor:
-        """This rank's part of ``norm ** p`` (of the norm itself, if it is the maximum), 0-d."""
+        """This rank's share of ``norm ** p`` (of the norm itself, if it is the maximum), 0-d."""
         gradients = [local(p.grad) for p in self._counted.values() if p.grad is not None and local(p.grad).numel()]
         if not gradients:
             return torch.zeros((), dtype=wide_dtype(device), device=device)
@@ -123,7 +123,7 @@ class Clipper:
 
 
 def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:
-    """Whether this rank is the first of those that hold the same part of a parameter.
+    """Whether this rank is the first of those that hold the same shard of a parameter.
 
     Along mesh dimensions that shard it, every rank holds another part. Along the others, and along base axes (or
     dimensions of its view) that its mesh does not span, the first rank counts. Pipeline ranks hold different

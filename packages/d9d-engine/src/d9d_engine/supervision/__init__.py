@@ -1,1 +1,1 @@
-"""Failures and hangs of ranks: noticed, explained, told once."""
+"""Supervision of ranks: failures and hangs are noticed, explained, and reported once."""

@@ -1,4 +1,4 @@
-"""How a rank says that it failed, so that the user reads the cause, once. Imports no torch.
+"""Failure reports of ranks, so that the user reads the cause, once. Imports no torch.
 
 Where an elastic agent (torchrun, ``d9d train --nproc``) waits for the process, the text goes into the file that the
 agent asks for, in the agent's format: it prints the first failure when everything has ended. Elsewhere the rank prints
@@ -27,7 +27,7 @@ _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What to tell about one failure.
+    """Failure of a rank, as it is reported.
 
     Attributes:
         text: what the user reads.
@@ -41,7 +41,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, who: str | None = None, hide: Collection[str] = ()) -> Failure:
-        """The message of an error raised on purpose, the traceback of any other.
+        """Make the failure of an exception: the message of one raised on purpose, the traceback of any other.
 
         Args:
             error: what was raised.
@@ -60,18 +60,18 @@ class Failure:
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Failure | None:
-        """From an error file; ``None`` if d9d did not write it, or if it is the echo of another failure."""
+        """Read a failure from an error file; ``None`` if d9d did not write it, or if it echoes another failure."""
         own = data.get("d9d")
         return cls(**own) if isinstance(own, dict) else None
 
     def write(self, path: Path) -> None:
-        """Into the file that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``."""
+        """Write the failure into the file that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``."""
         fields = {"text": self.text, "exit_code": self.exit_code, "second_hand": self.second_hand}
         _replace(path, {**_agent_format(self.text, time.time()), "d9d": fields})
 
 
 class FailureReporter:
-    """Tells how one rank failed.
+    """Reporter of the failure of one rank.
 
     Args:
         who: rank and node.
@@ -87,11 +87,11 @@ class FailureReporter:
         self._lock = threading.Lock()
 
     def raised(self, error: BaseException, claim: Callable[[str], str]) -> None:
-        """Tell about an exception that ends this rank, unless its cause lies in another one."""
+        """Report an exception that ends this rank, unless its cause lies in another one."""
         self.tell(Failure.of(error, self.who, self._hide), claim)
 
     def tell(self, failure: Failure, claim: Callable[[str], str]) -> bool:
-        """Tell, if this rank is the first to fail and this is its first failure.
+        """Report a failure, if this rank is the first to fail and this is its first failure.
 
         Args:
             failure: what to tell.

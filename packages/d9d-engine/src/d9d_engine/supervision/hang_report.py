@@ -1,4 +1,4 @@
-"""The conversation of all ranks' watchdogs when one of them thinks that the run is stuck."""
+"""Hang report: the exchange of all ranks' watchdogs when one of them thinks that the run is stuck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What one rank publishes. Ranks with equal phase, step and ``where`` do the same.
+    """Status that one rank publishes. Ranks with equal phase, step and ``where`` do the same.
 
     Attributes:
         who: rank, coordinates and machine.
@@ -41,7 +41,7 @@ class Status:
 
 
 class Alarm:
-    """Raised by whoever is late, answered by all, judged by the one who raised it: withdrawn, or the end of all.
+    """Alarm raised by a rank that is late and answered by all; that rank withdraws it, or ends the run.
 
     Alarms are numbered; one that was withdrawn is followed by the next.
 
@@ -135,7 +135,7 @@ class Alarm:
 
 
 def report(answers: Mapping[int, Status], world_size: int, own: Status) -> str:
-    """The comparison of what ranks do, the odd one out first, followed by its stack.
+    """Report what ranks do, the odd one out first, followed by its stack.
 
     Args:
         answers: rank -> status, of those that answered.

@@ -1,4 +1,4 @@
-"""All ranks are about to run the same thing: compared through a store, before any communicator exists.
+"""Identity of ranks: whether all run the same thing, compared through a store before any communicator exists.
 
 Ranks with different plugins or jobs would build different collectives and wait for each other for ever. A store answers
 single requests, so a difference is an error on every rank instead.
@@ -24,7 +24,7 @@ _ERRORS: Mapping[str, type[D9dError]] = {kind.__name__: kind for kind in (JobErr
 
 
 class Store(Protocol):
-    """What ranks need of a ``torch.distributed`` store. All of it raises RuntimeError if the store is gone."""
+    """Protocol of a ``torch.distributed`` store. All of it raises RuntimeError if the store is gone."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -35,7 +35,7 @@ class Store(Protocol):
         ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Count, and return the sum of all amounts."""
+        """Add to a counter, and return the sum of all amounts."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
@@ -53,7 +53,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What must be equal on all ranks.
+    """Identity of a process: what must be equal on all ranks.
 
     Attributes:
         software: versions of the interpreter and of torch.
@@ -67,7 +67,7 @@ class Identity:
 
     @classmethod
     def of(cls, manifest: Manifest, resolved: Mapping[str, Any]) -> Identity:
-        """The identity of a job in this process.
+        """Identity of a job in this process.
 
         Args:
             manifest: the loaded plugins.
@@ -79,16 +79,16 @@ class Identity:
         return cls(software, manifest.to_json(), dict(_flatten(values)))
 
     def dumps(self) -> str:
-        """Canonical JSON."""
+        """Serialise as canonical JSON."""
         return json.dumps([self.software, self.plugins, self.job], sort_keys=True)
 
     @classmethod
     def loads(cls, data: bytes) -> Identity:
-        """The inverse of :meth:`dumps`."""
+        """Read what :meth:`dumps` has written."""
         return cls(*json.loads(data))
 
     def differences(self, other: Identity, mine: str, theirs: str) -> Iterator[tuple[type[D9dError], str]]:
-        """One message per difference, with the error that it makes."""
+        """Differences of two identities, one message each, with the error that it makes."""
         for name, here, there in _changes(self.software, other.software):
             yield JobError, f"software differs across ranks: {name}: {mine} {here}, {theirs} {there}"
         for line in Manifest(self.plugins).differences(Manifest(other.plugins), mine, theirs):
@@ -133,7 +133,7 @@ def agree(store: Store, env: ProcessEnv, identity: Identity, timeout: float) -> 
 
 
 def wait_until(true: Callable[[], bool], timeout: float, pause: float) -> bool:
-    """Ask every ``pause`` seconds; false if it never was true within ``timeout``.
+    """Wait until a condition holds, asking every ``pause`` seconds; false if it never did within ``timeout``.
 
     Unlike the store's own waiting it can be interrupted and leaves the store to other threads.
     """
@@ -146,7 +146,7 @@ def wait_until(true: Callable[[], bool], timeout: float, pause: float) -> bool:
 
 
 def spell_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-3, 7``."""
+    """Spell ranks: ``rank 3``, or ``ranks 0-3, 7``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

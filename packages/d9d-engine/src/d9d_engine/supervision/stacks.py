@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, and which of it is waiting for other ranks. Imports no torch."""
+"""Stacks of this process's threads: what they do, and which of them waits for other ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN = 24
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a process does.
+    """Activity of a process.
 
     Attributes:
         where: one line, for comparing ranks.

@@ -1,4 +1,4 @@
-"""A thread on each rank that notices when nothing moves any more, and says which rank is to blame.
+"""Watchdog: a thread on each rank that notices when nothing moves any more, and says which rank is to blame.
 
 A collective that one rank never enters holds all others for ever, and their stacks all look innocent. So when a
 deadline passes, every rank's thread publishes what its process is doing, and one of them prints the comparison:
@@ -30,7 +30,7 @@ from d9d_engine.supervision.stacks import doing
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the main thread last said it is doing.
+    """Phase of the main thread, as it last announced.
 
     Attributes:
         name: which limit applies.
@@ -45,7 +45,7 @@ class Phase:
 
 
 class Watchdog:
-    """Watches the phases of one process, from the first one on. Without limits or :meth:`start` it does nothing.
+    """Watchdog of the phases of one process. Without limits or :meth:`start` it does nothing.
 
     Args:
         limits: phase -> seconds.
@@ -65,7 +65,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def phase(self, name: str, step: int | None = None) -> None:
-        """The main thread begins something; replaces the previous phase. Costs no communication.
+        """Begin a phase, replacing the previous one. Costs no communication.
 
         Args:
             name: which limit applies.
@@ -82,7 +82,7 @@ class Watchdog:
             self._changed()
 
     def beat(self) -> None:
-        """The main thread moves on within its phase: the limit counts from now."""
+        """Restart the limit: the main thread moves on within its phase."""
         phase = self._phase
         if phase is not None:
             self.phase(phase.name, phase.step)

@@ -1,1 +1,1 @@
-"""Where logged values go: the trackers that core brings along."""
+"""Built-in trackers: console and JSON lines."""

@@ -1,4 +1,4 @@
-"""Configs of the trackers that core brings along."""
+"""Configs of the built-in trackers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from d9d_core.config.base import PluginConfig
 
 
 class ConsoleConfig(PluginConfig):
-    """Prints one line per logged step."""
+    """Console: one line per logged step."""
 
     name: Literal["console"] = "console"
     """Selects this tracker."""
@@ -17,7 +17,7 @@ class ConsoleConfig(PluginConfig):
 
 
 class JsonlConfig(PluginConfig):
-    """Appends one JSON object per logged step to <run>/metrics.jsonl and draws <run>/loss.svg.
+    """JSON lines: one object per logged step in <run>/metrics.jsonl, and the loss curve <run>/loss.svg.
 
     Tables of metrics, such as the load of each expert, go to <run>/tables.jsonl and become one heat map each.
     """

@@ -1,4 +1,4 @@
-"""One line of text per logged step."""
+"""Console tracker: one line of text per logged step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from d9d_engine.trackers.config import ConsoleConfig
 
 
 class ConsoleTracker:
-    """Prints to standard output."""
+    """Tracker that prints to standard output."""
 
     def __init__(self, config: ConsoleConfig) -> None:
         self._config = config
@@ -56,14 +56,14 @@ class ConsoleRun:
         return any(fnmatchcase(name, pattern) for pattern in self._series)
 
     def flush(self) -> None:
-        """Lines are flushed as they are printed."""
+        """Do nothing: lines are flushed as they are printed."""
 
     def state(self) -> State:
-        """Nothing."""
+        """No state: there is nothing to continue."""
         return {}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """The last line was printed already."""
+        """Do nothing: the last line was printed already."""
 
 
 def _format(name: str, value: float) -> str:

@@ -1,4 +1,4 @@
-"""All trackers of a run behind one object; a failing one is reported once and never ends the training."""
+"""Hub of all trackers of a run; a failing one is reported once and never ends the training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_core.types import State
 
 
 class TrackerHub:
-    """Forwards to every tracker.
+    """Hub that forwards to every tracker.
 
     Args:
         trackers: by a name that is unique within the job.
@@ -45,12 +45,12 @@ class TrackerHub:
                 self._guard(name, lambda r=run: r.write_tables(step, tables))  # type: ignore[misc]
 
     def flush(self) -> None:
-        """Make everything survive a crash."""
+        """Flush every tracker, so that what was written survives a crash."""
         for name, run in list(self._runs.items()):
             self._guard(name, run.flush)
 
     def state(self) -> dict[str, State]:
-        """Tracker name -> what it needs to continue; of a tracker that failed, the last that is known."""
+        """States of the trackers by name; of one that failed, the last that is known."""
         for name, run in list(self._runs.items()):
             state = self._guard(name, lambda r=run: json.loads(json.dumps(r.state(), allow_nan=False)))  # type: ignore[misc]
             if state is not None:

@@ -1,4 +1,4 @@
-"""Logged values as lines of JSON, and pictures of them."""
+"""JSON lines tracker: logged values as lines of JSON, and pictures of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d9d_engine.trackers.tables import read_tables, table_line
 
 
 class JsonlTracker:
-    """Writes ``<run>/metrics.jsonl`` and ``<run>/loss.svg``; of tables, ``<run>/tables.jsonl`` and a picture each."""
+    """Tracker that writes ``<run>/metrics.jsonl`` and ``loss.svg``; of tables, ``tables.jsonl`` and a picture each."""
 
     def __init__(self, config: JsonlConfig) -> None:
         self._config = config
@@ -28,7 +28,7 @@ class JsonlTracker:
 
 
 class JsonlRun:
-    """Open files."""
+    """Open files of a run."""
 
     def __init__(self, run: RunInfo, picture: bool) -> None:
         self._run = run
@@ -47,12 +47,12 @@ class JsonlRun:
             self._tables.append(table_line(step, name, table))
 
     def flush(self) -> None:
-        """Have the disk take all lines."""
+        """Sync all lines to the disk."""
         self._metrics.sync()
         self._tables.sync()
 
     def state(self) -> State:
-        """Nothing: the files themselves are cut back on resume."""
+        """No state: the files themselves are cut back on resume."""
         return {}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002

@@ -12,7 +12,7 @@ from d9d_weights.files.atomic import sync
 
 
 class LineFile:
-    """An open file that is cut back to the resumed step.
+    """File of lines that is cut back to the resumed step.
 
     Args:
         path: where.
@@ -37,7 +37,7 @@ class LineFile:
         self._file.flush()
 
     def sync(self) -> None:
-        """Have the disk take all lines."""
+        """Sync all lines to the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -49,7 +49,7 @@ class LineFile:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The complete lines of a file, one by one; lines torn by a crash are left out."""
+    """Read the complete lines of a file, one by one; lines torn by a crash are left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""The loss curve as a picture."""
+"""Picture of the loss curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables as heat maps."""
+"""Pictures of tables as heat maps."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from d9d_engine.trackers.lines import read_lines
 
 @dataclass(frozen=True, slots=True)
 class TableHistory:
-    """What a run logged of one table.
+    """History of one table in a run.
 
     Attributes:
         mean: over the logged steps, cell by cell; NaN where there never was a value.
@@ -32,7 +32,7 @@ class TableHistory:
 
 
 def table_line(step: int, name: str, table: Table) -> dict[str, Any]:
-    """A table as a JSON object that explains itself; what is not finite becomes null."""
+    """Serialise a table as a JSON object that explains itself; what is not finite becomes null."""
     values = [[_short(value) for value in row] for row in table.values.tolist()]
     labels = {"row": table.row, "column": table.column, "unit": table.unit, "neutral": table.neutral}
     names = {"rows": list(table.rows)} if table.rows else {}
@@ -40,7 +40,7 @@ def table_line(step: int, name: str, table: Table) -> dict[str, Any]:
 
 
 def read_tables(path: Path) -> dict[str, TableHistory]:
-    """Table name -> what the file holds of it, read line by line.
+    """Read the histories of all tables in a file, line by line.
 
     A table that changed its shape or the names of its rows starts anew there.
     """

@@ -1,1 +1,1 @@
-"""Does a layout compute what one process computes? ``d9d verify`` and what it is made of."""
+"""Verification that a layout computes what one process computes: ``d9d verify``."""

@@ -1,4 +1,4 @@
-"""Comparing what a layout computes with the reference."""
+"""Comparison of what a layout computes with the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROWTH = 8.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far a layout is from the reference.
+    """Verdict on a layout: how far it is from the reference.
 
     Attributes:
         layout: how the layout is called.
@@ -39,11 +39,11 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether everything is within tolerance."""
+        """Whether all deviations are within tolerance."""
         return self.diverged is None
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object; what is not finite becomes text."""
+        """Verdict as a JSON object; what is not finite becomes text."""
         values = asdict(self) | {"passed": self.passed}
         return {key: _speakable(value) for key, value in values.items()}
 
@@ -124,7 +124,7 @@ def _shared(measured: Measurement, expected: Mapping[str, Tensor]) -> list[str]:
 
 
 def _worst(values: Mapping[str, float]) -> tuple[float, str]:
-    """The largest value and its name; NaN is the largest of all."""
+    """Largest value and its name; NaN is the largest of all."""
     if not values:
         return math.nan, "no parameter"
     name = max(values, key=lambda key: math.inf if math.isnan(values[key]) else values[key])

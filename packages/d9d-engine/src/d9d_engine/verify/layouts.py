@@ -1,4 +1,4 @@
-"""The layouts to compare, and the job scaled down to what one process can hold."""
+"""Layouts to compare, and the job scaled down to what one process can hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from d9d_engine.job import Job
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to distribute a job.
+    """Layout of a job over processes.
 
     Attributes:
         name: how people call it.
@@ -54,7 +54,7 @@ class Layout:
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes that see different samples."""
+        """Number of processes that see different samples."""
         return self.mesh.get("dp_replicate", 1) * self.mesh.get("dp_shard", 1)
 
 
@@ -63,7 +63,7 @@ REFERENCE_LAYOUT = Layout("reference", {}, ())
 
 
 def own_layout(job: Job, max_ranks: int) -> Layout:
-    """The job's own layout, every axis cut down to two ranks, and the outermost to one where these are too many.
+    """Own layout of the job, every axis cut down to two ranks, and the outermost to one where these are too many.
 
     Raises:
         JobError: even one axis of two ranks is too much.
@@ -81,7 +81,7 @@ def own_layout(job: Job, max_ranks: int) -> Layout:
 
 
 def parse_layout(text: str, job: Job) -> Layout:
-    """``dp_shard=2,dp_replicate=2:hsdp,compile``: axes, a colon, strategies with the settings that the job gives them.
+    """Parse ``dp_shard=2:hsdp,compile``: axes, a colon, strategies with the settings that the job gives them.
 
     Raises:
         JobError: the text is malformed.
@@ -99,10 +99,10 @@ def parse_layout(text: str, job: Job) -> Layout:
 
 
 def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
-    """The resolved job, small: the tiny model's sizes, a short batch, no clipping, evaluation, checkpoints or trackers.
+    """Values of the resolved job, scaled down: tiny sizes, a short batch, no clipping, evaluation or trackers.
 
     Clipping would hide a gradient of the wrong length. Every layout gets the same batch and the same microbatches,
-    enough for its pipeline. Layers are spread evenly over stages: what the job says of them is for its own sizes.
+    enough for its pipeline. Layers are divided evenly over stages: what the job says of them is for its own sizes.
 
     Args:
         job: the user's.
@@ -132,7 +132,7 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
 
 
 def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[int, list[int]]:
-    """How many microbatches let every layout's pipeline run, and into how many stages each layout cuts the model."""
+    """Number of microbatches that lets every layout's pipeline run, and of stages in each layout."""
     count = min(max(job.microbatches, 2), 3)
     piped = {layout.mesh.get("pp", 1) for layout in layouts} - {1}
     if not piped or selection.schedule is None or job.pipeline is None:
@@ -150,14 +150,14 @@ def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[
 
 
 def _plugins(job: Job) -> dict[str, Any]:
-    """What this process loaded, as the ``plugins`` section of a job file: flags of the command line count too."""
+    """Section ``plugins`` of what this process loaded: flags of the command line count too."""
     loaded = job.registry.plugins
     files = sorted({str(Path(origin.distribution).absolute()) for origin in loaded if origin.digest})
     return {"allow": sorted({o.distribution for o in loaded if not o.digest} - FOUNDATION), "files": files}
 
 
 def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str]) -> dict[str, Any]:
-    """The scaled job in one layout.
+    """Values of the scaled job in one layout.
 
     Args:
         values: of :func:`scaled_values`.
@@ -173,7 +173,7 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
 
 
 def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
-    """The scaled model, on the meta device."""
+    """Build the scaled model, on the meta device."""
     selection = select(job, job.registry)
     with torch.device("meta"):
         stage: nn.Module = instantiate(selection.model, type(job.model).model_validate(values["model"]), Stage())
@@ -181,18 +181,18 @@ def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
 
 
 def model_ops(stage: nn.Module) -> list[str]:
-    """The ops that a model calls."""
+    """Names of the ops that a model calls."""
     return sorted({slot.op for module in modules_with(stage, HasOps).values() for slot in module.op_slots().values()})
 
 
 def layout_dependence(stage: nn.Module) -> list[str]:
-    """What in a model differs between layouts by its nature, each thing once."""
+    """Layout dependence of a model: what differs by its nature, each thing once."""
     modules = modules_with(stage, LayoutDependent).values()
     return list(dict.fromkeys(reason for module in modules for reason in module.layout_dependence()))
 
 
 def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Sequence[int]) -> PluginConfig:
-    """The user's model with the integer sizes of its family's tiny one, as far as data, meshes and stages allow."""
+    """Config of the user's model with the sizes of its family's tiny one, as data, meshes and stages allow."""
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()

@@ -1,4 +1,4 @@
-"""What a layout computes: the first steps of a job, whole gradients included."""
+"""Measurement of what a layout computes: the first steps of a job, full gradients included."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from d9d_engine.run.trainer import Trainer
 
 @dataclass
 class Measurement:
-    """The first steps of a job.
+    """Measurement of the first steps of a job.
 
     Attributes:
         losses: of each step.
@@ -50,7 +50,7 @@ class Measurement:
 
     @classmethod
     def read(cls, directory: Path) -> Measurement:
-        """The inverse of :meth:`write`."""
+        """Read what :meth:`write` has saved."""
         numbers = json.loads((directory / "measurement.json").read_text())
         found = cls(list(map(float, numbers["losses"])), list(map(float, numbers["grad_norms"])))
         found.gradients = [{} for _ in found.losses]
@@ -62,7 +62,7 @@ class Measurement:
 
 
 class Witness:
-    """Takes down weights and gradients as they come by; a subscriber. Collective, as gathering them is.
+    """Recorder of weights and gradients during a run; a subscriber. Collective, as gathering them is.
 
     Args:
         topology: this process among others; only the main one keeps anything.
@@ -75,7 +75,7 @@ class Witness:
         self.measurement = Measurement()
 
     def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
-        """When the model is ready, and in each step when gradients are final and when all is done."""
+        """Subscriptions to the ready model, and in each step to the final gradients and the end."""
         return [
             (ev.ModelReady, self._model_ready),
             (ev.OptimizerStepStarts, self._gradients_final),
@@ -83,7 +83,7 @@ class Witness:
         ]
 
     def finish(self) -> Measurement:
-        """All that was taken down, and the parameters as they are now."""
+        """Return all that was recorded, and the parameters as they are now."""
         self.measurement.trained = self._whole(self._parameters)
         return self.measurement
 
@@ -120,7 +120,7 @@ def measure(job: Job, topology: Topology, steps: int) -> Measurement:
     """
     witness = Witness(topology)
     trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
-    with trainer.feed as feed:
+    with trainer.prefetcher as feed:
         for step in range(steps):
             trainer.step(step, feed.next())
     return witness.finish()

@@ -1,4 +1,4 @@
-"""Running layouts, each in processes of its own, and comparing what they computed."""
+"""Runs of layouts, each in processes of its own, and comparison of what they computed."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def verify(job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str]
 
 
 def narrowest_dtype(values: Mapping[str, Any]) -> torch.dtype:
-    """The narrowest number format that a resolved job computes in."""
+    """Narrowest number format that a resolved job computes in."""
     return torch.bfloat16 if "bfloat16" in json.dumps([values["precision"], values["parallel"]]) else torch.float32
 
 
 def _run(values: Mapping[str, Any], layout: Layout, steps: int, directory: Path) -> Measurement | str:
-    """What a layout computed, or why it could not."""
+    """Run a layout; returns what it computed, or why it could not."""
     directory.mkdir()
     (directory / "job.json").write_text(json.dumps(dict(values) | {"run": _run_section(values, directory)}))
     worker = ["-m", "d9d_engine.verify.worker", str(directory), str(steps)]

@@ -1,4 +1,4 @@
-"""How near two computations of the same thing must be, per dtype.
+"""Tolerances between two computations of the same thing, per dtype.
 
 Gradients are compared as directions: by angle and by norm, per tensor or per row, because single elements that cancel
 to almost nothing say little, and a wrong direction says everything.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What still counts as equal.
+    """Tolerance: deviations that still count as equal.
 
     Attributes:
         rtol, atol: values: ``|a - b| <= atol + rtol * |b|``.
@@ -45,7 +45,7 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = MappingProxyType(
 def compare_directions(
     actual: Tensor, expected: Tensor, by: Literal["tensor", "row"] = "tensor"
 ) -> tuple[float, float]:
-    """The worst ``1 - cos`` and the worst relative difference of norms, over the tensor or its rows.
+    """Compare directions and norms: the worst ``1 - cos`` and relative difference, over the tensor or its rows.
 
     Two zero vectors agree in both; a zero and a non-zero vector differ by 1 in both.
     """

@@ -1,4 +1,4 @@
-"""One process of one layout; started by :mod:`d9d_engine.verify.run`."""
+"""Process of one layout; started by :mod:`d9d_engine.verify.run`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files and directories that are there whole or not at all, local or behind fsspec."""
+"""Files and directories that are complete or absent, local or behind fsspec."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: files and directories that are complete or absent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """A value as the text of a JSON file. NaN and infinity are refused: they are no JSON.
+    """Serialise a value as a JSON file. NaN and infinity are refused: they are no JSON.
 
     Raises:
         TypeError: the value is nothing that JSON can hold.
@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def published(target: Path) -> Iterator[Path]:
-    """A temporary directory that becomes ``target`` by one rename when the block succeeds.
+    """Publish a directory: a temporary one that becomes ``target`` by one rename when the block succeeds.
 
     An existing ``target`` is replaced, and stays if anything fails. If the process dies, a ``.tmp`` directory remains,
     which :func:`remove_leftovers` clears up.
@@ -70,7 +70,7 @@ def published(target: Path) -> Iterator[Path]:
 
 
 def replace(target: Path, new: Path) -> None:
-    """Rename a directory, in the place of another one if there is one; if that fails, the other one stays."""
+    """Rename a directory, replacing another one if there is one; if that fails, the other one stays."""
     # A directory cannot be renamed over another one, so for a moment the old one has a name of its own.
     old = target.with_name(f".{target.name}{_OLD}")
     shutil.rmtree(old, ignore_errors=True)

@@ -1,8 +1,9 @@
-"""Directories of files, local or behind an fsspec address: read, written as a whole, or kept as a store of several.
+"""Directories of files, local or behind an fsspec address: read, published at once, or kept as a store of several.
 
-Three protocols, each with a local and a remote implementation (:mod:`.local`, :mod:`.remote`, chosen by :mod:`.open`):
-a :class:`Directory` is read, a :class:`Draft` becomes a directory when it is complete, and a :class:`DirectoryStore`
-holds named directories, such as the checkpoints of a run.
+Three protocols, each with a local and a remote implementation (:mod:`d9d_weights.files.local`,
+:mod:`d9d_weights.files.remote`), between which :mod:`d9d_weights.files.open` chooses: a :class:`Directory` is read, a
+:class:`Draft` becomes a directory when it is complete, and a :class:`DirectoryStore` holds named directories, such as
+the checkpoints of a run.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ class OpenFile(Source, Protocol):
     """A file that many threads may read."""
 
     def close(self) -> None:
-        """Give its resources back."""
+        """Close the file."""
 
 
 class Directory(Protocol):
     """A directory to read from. All methods raise :class:`CheckpointError` with the reason if it cannot be read."""
 
     def names(self) -> list[str]:
-        """The files directly in it, sorted."""
+        """Names of the files directly in the directory, sorted."""
 
     def read(self, name: str) -> bytes:
-        """The content of a small file."""
+        """Read a small file."""
 
     def open(self, name: str) -> OpenFile:
-        """A large file."""
+        """Open a large file."""
 
 
 class Draft(Protocol):
-    """A directory in the making. All ranks create files; one rank does the rest."""
+    """Draft of a directory. All ranks create files; one rank does the rest."""
 
     def start(self) -> None:
-        """Begin. One rank, before all others."""
+        """Begin the draft. One rank, before all others."""
 
     def create(self, file: str) -> AbstractContextManager[BinaryIO]:
-        """A new file, which is safe from a crash when the block is left."""
+        """Create a file, which is safe from a crash when the block is left."""
 
     def size(self, file: str) -> int | None:
         """Bytes of a file as this rank sees it, ``None`` if it does not."""
@@ -58,10 +59,10 @@ class Draft(Protocol):
         """
 
     def publish(self, last: Mapping[str, bytes]) -> None:
-        """Add small files, in this order, and make the directory exist, in place of an earlier one. One rank, last.
+        """Add small files, in this order, and make the directory exist, replacing an earlier one. One rank, last.
 
         Raises:
-            CheckpointError: somebody else writes to the same place.
+            CheckpointError: somebody else writes to the same location.
         """
 
     def discard(self) -> None:
@@ -69,33 +70,33 @@ class Draft(Protocol):
 
 
 class DirectoryStore(Protocol):
-    """A place for named directories, each there whole or not at all."""
+    """Store of named directories, each complete or absent."""
 
     def prepare(self) -> None:
-        """Create the place and try whether it can be written. One rank.
+        """Create the store and try whether it can be written. One rank.
 
         Raises:
             OSError: it cannot.
         """
 
     def is_visible(self) -> bool:
-        """Whether this rank sees the place."""
+        """Whether this rank sees the store."""
 
     def owned(self) -> AbstractContextManager[None]:
-        """Be the only one who works with the place, and clear up what a killed process left. One rank.
+        """Own the store while the block runs, and clear up what a killed process left. One rank.
 
         Raises:
             CheckpointError: another process works with it.
         """
 
     def names(self) -> list[str]:
-        """The directories that exist, those that were set aside left out."""
+        """Names of the directories that exist, without those that were set aside."""
 
     def location(self, name: str) -> str:
         """Path or address of a directory."""
 
     def draft(self, name: str) -> Draft:
-        """A directory in the making; touches nothing yet."""
+        """Draft of a directory; touches nothing yet."""
 
     def open(self, name: str, file: str) -> BinaryIO:
         """Read a file of a directory; can be positioned.
@@ -105,7 +106,7 @@ class DirectoryStore(Protocol):
         """
 
     def set_aside(self, name: str) -> str:
-        """Have a directory count no more, without losing it; returns its new location. One rank."""
+        """Set a directory aside, so that it counts no more without being lost; returns its new location. One rank."""
 
     def remove(self, name: str) -> None:
         """Remove a directory; what remains if that is interrupted counts no more. One rank."""

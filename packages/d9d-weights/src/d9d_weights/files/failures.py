@@ -1,4 +1,4 @@
-"""Failures of file systems in words: drivers of addresses raise whatever their client library raises."""
+"""Error messages of file systems: drivers of addresses raise whatever their client library raises."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from d9d_core.errors import CheckpointError
 
 @contextmanager
 def unreadable(what: object) -> Iterator[None]:
-    """Say of any failure inside which file or directory could not be read, and what to do."""
+    """Raise failures inside as errors that say which file or directory could not be read, and what to do."""
     try:
         yield
     except FileNotFoundError as error:
@@ -23,7 +23,7 @@ def unreadable(what: object) -> Iterator[None]:
 
 @contextmanager
 def unwritable(what: object) -> Iterator[None]:
-    """Say of any failure inside which address could not be written, and what to do."""
+    """Raise failures inside as errors that say which address could not be written, and what to do."""
     try:
         yield
     except CheckpointError:
@@ -37,7 +37,7 @@ def unwritable(what: object) -> Iterator[None]:
 
 @contextmanager
 def as_os_error() -> Iterator[None]:
-    """Turn any failure inside into an OSError, as local files raise it."""
+    """Raise failures inside as OSError, as local files do."""
     try:
         yield
     except (OSError, CheckpointError):

@@ -67,7 +67,7 @@ class LocalFile:
 
 
 class LocalDraft:
-    """A hidden directory beside the target that takes its place when it is complete.
+    """Hidden directory beside the target that replaces it when it is complete.
 
     Args:
         target: replaced if it exists.

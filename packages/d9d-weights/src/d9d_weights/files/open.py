@@ -12,7 +12,7 @@ from d9d_weights.files.local import LocalDirectory, LocalDraft, LocalStore
 
 
 def open_directory(location: str | Path) -> Directory:
-    """A directory to read from.
+    """Open a directory to read from.
 
     Raises:
         CheckpointError: fsspec knows no such kind of address, or its driver is not installed.
@@ -25,7 +25,7 @@ def open_directory(location: str | Path) -> Directory:
 
 
 def open_draft(location: str | Path, earlier: Callable[[list[str]], list[str]]) -> Draft:
-    """A directory to be written as a whole.
+    """Open a draft: a directory that is published at once.
 
     Args:
         location: replaced if it exists.
@@ -43,7 +43,7 @@ def open_draft(location: str | Path, earlier: Callable[[list[str]], list[str]]) 
 
 
 def open_store(location: str | Path) -> DirectoryStore:
-    """A place for named directories.
+    """Open a store of named directories.
 
     Raises:
         CheckpointError: fsspec knows no such kind of address, or its driver is not installed.

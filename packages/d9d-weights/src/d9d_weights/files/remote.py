@@ -26,7 +26,7 @@ _DAMAGED = "damaged"
 
 
 class RemoteDirectory:
-    """A prefix of an object store, or any other place that fsspec reaches.
+    """Prefix of an object store, or any other address that fsspec reaches.
 
     Args:
         url: such as ``s3://bucket/model``.
@@ -94,7 +94,7 @@ class RemoteDraft:
             :meth:`start` and :meth:`discard` remove them; ``None`` means all, and the directory itself.
         positioned: whether :meth:`create` gives files that can be positioned. They are built in this machine's
             directory for temporary files.
-        check_owner: raises if somebody else took the place over.
+        check_owner: raises if somebody else took the store over.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ def remove_directory(files: Any, root: str) -> None:
 class RemoteStore:
     """A prefix of an object store that holds directories.
 
-    Nobody can lock such a place. So whoever opens it last owns it, by a file with a random token, and whoever opened it
+    Nobody can lock such a store. So whoever opens it last owns it, by a file with a random token, and whoever opened it
     before is told so before anything of theirs appears.
 
     Args:
@@ -249,7 +249,7 @@ class RemoteStore:
             self._me = None
 
     def check_owner(self) -> None:
-        """Make sure that nobody else opened the place after this process did.
+        """Make sure that nobody else opened the store after this process did.
 
         Raises:
             CheckpointError: somebody did.

@@ -47,13 +47,13 @@ _ALIGNMENT = 8
 _MAX_HEADER = 100_000_000
 #: Written and hashed at once: small enough for the cache, large enough that the interpreter does not matter.
 _CHUNK = 1 << 22
-#: Rows up to this size are read whole and cut in memory, instead of one read for every part of a row.
+#: Rows up to this size are read in full and cut in memory, instead of one read for every part of a row.
 _SMALL_ROW = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file consists of.
+    """Contents of a written file.
 
     Attributes:
         bytes: its size.
@@ -89,7 +89,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> Written:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything stands in a file.
+    """Layout of a file: the position of every tensor.
 
     Attributes:
         header: its first bytes.
@@ -103,7 +103,7 @@ class Layout:
 
 
 def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None) -> Layout:
-    """Place tensors in a file one after the other, in the order given.
+    """Lay tensors out in a file one after the other, in the order given.
 
     Args:
         specs: widest dtype first, so that every entry is aligned.
@@ -136,14 +136,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor of the host, not copied."""
+    """Memory of a contiguous tensor of the host as bytes, not copied."""
     # A contiguous tensor of one element may have any stride, and then view() refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file.
+    """Entry of a tensor in a file.
 
     Attributes:
         dtype: number format.
@@ -156,7 +156,7 @@ class Entry:
     start: int
 
     def has_window(self, offset: Sequence[int], shape: Sequence[int]) -> bool:
-        """Whether a window of ``shape`` at ``offset`` lies inside."""
+        """Whether a window of ``shape`` at ``offset`` lies inside the tensor."""
         return len(offset) == len(shape) == len(self.shape) and all(
             0 <= first <= size - length for first, length, size in zip(offset, shape, self.shape, strict=True)
         )
@@ -164,10 +164,10 @@ class Entry:
 
 @runtime_checkable
 class Source(Protocol):
-    """Bytes that are read at any place. Safe for threads if ``read_into`` is."""
+    """Bytes that are read at any position. Safe for threads if ``read_into`` is."""
 
     def size(self) -> int:
-        """How many bytes there are."""
+        """Number of bytes."""
         ...
 
     def read_into(self, start: int, view: memoryview) -> int:
@@ -236,7 +236,7 @@ class TensorFile:
             into.detach().copy_(target)
 
     def _fill(self, target: Tensor, shape: Sequence[int], offset: Sequence[int], start: int) -> None:
-        """``target`` is the contiguous window at ``offset`` of an array of ``shape`` whose bytes begin at ``start``."""
+        """Fill ``target``, the contiguous window at ``offset`` of an array of ``shape`` with bytes from ``start``."""
         if not shape:
             self._read_bytes(start, target)
             return
@@ -252,9 +252,9 @@ class TensorFile:
             window = tuple(slice(first, first + n) for first, n in zip(offset[1:], target.shape[1:], strict=True))
             for first in range(0, len(target), rows):
                 part = target[first : first + rows]
-                whole = torch.empty((len(part), *shape[1:]), dtype=target.dtype)
-                self._read_bytes(start + first * row * target.itemsize, whole)
-                part.copy_(whole[(slice(None), *window)])
+                rows_read = torch.empty((len(part), *shape[1:]), dtype=target.dtype)
+                self._read_bytes(start + first * row * target.itemsize, rows_read)
+                part.copy_(rows_read[(slice(None), *window)])
 
     def _read_bytes(self, start: int, target: Tensor) -> None:
         self._read_whole(start, memory_of(target))

@@ -20,7 +20,7 @@ _HINTS = 3
 
 
 class Scope:
-    """The values a mapper may take, by name, and a place for complaints.
+    """Values that a mapper may take, by name, and the list of problems.
 
     Args:
         values: in the order in which they come.
@@ -36,34 +36,34 @@ class Scope:
         self.hints = hints
 
     def over(self, values: Mapping[str, Value], prefix: str = "") -> Scope:
-        """The same place for complaints about other values, whose names lack ``prefix``."""
+        """Scope of other values, whose names lack ``prefix``, with the same list of problems."""
         return Scope(values, self.problems, self.path + prefix, self.hints)
 
-    def find(self, names: Sequence[str], leaf: str) -> list[Value] | None:
-        """The values of these names; without one of them, a complaint and nothing."""
+    def find(self, names: Sequence[str], mapper: str) -> list[Value] | None:
+        """Values of these names; if one is missing, a problem and nothing."""
         missing = [name for name in names if name not in self.values]
         for name in missing:
             wanted = self.hints and len(self.problems) < _HINTS
             near = difflib.get_close_matches(name, self.values, n=1) if wanted else []
             hint = f"; did it mean '{self.path}{near[0]}'?" if near else ""
-            self.problems.append(f"{leaf} needs '{self.path}{name}', which is not there{hint}")
+            self.problems.append(f"{mapper} needs '{self.path}{name}', which is not there{hint}")
         return None if missing else [self.values[name] for name in names]
 
     def complain(self, text: str) -> None:
-        """Something is wrong."""
+        """Add a problem."""
         self.problems.append(text)
 
-    def are_targets(self, names: Sequence[str], leaf: str) -> bool:
-        """Whether a leaf makes something, and nothing twice; else a complaint."""
+    def are_targets(self, names: Sequence[str], mapper: str) -> bool:
+        """Whether a mapper makes something, and nothing twice; else a problem."""
         if not names:
-            self.complain(f"{leaf} makes nothing: give the names of its results")
+            self.complain(f"{mapper} makes nothing: give the names of its results")
         twice = {name: None for name in names if names.count(name) > 1} if len(set(names)) < len(names) else {}
         for name in twice:
-            self.complain(f"{leaf} makes '{self.path}{name}' twice")
+            self.complain(f"{mapper} makes '{self.path}{name}' twice")
         return bool(names) and not twice
 
     def below(self, prefix: str) -> dict[str, Value]:
-        """The values whose names start with ``prefix``, without it."""
+        """Values whose names start with ``prefix``, by the rest of the name."""
         if not prefix:
             return dict(self.values)
         first = bisect.bisect_left(self._sorted, prefix)
@@ -77,10 +77,10 @@ class Scope:
 
 @dataclass
 class Effect:
-    """What a mapper did.
+    """Effect of a mapper on values.
 
     Attributes:
-        taken: name -> the leaf that took it.
+        taken: name -> the mapper that took it.
         made: name -> value, in order.
         fresh: names that stay as they were initialised.
     """
@@ -91,7 +91,7 @@ class Effect:
 
 
 class Mapper(ABC):
-    """Describes how named tensors become other named tensors. Frozen; knows nothing of files, ranks or models."""
+    """Description of how named tensors become other named tensors. Frozen; knows nothing of files, ranks or models."""
 
     @abstractmethod
     def apply(self, scope: Scope) -> Effect:
@@ -99,18 +99,18 @@ class Mapper(ABC):
 
     @abstractmethod
     def inverse(self) -> Mapper:
-        """The mapper that undoes this one.
+        """Inverse of this mapper.
 
         Raises:
             CheckpointError: something is lost, so that there is none.
         """
 
     def rest(self) -> bool:
-        """Whether this takes whatever its neighbours leave."""
+        """Whether this mapper takes whatever its neighbours leave."""
         return False
 
     def __rshift__(self, other: Mapper) -> Mapper:
-        """``first >> second``: one after the other."""
+        """Sequence ``first >> second``: one after the other."""
         return Sequential(self, other)
 
 
@@ -157,7 +157,7 @@ class Sequential(Mapper):
         self.mappers = mappers
 
     def apply(self, scope: Scope) -> Effect:
-        whole = Effect()
+        combined = Effect()
         waiting = dict(scope.values)  # not taken yet
         made: dict[str, Value] = {}
         for mapper in self.mappers:
@@ -166,13 +166,13 @@ class Sequential(Mapper):
                 if name in made:
                     del made[name]
                 elif name in waiting:
-                    whole.taken[name] = effect.taken[name]
+                    combined.taken[name] = effect.taken[name]
                     del waiting[name]
             check_new(effect.made, made, scope, "an earlier step")
             made |= effect.made
-            whole.fresh |= effect.fresh
-        whole.made = made
-        return whole
+            combined.fresh |= effect.fresh
+        combined.made = made
+        return combined
 
     def inverse(self) -> Mapper:
         return Sequential(*(mapper.inverse() for mapper in reversed(self.mappers)))
@@ -182,7 +182,7 @@ class Sequential(Mapper):
 
 
 def lines(problems: Sequence[str]) -> Iterator[str]:
-    """The problems worth showing."""
+    """Problems worth showing."""
     distinct = list(dict.fromkeys(problems))
     yield from distinct[:SHOWN]
     if len(distinct) > SHOWN:
@@ -200,9 +200,9 @@ def raise_if(problems: Sequence[str], what: str) -> None:
 
 
 def _add(together: Effect, effect: Effect, scope: Scope) -> None:
-    for name, leaf in effect.taken.items():
+    for name, mapper in effect.taken.items():
         if name in together.taken:
-            scope.complain(f"'{scope.path}{name}' is taken twice, by {together.taken[name]} and {leaf}; use Share")
+            scope.complain(f"'{scope.path}{name}' is taken twice, by {together.taken[name]} and {mapper}; use Share")
     check_new(effect.made, together.made, scope, "a neighbour")
     together.taken |= effect.taken
     together.made |= effect.made
@@ -210,7 +210,7 @@ def _add(together: Effect, effect: Effect, scope: Scope) -> None:
 
 
 def check_new(made: Mapping[str, Value], before: Mapping[str, Value], scope: Scope, who: str) -> None:
-    """Complain about names that were made before."""
+    """Add a problem for each name that was made before."""
     for name in made:
         if name in before:
             scope.complain(f"'{scope.path}{name}' is made twice, the first time by {who}")

@@ -26,9 +26,9 @@ class Prefix(Mapper):
     def apply(self, scope: Scope) -> Effect:
         inner = self.mapper.apply(scope.over(scope.below(self.source), self.source))
         return Effect(
-            {self.source + name: leaf for name, leaf in inner.taken.items()},
+            {self.source + name: mapper for name, mapper in inner.taken.items()},
             {self.target + name: value for name, value in inner.made.items()},
-            {self.target + name: leaf for name, leaf in inner.fresh.items()},
+            {self.target + name: mapper for name, mapper in inner.fresh.items()},
         )
 
     def inverse(self) -> Mapper:
@@ -47,7 +47,7 @@ class Connect(Mapper):
 
     def apply(self, scope: Scope) -> Effect:
         there, made = dict(scope.values), dict[str, Value]()
-        whole, left = Effect(), list(self.mappers)
+        combined, left = Effect(), list(self.mappers)
         while left:
             later = []
             for mapper in left:
@@ -59,25 +59,25 @@ class Connect(Mapper):
                 for name in effect.taken:
                     del there[name]
                     if made.pop(name, None) is None:
-                        whole.taken[name] = effect.taken[name]
+                        combined.taken[name] = effect.taken[name]
                 check_new(effect.made, there, scope, "another mapper")
                 made |= effect.made
                 there |= effect.made
-                whole.fresh |= effect.fresh
+                combined.fresh |= effect.fresh
             if len(later) == len(left):
                 reasons = [reason for _, attempt in later for reason in attempt]
                 scope.complain("nothing can go first, in a cycle or for want of a tensor: " + "; ".join(reasons))
                 break
             left = [mapper for mapper, _ in later]
-        whole.made = made
-        return whole
+        combined.made = made
+        return combined
 
     def inverse(self) -> Mapper:
         return Connect(*(mapper.inverse() for mapper in self.mappers))
 
 
 class Shard(Mapper):
-    """One of several workers' share of a mapper: whole groups of outputs, about equally many bytes for each worker.
+    """One of several workers' share of a mapper: complete groups of outputs, about equally many bytes for each worker.
 
     Args:
         mapper: of all.
@@ -106,7 +106,7 @@ class Shard(Mapper):
         return Effect(effect.taken, {name: value for name, value in effect.made.items() if name in mine}, fresh)
 
     def inverse(self) -> Mapper:
-        raise CheckpointError("a worker's share has no inverse: invert the whole, then share")
+        raise CheckpointError("a worker's share has no inverse: invert the full mapper, then share")
 
     def rest(self) -> bool:
         return self.mapper.rest()

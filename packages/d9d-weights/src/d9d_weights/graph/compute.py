@@ -1,4 +1,4 @@
-"""Functions of whole tensors."""
+"""Functions of full tensors in a state graph."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from d9d_weights.graph.expressions import Source, TensorSource, Value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A function over whole tensors, shared by the values that it returns."""
+    """Call of a function over full tensors, shared by the values that it returns."""
 
     function: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     inputs: Mapping[str, Value]
@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Computed(Value):
-    """What a function makes of whole tensors; even a window of it needs all its inputs."""
+    """Result of a function over full tensors; even a window of it needs all its inputs."""
 
     call: Call
     output: str
@@ -77,11 +77,11 @@ def _leaves(value: Value) -> Iterator[Source]:
 
 @dataclass(frozen=True)
 class Compute(Mapper):
-    """Any function of whole tensors, such as folding an adapter into its weight.
+    """Any function of full tensors, such as folding an adapter into its weight.
 
     Attributes:
         inputs: names it takes.
-        function: from tensors by these names to tensors by new names; deterministic, leaves its arguments alone.
+        function: from tensors by these names to tensors by new names; deterministic, does not change its arguments.
         shapes: the same for shapes and dtypes, called before anything is read.
         undo: the mapper that undoes it, if there is one.
     """

@@ -1,6 +1,6 @@
-"""Tensors that are described but not read: where each number of an output comes from.
+"""Expressions of tensors that are described but not read: where each number of an output comes from.
 
-A value answers three questions: what it will look like (``spec``), what the whole of it is (:meth:`Value.tensor`), and
+A value answers three questions: what it will look like (``spec``), what all of it is (:meth:`Value.tensor`), and
 what a window of it is (:meth:`Value.read`), which asks its own inputs for windows only. So a rank that holds one shard
 reads one shard, whatever lies between the file and the parameter.
 """
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 
 class TensorSource(Protocol):
-    """Something that tensors are read from by windows."""
+    """Source from which tensors are read by windows."""
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
         """Fill ``into`` with the window of its shape at ``offset``; numbers are converted to its dtype."""
@@ -38,11 +38,11 @@ class Value(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Value, ...]:
-        """What it is made of."""
+        """Values of which this one is made."""
 
     @abstractmethod
     def tensor(self, find: Callable[[str], Tensor]) -> Tensor:
-        """The whole, from whole tensors; a view of them where it can be. Collective where a tensor is gathered."""
+        """Full tensor, from full tensors; a view of them where it can be. Collective where a tensor is gathered."""
 
     @abstractmethod
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
@@ -50,15 +50,15 @@ class Value(ABC):
 
     @abstractmethod
     def text(self) -> str:
-        """A formula over names."""
+        """Formula of the value over names."""
 
     def sources(self) -> list[str]:
-        """The names it is made of, in order, each once."""
+        """Names of the sources of the value, in order, each once."""
         return list(dict.fromkeys(_sources(self)))
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether neighbouring rows of the whole come from neighbouring bytes of the source."""
+        """Whether neighbouring rows of the tensor come from neighbouring bytes of the source."""
         return all(part.keeps_rows for part in self.parts)
 
 
@@ -91,7 +91,7 @@ class Source(Value):
 
 
 class Unary(Value):
-    """Made of one other value, ``of``."""
+    """Value made of one other value, ``of``."""
 
     of: Value
 
@@ -102,7 +102,7 @@ class Unary(Value):
 
 @dataclass(frozen=True, slots=True)
 class Permuted(Unary):
-    """Dimensions in another order: dimension ``k`` is ``dims[k]`` of the original."""
+    """Value with its dimensions in another order: dimension ``k`` is ``dims[k]`` of the original."""
 
     of: Value
     dims: tuple[int, ...]
@@ -129,7 +129,7 @@ class Permuted(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Unsqueezed(Unary):
-    """With a dimension of size one more."""
+    """Value with a dimension of size one more."""
 
     of: Value
     dim: int
@@ -154,7 +154,7 @@ class Unsqueezed(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Squeezed(Unary):
-    """Without a dimension of size one."""
+    """Value without a dimension of size one."""
 
     of: Value
     dim: int
@@ -177,7 +177,7 @@ class Squeezed(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Sliced(Unary):
-    """Indices ``start`` to ``start + length`` of a dimension."""
+    """Slice of a value: indices ``start`` to ``start + length`` of a dimension."""
 
     of: Value
     dim: int
@@ -205,7 +205,7 @@ class Sliced(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Value):
-    """Several, one after the other along a dimension."""
+    """Several values, one after the other along a dimension."""
 
     of: tuple[Value, ...]
     dim: int
@@ -220,7 +220,7 @@ class Joined(Value):
         object.__setattr__(self, "spec", TensorSpec(tuple(shape), self.of[0].spec.dtype))
 
     def inside(self, first: int, last: int) -> Iterator[tuple[Value, int, int, int]]:
-        """The parts that overlap a range of indices: each with where it begins there, and the range inside the part."""
+        """Parts that overlap a range of indices: each with where it begins there, and the range inside the part."""
         index = bisect.bisect_right(self._ends, first)
         while first < last:
             begin = self._ends[index] - self.of[index].spec.shape[self.dim]
@@ -252,7 +252,7 @@ class Joined(Value):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Unary):
-    """In another number format."""
+    """Value in another number format."""
 
     of: Value
     dtype: torch.dtype
@@ -278,7 +278,7 @@ class Converted(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Whole(Unary):
-    """All of a tensor that is sharded over ranks. Computing it is collective over its mesh."""
+    """Full tensor of one that is sharded over ranks. Computing it is collective over its mesh."""
 
     of: Value
 
@@ -290,7 +290,7 @@ class Whole(Unary):
         return full(self.of.tensor(find))
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:
-        self.of.read(source, offset, into)  # files hold whole tensors
+        self.of.read(source, offset, into)  # files hold full tensors
 
     def text(self) -> str:
         return f"gather({self.of.text()})"
@@ -298,7 +298,7 @@ class Whole(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Placed(Unary):
-    """Sharded over a mesh. Nothing is communicated: each rank keeps its part."""
+    """Value sharded over a mesh. Nothing is communicated: each rank keeps its shard."""
 
     of: Value
     mesh: DeviceMesh

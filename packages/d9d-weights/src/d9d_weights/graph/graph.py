@@ -1,4 +1,4 @@
-"""A mapper bound to what a checkpoint holds: everything is decided, nothing has been read."""
+"""State graphs: mappers bound to what a checkpoint holds; everything is decided, nothing has been read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from d9d_weights.graph.groups import Group, group_values
 
 
 class StateGraph:
-    """What each output consists of. Equal on all ranks, whatever the hashes of strings are.
+    """State graph: what each output consists of. Equal on all ranks, whatever the hashes of strings are.
 
     Attributes:
         sources: the tensors there are.
@@ -53,7 +53,7 @@ class StateGraph:
 
     @cached_property
     def groups(self) -> list[Group]:
-        """The outputs that hang together, in a fixed order."""
+        """Groups of outputs that share sources, in a fixed order."""
         return group_values(self.outputs)
 
     def check(self, expected: Mapping[str, TensorSpec], ours: str = "the model") -> None:
@@ -81,7 +81,7 @@ class StateGraph:
         return [*self.outputs, *sorted(self.fresh)]
 
     def apply(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute all outputs from whole tensors; views of them where it can be. Collective where tensors are gathered.
+        """Compute all outputs from full tensors; views of them where it can be. Collective where tensors are gathered.
 
         Raises:
             CheckpointError: a tensor has another shape or dtype than it was declared with.

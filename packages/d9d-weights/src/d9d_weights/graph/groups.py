@@ -1,4 +1,4 @@
-"""Which outputs hang together."""
+"""Groups of a state graph's outputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Group:
 
 
 def group_values(values: Mapping[str, Value]) -> list[Group]:
-    """The groups in the order of their first outputs; nothing depends on hashes. Linear in the number of names."""
+    """Group values in the order of the first outputs; nothing depends on hashes. Linear in the number of names."""
     parent: dict[str, str] = {}  # of sources; a forest
 
     def root(name: str) -> str:

@@ -18,7 +18,7 @@ from d9d_weights.graph.simplify import converted, permuted, squeezed, unsqueezed
 
 
 class PerTensor(Mapper):
-    """Takes each tensor that fits a name or pattern, and makes one of it.
+    """Base of mappers that take each tensor that fits a name or pattern, and make one of it.
 
     Subclasses are frozen dataclasses that have the fields ``name``, ``to`` (by default the same) and ``optional``.
     """
@@ -29,21 +29,21 @@ class PerTensor(Mapper):
 
     @abstractmethod
     def change(self, value: Value) -> Value:
-        """What becomes of it.
+        """Change a value into the one that is made of it.
 
         Raises:
             ValueError: its shape does not allow that; the text says why.
         """
 
     def label(self) -> str:
-        """How messages call this leaf."""
+        """Name of this mapper in messages."""
         return f"{type(self).__name__}('{self.name}')"
 
     def apply(self, scope: Scope) -> Effect:
         effect = Effect()
-        places, kept = (Pattern(name).places for name in (self.name, self.to or self.name))
-        if places != kept:
-            scope.complain(f"{self.label()}: '{self.to}' has other places in braces, so its names are not known")
+        placeholders, kept = (Pattern(name).placeholders for name in (self.name, self.to or self.name))
+        if placeholders != kept:
+            scope.complain(f"{self.label()}: '{self.to}' has other placeholders in braces, so its names are not known")
             return effect
         for source, target in self._matches(scope):
             effect.taken[source] = self.label()
@@ -58,24 +58,24 @@ class PerTensor(Mapper):
 
     def _matches(self, scope: Scope) -> Iterator[tuple[str, str]]:
         pattern, target = Pattern(self.name), Pattern(self.to or self.name)
-        if not pattern.places:
+        if not pattern.placeholders:
             if not self.optional or self.name in scope.values:
                 for _ in scope.find([self.name], self.label()) or ():
                     yield self.name, target.text
             return
         found = False
         for name in scope.values:
-            places = pattern.match(name)
-            if places is not None:
+            placeholders = pattern.match(name)
+            if placeholders is not None:
                 found = True
-                yield name, target.fill(places)
+                yield name, target.fill(placeholders)
         if not found and not self.optional:
             scope.complain(f"{self.label()} fits no name that starts with '{scope.path}'")
 
 
 @dataclass(frozen=True)
 class Identity(Mapper):
-    """Takes tensors and leaves them as they are: those named, or all that its neighbours leave.
+    """Keep tensors as they are: those named, or all that its neighbours leave.
 
     Attributes:
         names: which; none means the rest.
@@ -97,11 +97,11 @@ class Identity(Mapper):
 
 @dataclass(frozen=True)
 class Rename(PerTensor):
-    """Another name.
+    """Give a tensor another name.
 
     Attributes:
         name: the old one, or a pattern.
-        to: the new one, with the same places.
+        to: the new one, with the same placeholders.
         optional: whether it may be absent.
     """
 
@@ -110,8 +110,8 @@ class Rename(PerTensor):
     optional: bool = False
 
     def __post_init__(self) -> None:
-        if Pattern(self.name).places != Pattern(self.to).places:
-            raise CheckpointError(f"Rename: '{self.name}' and '{self.to}' have different places in braces")
+        if Pattern(self.name).placeholders != Pattern(self.to).placeholders:
+            raise CheckpointError(f"Rename: '{self.name}' and '{self.to}' have different placeholders in braces")
 
     def change(self, value: Value) -> Value:
         return value
@@ -122,7 +122,7 @@ class Rename(PerTensor):
 
 @dataclass(frozen=True)
 class Transpose(PerTensor):
-    """Dimensions in another order.
+    """Reorder the dimensions of a tensor.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -150,7 +150,7 @@ class Transpose(PerTensor):
 
 @dataclass(frozen=True)
 class Squeeze(PerTensor):
-    """Without a dimension of size one.
+    """Remove a dimension of size one.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -175,7 +175,7 @@ class Squeeze(PerTensor):
 
 @dataclass(frozen=True)
 class Unsqueeze(PerTensor):
-    """With a new dimension of size one.
+    """Add a dimension of size one.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -191,7 +191,7 @@ class Unsqueeze(PerTensor):
 
     def change(self, value: Value) -> Value:
         if not 0 <= self.dim <= len(value.spec.shape):
-            raise ValueError(f"there is no place {self.dim} for a new dimension")
+            raise ValueError(f"there is no position {self.dim} for a new dimension")
         return unsqueezed(value, self.dim)
 
     def inverse(self) -> Mapper:
@@ -200,7 +200,7 @@ class Unsqueeze(PerTensor):
 
 @dataclass(frozen=True)
 class Cast(PerTensor):
-    """Another number format.
+    """Convert a tensor to another number format.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -227,7 +227,7 @@ class Cast(PerTensor):
 
 @dataclass(frozen=True)
 class Gather(PerTensor):
-    """The whole of a tensor that is sharded over ranks. Collective over its mesh when it is computed.
+    """Gather a tensor that is sharded over ranks. Collective over its mesh when it is computed.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -248,7 +248,7 @@ class Gather(PerTensor):
 
 @dataclass(frozen=True)
 class Distribute(PerTensor):
-    """Sharded over a mesh: the result is a DTensor, of which each rank computes its part. Must be the last leaf.
+    """Shard a tensor over a mesh: the result is a DTensor, of which each rank computes its shard. Must come last.
 
     Attributes:
         name: of the tensor, or a pattern.

@@ -12,7 +12,7 @@ from d9d_weights.graph.simplify import joined, sliced, squeezed, unsqueezed
 
 @dataclass(frozen=True)
 class Stack(Mapper):
-    """Equal tensors along a new dimension.
+    """Stack equally shaped tensors along a new dimension.
 
     Attributes:
         names: of the tensors, in order.
@@ -33,7 +33,7 @@ class Stack(Mapper):
         if values and _alike(scope, label, self.names, values, None):
             if not 0 <= self.dim <= len(values[0].spec.shape):
                 shape = list(values[0].spec.shape)
-                scope.complain(f"{label}: tensors of the shape {shape} have no place {self.dim} for a new dimension")
+                scope.complain(f"{label}: tensors of the shape {shape} have no position {self.dim} for a new dimension")
             else:
                 effect.made[self.to] = joined([unsqueezed(value, self.dim) for value in values], self.dim)
         return effect
@@ -44,7 +44,7 @@ class Stack(Mapper):
 
 @dataclass(frozen=True)
 class Unstack(Mapper):
-    """One tensor for each index of a dimension, which disappears.
+    """Split a tensor into one for each index of a dimension, which disappears.
 
     Attributes:
         name: of the tensor.
@@ -76,7 +76,7 @@ class Unstack(Mapper):
 
 @dataclass(frozen=True)
 class Concatenate(Mapper):
-    """Tensors one after the other along a dimension.
+    """Concatenate tensors along a dimension.
 
     Attributes:
         names: of the tensors, in order.
@@ -110,7 +110,7 @@ class Concatenate(Mapper):
 
 @dataclass(frozen=True)
 class Chunk(Mapper):
-    """Consecutive parts of a dimension.
+    """Cut a tensor into consecutive chunks along a dimension.
 
     Attributes:
         name: of the tensor.
@@ -131,9 +131,9 @@ class Chunk(Mapper):
             return effect
         for value in scope.find([self.name], label) or ():
             shape = value.spec.shape
-            whole = shape[self.dim] if 0 <= self.dim < len(shape) else -1
-            sizes = self.sizes or [whole // len(self.to)] * len(self.to)
-            if sum(sizes) != whole or len(sizes) != len(self.to) or min(sizes) < 0:
+            length = shape[self.dim] if 0 <= self.dim < len(shape) else -1
+            sizes = self.sizes or [length // len(self.to)] * len(self.to)
+            if sum(sizes) != length or len(sizes) != len(self.to) or min(sizes) < 0:
                 wanted = f"parts of {list(self.sizes)}" if self.sizes else f"{len(self.to)} equal parts"
                 scope.complain(f"{label}: dimension {self.dim} of {list(shape)} cannot be cut into {wanted}")
                 continue

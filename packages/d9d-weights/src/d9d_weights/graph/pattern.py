@@ -1,4 +1,4 @@
-"""Names with places: ``layers.{layer}.norm.weight`` stands for every layer's."""
+"""Patterns of names with placeholders: ``layers.{layer}.norm.weight`` stands for every layer's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLACE = re.compile(r"\{(\w+)(\*?)\}")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A name in which ``{word}`` stands for one component and ``{word*}`` for one or more of them.
+    """Pattern: a name in which ``{word}`` stands for one component and ``{word*}`` for one or more of them.
 
     Attributes:
         text: the name.
@@ -20,8 +20,8 @@ class Pattern:
     text: str
 
     @property
-    def places(self) -> frozenset[str]:
-        """The words in braces."""
+    def placeholders(self) -> frozenset[str]:
+        """Placeholders: the words in braces."""
         return frozenset(word for word, _ in _PLACE.findall(self.text))
 
     @cached_property
@@ -37,10 +37,10 @@ class Pattern:
         return re.compile("".join([*parts, re.escape(self.text[end:])]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """What the places stand for in this name, if it fits."""
+        """Words that the placeholders stand for in this name, if it fits."""
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
-    def fill(self, places: dict[str, str]) -> str:
-        """The name with words put in the places."""
-        return _PLACE.sub(lambda match: places[match[1]], self.text)
+    def fill(self, placeholders: dict[str, str]) -> str:
+        """Name with words in place of the placeholders."""
+        return _PLACE.sub(lambda match: placeholders[match[1]], self.text)

@@ -1,4 +1,4 @@
-"""State graphs for people: as text, and as a Mermaid picture. Layers that do the same share a line."""
+"""Pictures of state graphs: text and Mermaid charts. Layers that do the same share a line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 @dataclass
 class Line:
-    """Outputs that differ in indices only.
+    """Line of outputs that differ in indices only.
 
     Attributes:
         value: the first of them.
@@ -44,12 +44,12 @@ class Line:
 
     @property
     def name(self) -> str:
-        """``layers.{0..27}.norm.weight``."""
+        """Name of the line, such as ``layers.{0..27}.norm.weight``."""
         return _collapsed(self.names)
 
 
 def graph_lines(graph: StateGraph) -> list[Line]:
-    """The outputs of a graph, alike ones together, in order."""
+    """Lines of a graph's outputs, alike ones together, in order."""
     found: dict[tuple[object, ...], Line] = {}
     for name, value in graph.outputs.items():
         formula = value.text()
@@ -60,7 +60,7 @@ def graph_lines(graph: StateGraph) -> list[Line]:
 
 
 def tensor_lines(specs: Mapping[str, TensorSpec]) -> list[Line]:
-    """Tensors, alike ones together, in order."""
+    """Lines of tensors, alike ones together, in order."""
     found: dict[tuple[object, ...], Line] = {}
     for name, spec in specs.items():
         found.setdefault((_skeleton(name), spec), Line(None, spec, [])).names.append(name)
@@ -68,7 +68,7 @@ def tensor_lines(specs: Mapping[str, TensorSpec]) -> list[Line]:
 
 
 def graph_text(graph: StateGraph) -> str:
-    """One line for each kind of output: name, shape, dtype, and what it is made of."""
+    """Text of a graph, one line for each kind of output: name, shape, dtype, and what it is made of."""
     rows = [
         f"{line.name}  {list(line.spec.shape)} {str(line.spec.dtype).removeprefix('torch.')}\n    = {line.formula}"
         for line in graph_lines(graph)
@@ -78,7 +78,7 @@ def graph_text(graph: StateGraph) -> str:
 
 
 def graph_mermaid(graph: StateGraph) -> str:
-    """A flow chart from the checkpoint's tensors to the model's, for anything that draws Mermaid."""
+    """Mermaid flow chart of a graph, from the checkpoint's tensors to the model's."""
     nodes: dict[str, str] = {}
     edges: dict[str, None] = {}
 
@@ -112,7 +112,7 @@ def _collapsed(names: list[str]) -> str:
         return names[0]
     columns = list(zip(*(_INDEX.findall(name) for name in names), strict=True))
     parts = _INDEX.split(names[0])
-    return "".join(part + place for part, place in zip(parts, [*_places(columns), ""], strict=True))
+    return "".join(part + word for part, word in zip(parts, [*_places(columns), ""], strict=True))
 
 
 def _places(columns: list[tuple[str, ...]]) -> Iterator[str]:

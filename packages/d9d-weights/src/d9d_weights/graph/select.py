@@ -13,7 +13,7 @@ from d9d_weights.graph.pattern import Pattern
 
 @dataclass(frozen=True)
 class Share(Mapper):
-    """One tensor under several names, such as an embedding that is also the head.
+    """Give one tensor several names, such as an embedding that is also the head.
 
     Attributes:
         name: of the tensor.
@@ -35,7 +35,7 @@ class Share(Mapper):
 
 @dataclass(frozen=True)
 class Select(Mapper):
-    """The tensors below a module, under another module: ``Select("model", "backbone")``. All others are left out.
+    """Select the tensors below a module, under another module: ``Select("model", "backbone")``. Others are left out.
 
     Attributes:
         module: name of the module, ``""`` for the model itself.
@@ -59,7 +59,7 @@ class Select(Mapper):
 
 @dataclass(frozen=True)
 class Drop(Mapper):
-    """Takes tensors that nobody needs, such as a copy of a tied head. Its inverse does nothing.
+    """Drop tensors that nobody needs, such as a copy of a tied head. Its inverse does nothing.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -72,7 +72,7 @@ class Drop(Mapper):
     def apply(self, scope: Scope) -> Effect:
         label = f"Drop('{self.name}')"
         pattern = Pattern(self.name)
-        if not pattern.places:
+        if not pattern.placeholders:
             absent = self.optional and self.name not in scope.values
             taken = [self.name] if not absent and scope.find([self.name], label) else []
         else:
@@ -87,7 +87,7 @@ class Drop(Mapper):
 
 @dataclass(frozen=True)
 class Fresh(Mapper):
-    """Names that the checkpoint does not hold on purpose, such as a new head: they stay as they were initialised.
+    """Declare names that the checkpoint lacks on purpose, such as a new head: they stay as they were initialised.
 
     Attributes:
         names: of the tensors.
@@ -103,7 +103,7 @@ class Fresh(Mapper):
 
 
 class Either(Mapper):
-    """The first of several mappers that finds all its tensors: for checkpoints that come in more than one layout.
+    """Use the first of several mappers that finds all its tensors: for checkpoints that come in more than one layout.
 
     If none does, the complaints are those of the one that finds most of its tensors. What the others would have taken
     is left, so a checkpoint that holds two layouts at once is refused. A mapper whose tensors may all be absent always

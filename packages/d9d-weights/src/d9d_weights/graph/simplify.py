@@ -1,4 +1,4 @@
-"""What undoes what: a mapper followed by its inverse leaves nothing but names."""
+"""Simplification of expressions: a mapper followed by its inverse leaves nothing but names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def converted(value: Value, dtype: torch.dtype) -> Value:
 
 
 def sliced(value: Value, dim: int, start: int, length: int) -> Value:
-    """Part of a dimension. Parts of what was joined are looked up, so that no value grows with its neighbours."""
+    """Slice a dimension. Slices of what was joined are looked up, so that no value grows with its neighbours."""
     if start == 0 and length == value.spec.shape[dim]:
         return value
     if isinstance(value, Sliced) and value.dim == dim:

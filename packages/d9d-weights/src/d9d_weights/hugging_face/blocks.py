@@ -1,4 +1,4 @@
-"""Tensors of any size, piece by piece through a buffer of fixed size."""
+"""Blocks of tensors, which go through a buffer of fixed size one by one."""
 
 from __future__ import annotations
 

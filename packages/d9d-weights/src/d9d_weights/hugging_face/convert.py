@@ -1,4 +1,4 @@
-"""From one place to another, and two places side by side; in windows, so that memory stays small."""
+"""Conversion of model directories and comparison of tensors, in windows, so that memory stays small."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _write(
 
 
 def deviation(name: str, left: _Tensors, right: _Tensors, on_bytes: Callable[[int], None]) -> float:
-    """The largest difference of two equally shaped tensors, in float64; infinite where only one is NaN.
+    """Largest difference of two equally shaped tensors, in float64; infinite where only one is NaN.
 
     Different integers differ by at least 1, also where float64 cannot tell them apart.
 

@@ -1,4 +1,4 @@
-"""Reading models in Hugging Face layout: windows of tensors, straight into the memory they are for."""
+"""Model directories in Hugging Face layout, read by windows of tensors straight into the memory they are for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from d9d_weights.hugging_face.layout import (
     refuse_pickles,
 )
 
-#: What git leaves in the place of a large file that was not downloaded: a note of this size at most.
+#: What git leaves instead of a large file that was not downloaded: a note of this size at most.
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024
 
@@ -37,7 +37,7 @@ class ModelDirectory:
     """A model in Hugging Face layout: config.json, safetensors files with or without an index. Get one by :meth:`open`.
 
     Args:
-        place: where it lies.
+        directory: of the files.
         files: the weight files, by name, in order.
         resources: closed with the directory.
         on_bytes: told how many bytes of the files a part of a read has covered, in the thread that reads.
@@ -48,12 +48,12 @@ class ModelDirectory:
 
     def __init__(
         self,
-        place: Directory,
+        directory: Directory,
         files: Mapping[str, TensorFile],
         resources: ExitStack,
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
-        self._place = place
+        self._directory = directory
         self._resources = resources
         self._on_bytes = on_bytes
         self._buffer = BlockBuffer()
@@ -65,7 +65,7 @@ class ModelDirectory:
             for name, entry in sorted(opened.entries.items(), key=lambda item: (item[1].start, item[0])):
                 if name in specs:
                     raise CheckpointError(
-                        f"{place} holds '{name}' twice, in {self._held[name]} and in {file}: "
+                        f"{directory} holds '{name}' twice, in {self._held[name]} and in {file}: "
                         "remove the file that does not belong to the model, or name one file instead of the directory"
                     )
                 specs[name] = TensorSpec(entry.shape, entry.dtype)
@@ -84,52 +84,54 @@ class ModelDirectory:
         Raises:
             CheckpointError: it is no model, or damaged, or in pickle files.
         """
-        place, file = _split(location)
+        directory, file = _split(location)
         resources = ExitStack()
         try:
             if file is not None:
-                return cls(place, {file: _opened(place, file, resources)}, resources, on_bytes)
-            names = place.names()
-            index = find_index(str(place), names)
+                return cls(directory, {file: _opened(directory, file, resources)}, resources, on_bytes)
+            names = directory.names()
+            index = find_index(str(directory), names)
             if index is None:
-                shards, table = find_weights(str(place), names), None
+                shards, table = find_weights(str(directory), names), None
             else:
-                table = weight_map(f"{place}/{index}", place.read(index), names)
+                table = weight_map(f"{directory}/{index}", directory.read(index), names)
                 shards = sorted(set(table.values()))
-            directory = cls(place, {shard: _opened(place, shard, resources) for shard in shards}, resources, on_bytes)
+            opened = cls(
+                directory, {shard: _opened(directory, shard, resources) for shard in shards}, resources, on_bytes
+            )
             if table is not None:
-                check_index(f"{place}/{index}", table, directory._held)
+                check_index(f"{directory}/{index}", table, opened._held)
         except BaseException:
             resources.close()
             raise
-        return directory
+        return opened
 
     @property
     def location(self) -> str:
-        """Where it lies."""
-        return str(self._place)
+        """Path or address of the model."""
+        return str(self._directory)
 
     def config(self) -> dict[str, Any]:
-        """What config.json holds.
+        """Contents of ``config.json``.
 
         Raises:
             CheckpointError: there is none, or it holds no JSON object.
         """
-        return read_object(f"{self._place}/{CONFIG}", self.read_file(CONFIG))
+        return read_object(f"{self._directory}/{CONFIG}", self.read_file(CONFIG))
 
     def other_files(self) -> list[str]:
-        """The files that a conversion passes on as they are: tokenizer, chat template, how to generate."""
-        return passed_through(self._place.names())
+        """Names of the files that a conversion copies as they are: tokenizer, chat template, generation config."""
+        return passed_through(self._directory.names())
 
     def read_file(self, name: str) -> bytes:
-        """The content of a file directly in the directory.
+        """Read a file directly in the directory.
 
         Raises:
             CheckpointError: there is none.
         """
         if not is_plain_name(name):
-            raise CheckpointError(f"'{name}' is no file directly in {self._place}: name one that is")
-        return self._place.read(name)
+            raise CheckpointError(f"'{name}' is no file directly in {self._directory}: name one that is")
+        return self._directory.read(name)
 
     def read(self, name: str, offset: Sequence[int], into: Tensor) -> None:
         """Fill a tensor with the window of a model's tensor that begins at ``offset``. Threads may read at once.
@@ -146,11 +148,11 @@ class ModelDirectory:
         """
         spec = self.specs.get(name)
         if spec is None or self._closed:
-            raise CheckpointError(f"{self._place} {'was closed' if self._closed else f'holds no tensor {name!r}'}")
+            raise CheckpointError(f"{self._directory} {'was closed' if self._closed else f'holds no tensor {name!r}'}")
         file = self._files[self._held[name]]
         if not file.entries[name].has_window(offset, into.shape) or not torch.can_cast(spec.dtype, into.dtype):
             raise CheckpointError(
-                f"'{name}' of {self._place} is {spec.dtype} {list(spec.shape)}: "
+                f"'{name}' of {self._directory} is {spec.dtype} {list(spec.shape)}: "
                 f"it has no window {list(into.shape)} at {list(offset)} that fills a {into.dtype} tensor"
             )
         for start, part in self._buffer.views(into.detach(), spec.dtype.itemsize):
@@ -190,12 +192,12 @@ def _split(location: str | Path) -> tuple[Directory, str | None]:
     return open_directory(parent if remote else Path(location).parent), file
 
 
-def _opened(place: Directory, name: str, resources: ExitStack) -> TensorFile:
-    source = place.open(name)
+def _opened(directory: Directory, name: str, resources: ExitStack) -> TensorFile:
+    source = directory.open(name)
     resources.callback(source.close)
-    if source.size() < _LFS_BYTES and place.read(name).startswith(_LFS):
-        raise CheckpointError(f"{place}/{name} is a note by Git LFS, not the file itself: run 'git lfs pull' there")
+    if source.size() < _LFS_BYTES and directory.read(name).startswith(_LFS):
+        raise CheckpointError(f"{directory}/{name} is a note by Git LFS, not the file itself: run 'git lfs pull' there")
     try:
-        return TensorFile(source, f"{place}/{name}")
+        return TensorFile(source, f"{directory}/{name}")
     except CheckpointError as error:
         raise CheckpointError(f"{error}; copy or download it again") from error

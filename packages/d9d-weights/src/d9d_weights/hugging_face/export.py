@@ -1,4 +1,4 @@
-"""Writing a model in another layout: one group of tensors after the other, never the whole model in one memory."""
+"""Export of a model in another layout: one group of tensors after the other, never all of them in one memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from d9d_weights.sharding.stage_holders import StageHolders
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What lies beside the tensors.
+    """Files beside the tensors of a model.
 
     Attributes:
         config_json: contents of ``config.json``.
@@ -42,7 +42,7 @@ def export_model(
     tensors: Mapping[str, Tensor],
     files: ModelFiles,
     group: dist.ProcessGroup | None = None,
-    spread: StageHolders | None = None,
+    stage_holders: StageHolders | None = None,
 ) -> None:
     """Compute the graph's outputs from tensors in memory and write them. Collective over ``group``.
 
@@ -51,26 +51,26 @@ def export_model(
 
     Args:
         writer: made from the graph's ``specs``, equally on all ranks; all see its directory.
-        graph: over these tensors, or over those of the whole model if they are spread.
+        graph: over these tensors, or over those of the full model if pipeline ranks hold different ones.
         tensors: plain ones, or DTensors.
         files: what else belongs to the model.
         group: all ranks that hold a part; ``None`` stands for one process.
-        spread: who holds what, if pipeline ranks hold different tensors.
+        stage_holders: who holds what, if pipeline ranks hold different tensors.
 
     Raises:
         CheckpointError: something could not be written, or a rank lacks what it should hold; nothing is left then.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = frozenset(file for number, file in enumerate(writer.files) if number % ranks == rank)
-    whole_of: Callable[[str], Tensor] = lambda name: full(tensors[name])  # noqa: E731
-    if spread is not None:
-        on_all(partial(spread.check, tensors), group)
-        whole_of = partial(spread.full, tensors=tensors)
+    full_tensor: Callable[[str], Tensor] = lambda name: full(tensors[name])  # noqa: E731
+    if stage_holders is not None:
+        on_all(partial(stage_holders.check, tensors), group)
+        full_tensor = partial(stage_holders.full, tensors=tensors)
     try:
         on_main(writer.start, group)
         failed: list[Exception] = []
         with torch.no_grad():
-            _write(writer, graph, whole_of, mine, failed)
+            _write(writer, graph, full_tensor, mine, failed)
         on_all(lambda: _raise(failed), group)
         on_main(lambda: writer.publish(files.config_json, files.others, files.save_assets), group)
     except BaseException:
@@ -82,21 +82,21 @@ def export_model(
 def _write(
     writer: ModelWriter,
     graph: StateGraph,
-    whole_of: Callable[[str], Tensor],
+    full_tensor: Callable[[str], Tensor],
     mine: frozenset[str],
     failed: list[Exception],
 ) -> None:
-    """A rank that fails goes on gathering, because the others need it to."""
+    """Write this rank's files. A rank that fails goes on gathering, because the others need it to."""
     with ExitStack() as opened:
         shards: dict[str, ShardWriter] = {}
         for group in graph.groups:
             wanted = [] if failed else [name for name in group.outputs if writer.file_of(name) in mine]
             here: dict[str, Tensor] = {}
             for name in group.inputs:
-                whole = whole_of(name)
+                tensor = full_tensor(name)
                 if wanted:
-                    here[name] = whole.detach().cpu()
-                del whole
+                    here[name] = tensor.detach().cpu()
+                del tensor
             try:
                 for name in wanted:
                     file = writer.file_of(name)

@@ -9,14 +9,14 @@ from d9d_weights.graph.base import Mapper
 
 
 class HuggingFaceFormat(Protocol):
-    """How a model is written in Hugging Face layout."""
+    """Format of a model in Hugging Face layout."""
 
     def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
-        """The contents of ``config.json`` for a model of this config, with parameters of ``dtype`` (``"float32"``)."""
+        """Contents of ``config.json`` for a model of this config, with parameters of ``dtype`` (``"float32"``)."""
         ...
 
     def config_from_json(self, data: Mapping[str, Any]) -> Any:
-        """The config of the model that a ``config.json`` describes.
+        """Config of the model that a ``config.json`` describes.
 
         Raises:
             CheckpointError: it describes another architecture, or a variant that this model does not compute.
@@ -24,7 +24,7 @@ class HuggingFaceFormat(Protocol):
         ...
 
     def importer(self, config: Any, stored: Any) -> Mapper:
-        """From the names and layouts in Hugging Face files to those of the model.
+        """Mapper from the names and layouts in Hugging Face files to those of the model.
 
         Args:
             config: of the model to be filled.
@@ -34,5 +34,5 @@ class HuggingFaceFormat(Protocol):
         ...
 
     def exporter(self, config: Any) -> Mapper:
-        """From the model's names and layouts to those of Hugging Face. Tied weights appear once."""
+        """Mapper from the model's names and layouts to those of Hugging Face. Tied weights appear once."""
         ...

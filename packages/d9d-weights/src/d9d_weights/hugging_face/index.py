@@ -1,4 +1,4 @@
-"""The index of a sharded model: tensor name -> file."""
+"""Index of a sharded model: tensor name -> file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AGAIN = "copy or download the model again"
 
 
 def read_object(file: str, content: bytes) -> dict[str, Any]:
-    """The JSON object that a file consists of.
+    """Read a file that holds a JSON object.
 
     Args:
         file: what errors call it.
@@ -33,7 +33,7 @@ def read_object(file: str, content: bytes) -> dict[str, Any]:
 
 
 def weight_map(file: str, content: bytes, names: Iterable[str]) -> dict[str, str]:
-    """The table of an index, whose files all exist.
+    """Read the table of an index, whose files all exist.
 
     Args:
         file: what errors call the index.

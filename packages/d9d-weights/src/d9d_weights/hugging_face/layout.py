@@ -1,4 +1,4 @@
-"""Which file of a model directory is what, from the names alone."""
+"""Roles of the files of a model directory, from their names alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _PASSED_THROUGH = ("generation_config.json", *_TOKENIZER)
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether it is a file directly in a directory: ``..``, ``a/b`` and ``/a`` are not."""
+    """Whether a name is that of a file directly in a directory: ``..``, ``a/b`` and ``/a`` are not."""
     return name not in {"", ".", ".."} and PurePosixPath(name).name == name and "\\" not in name and "\0" not in name
 
 
 def passed_through(names: Iterable[str]) -> list[str]:
-    """The files that a conversion copies as they are."""
+    """Names of the files that a conversion copies as they are."""
     return sorted(name for name in names if _fits(name, _PASSED_THROUGH))
 
 
@@ -55,7 +55,7 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 
 def refuse_pickles(where: str, files: Sequence[str]) -> None:
-    """Explain why such files are not read, if there are any.
+    """Refuse pickle files, if there are any, and explain why.
 
     Raises:
         CheckpointError: there are.
@@ -70,7 +70,7 @@ def refuse_pickles(where: str, files: Sequence[str]) -> None:
 
 
 def find_index(where: str, names: Sequence[str]) -> str | None:
-    """The file that says which tensor is in which shard, if there is one.
+    """Find the index, which says which tensor is in which file, if there is one.
 
     Raises:
         CheckpointError: there are several, or it stands beside a model in one file.
@@ -86,7 +86,7 @@ def find_index(where: str, names: Sequence[str]) -> str | None:
 
 
 def find_weights(where: str, names: Sequence[str]) -> list[str]:
-    """The weight files of a directory without an index, in order.
+    """Find the weight files of a directory without an index, in order.
 
     Raises:
         CheckpointError: there are none, only pickles, or numbers are missing.

@@ -1,4 +1,4 @@
-"""Filling a model's tensors from a checkpoint in another layout: each rank reads what its shards need, nothing else."""
+"""Loading of a model's tensors from files in another layout: each rank reads what its shards need, nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from d9d_weights.graph.expressions import TensorSource, Value
 from d9d_weights.graph.graph import StateGraph
 from d9d_weights.sharding.agreement import on_all
-from d9d_weights.sharding.shards import Piece, describe
+from d9d_weights.sharding.shards import TensorShard, describe
 
 #: Larger windows are cut for several threads.
 _TASK_BYTES = 1 << 26
@@ -35,7 +35,7 @@ def load_tensors(
     """Fill each target with the graph's output of its name, converted to its dtype.
 
     The host's memory holds no more than the source's buffers, one for each thread, unless the graph computes something
-    from whole tensors.
+    from full tensors.
 
     Args:
         graph: whose outputs contain the targets.
@@ -64,15 +64,17 @@ def _load(
     copies: dist.ProcessGroup | None,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """A rank that fails reads no more, but goes on sending, because the others wait for it."""
-    parts = describe(targets)
+    """Load the targets. A rank that fails reads no more, but goes on sending, because the others wait for it."""
+    local_shards = describe(targets)
     failed: list[BaseException] = []
     with torch.no_grad(), ThreadPoolExecutor(threads, thread_name_prefix="d9d-load") as pool:
         pending: dict[str, list[Future[None]]] = {}
         try:
             for name, target in targets.items():
                 if not once or _reads(target, copies):
-                    windows = [window for piece in parts[name].pieces for window in _tasks(graph.outputs[name], piece)]
+                    windows = [
+                        window for shard in local_shards[name].shards for window in _tasks(graph.outputs[name], shard)
+                    ]
                     pending[name] = [pool.submit(_fill, graph.outputs[name], source, w, on_bytes) for w in windows]
             for name, target in targets.items():
                 for future in pending.pop(name, ()):
@@ -91,25 +93,25 @@ def _load(
         raise failed[0]
 
 
-def _fill(value: Value, source: TensorSource, window: Piece, on_bytes: Callable[[int], None]) -> None:
+def _fill(value: Value, source: TensorSource, window: TensorShard, on_bytes: Callable[[int], None]) -> None:
     value.read(source, window.offset, window.tensor)
     on_bytes(window.tensor.numel() * value.spec.dtype.itemsize)
 
 
-def _tasks(value: Value, piece: Piece) -> Iterator[Piece]:
-    """The windows that are read one by one; cut by rows only where rows of the source stay together."""
-    tensor = piece.tensor
+def _tasks(value: Value, shard: TensorShard) -> Iterator[TensorShard]:
+    """Windows that are read one by one; cut by rows only where rows of the source stay together."""
+    tensor = shard.tensor
     row = math.prod(tensor.shape[1:]) * tensor.itemsize if tensor.ndim else 0
     if not value.keeps_rows or row == 0 or len(tensor) * row <= _TASK_BYTES:
-        yield piece
+        yield shard
         return
     rows = max(1, _TASK_BYTES // row)
     for first in range(0, len(tensor), rows):
-        yield Piece((piece.offset[0] + first, *piece.offset[1:]), tensor[first : first + rows])
+        yield TensorShard((shard.offset[0] + first, *shard.offset[1:]), tensor[first : first + rows])
 
 
 def _groups(target: Tensor, copies: dist.ProcessGroup | None) -> Sequence[tuple[dist.ProcessGroup, int]]:
-    """The groups over which a tensor is repeated, and this rank's place in each."""
+    """Groups over which a tensor is replicated, and this rank's number in each."""
     if isinstance(target, DTensor):
         mesh = target.device_mesh
         repeated = [dim for dim, placement in enumerate(target.placements) if placement.is_replicate()]
@@ -118,14 +120,14 @@ def _groups(target: Tensor, copies: dist.ProcessGroup | None) -> Sequence[tuple[
 
 
 def _reads(target: Tensor, copies: dist.ProcessGroup | None) -> bool:
-    return all(place == 0 for _, place in _groups(target, copies))
+    return all(rank == 0 for _, rank in _groups(target, copies))
 
 
 def _send(target: Tensor, copies: dist.ProcessGroup | None) -> None:
-    """Along one group after the other: after each, the ranks that agreed in the places before hold the numbers."""
+    """Broadcast a tensor along one group after the other; after the last one, all replicas are filled."""
     tensor = local(target)
-    whole = tensor if tensor.is_contiguous() else tensor.contiguous()
+    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
     for group, _ in _groups(target, copies):
-        dist.broadcast(whole, group_src=0, group=group)
-    if whole is not tensor:
-        tensor.copy_(whole)
+        dist.broadcast(contiguous, group_src=0, group=group)
+    if contiguous is not tensor:
+        tensor.copy_(contiguous)

@@ -1,4 +1,4 @@
-"""Which tensor goes into which file of a model, from shapes and dtypes alone."""
+"""Plan of a model's weight files, from shapes and dtypes alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from d9d_weights.hugging_face.layout import WEIGHTS
 
 
 def plan_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Fill files one after the other, in the order given.
+    """Assign tensors to files one after the other, in the order given.
 
     Args:
         specs: the tensors of a model.
@@ -44,5 +44,5 @@ def plan_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, d
 
 
 def spec_bytes(spec: TensorSpec) -> int:
-    """Size of a tensor."""
+    """Size of a tensor in bytes."""
     return math.prod(spec.shape) * spec.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Writing one weight file, each tensor at its place."""
+"""Writer of one weight file, each tensor at its offset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from d9d_weights.hugging_face.layout import some
 
 
 class ShardWriter:
-    """A file whose tensors come in any order. For one thread.
+    """Writer of a file whose tensors come in any order. For one thread.
 
     Args:
         file: empty, can be positioned.
@@ -77,7 +77,7 @@ class ShardWriter:
         del self._missing[name]
 
     def check_complete(self) -> None:
-        """Make sure that the file is whole.
+        """Make sure that the file is complete.
 
         Raises:
             CheckpointError: tensors are missing.

@@ -1,4 +1,4 @@
-"""Writing models in Hugging Face layout, by one process or many."""
+"""Writer of models in Hugging Face layout, by one process or many."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NOTES = {"format": "pt"}
 
 
 class ModelWriter:
-    """Writes a model directory whose content is known beforehand. Many ranks may write, each its own files.
+    """Writer of a model directory whose content is known beforehand. Many ranks may write, each its own files.
 
     One rank calls :meth:`start`; then every rank writes files with :meth:`open_shard`; then one rank calls
     :meth:`publish`. The caller keeps these apart, such as by barriers.
 
     Args:
-        directory: a local path, replaced as a whole, or an fsspec address.
+        directory: a local path, replaced at once, or an fsspec address.
         specs: every tensor of the model, equal on all ranks.
         shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
         on_bytes: told how many bytes a part of a tensor had when it was written.
@@ -58,7 +58,7 @@ class ModelWriter:
         self.files: Sequence[str] = tuple(self._plan)
 
     def file_of(self, name: str) -> str:
-        """The file that a tensor goes into.
+        """Name of the file that a tensor goes into.
 
         Raises:
             CheckpointError: the model has no such tensor.
@@ -68,7 +68,7 @@ class ModelWriter:
         return self._file_of[name]
 
     def tensors_of(self, file: str) -> Mapping[str, TensorSpec]:
-        """The tensors of a file, in the order of their places.
+        """Names of the tensors of a file, in the order of their offsets.
 
         Raises:
             CheckpointError: the model has no such file.
@@ -78,7 +78,7 @@ class ModelWriter:
         return self._plan[file]
 
     def start(self) -> None:
-        """Prepare the place. One rank, before any file is opened."""
+        """Prepare the directory. One rank, before any file is opened."""
         self._draft.start()
 
     @contextmanager
@@ -103,7 +103,7 @@ class ModelWriter:
         files: Mapping[str, bytes],
         save_assets: Callable[[Path], None] | None = None,
     ) -> None:
-        """Add the rest and have the model exist. One rank, when all files are written.
+        """Add the other files and make the model exist. One rank, when all weight files are written.
 
         Args:
             config_json: contents of config.json.

@@ -1,4 +1,4 @@
-"""All ranks learn together whether something worked: what fails on one of them fails on all, with one text."""
+"""Agreement of ranks about failures: what fails on one of them fails on all, with one text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def on_all(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run on every rank. Collective over ``group``; ``None`` stands for one process.
+    """Run a function on every rank. Collective over ``group``; ``None`` stands for one process.
 
     Raises:
         CheckpointError: it failed somewhere; the same text on every rank.
@@ -31,7 +31,7 @@ def on_all(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def on_main(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Run on the first rank; all get its JSON value. Collective over ``group``; ``None`` stands for one process.
+    """Run a function on the first rank; all get its JSON value. Collective over ``group``; ``None`` is one process.
 
     Raises:
         CheckpointError: it failed; the same text on every rank.
@@ -46,7 +46,7 @@ def on_main(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """What went wrong, in one line: its kind too unless it was raised on purpose, its rank if torch collected it."""
+    """Reason of a failure in one line: its kind too unless it was raised on purpose, its rank if torch collected it."""
     if isinstance(error, CheckpointException):
         return _joined(_ranked(failure, rank) for rank, (failure, _) in sorted(error.failures.items()))
     text = " ".join(str(error).split())
@@ -54,7 +54,7 @@ def reason(error: BaseException) -> str:
 
 
 def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bool:
-    """Whether what came out of torch's checkpoint functions failed on some rank, in the checkpoint itself.
+    """Whether all ranks know of an error of torch's checkpoint functions: some rank failed in the checkpoint itself.
 
     With several ranks, torch collects such failures on all of them. Anything else is the connection to another rank,
     which may have died: no error of the checkpoint, and a reason to start again.
@@ -63,7 +63,7 @@ def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bo
 
 
 def _broadcast(text: str, group: dist.ProcessGroup) -> str:
-    """The first rank's text."""
+    """Broadcast the first rank's text."""
     content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     size = torch.tensor([len(content)])
     dist.broadcast(size, group=group, group_src=0)

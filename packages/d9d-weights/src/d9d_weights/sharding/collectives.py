@@ -1,4 +1,4 @@
-"""Gathering what has another size on every rank: tensors of any shapes, and JSON values.
+"""Gather and all-gather of values with another size on every rank: tensors of any shapes, and JSON values.
 
 Every function is collective over all ranks of its group, and all of them notice together when one of them cannot take
 part, so that bad input is an error everywhere rather than a hang. ``group=None`` stands for a job of one process.
@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 
 
 def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Every rank's tensor, by its rank in the group; collective over ``group``. Waits for the device.
+    """All-gather tensors: every rank's, by its rank in the group; collective over ``group``. Waits for the device.
 
     Args:
         tensor: any shape and number of dimensions, on the same kind of device everywhere; the group needs a backend for
@@ -53,7 +53,7 @@ def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
 
 
 def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0) -> list[Tensor] | None:
-    """Every rank's tensor on one of them; collective over ``group``. Waits for the device.
+    """Gather every rank's tensor on one of them; collective over ``group``. Waits for the device.
 
     Args:
         tensor: as for :func:`all_gather_tensors`.
@@ -81,7 +81,7 @@ def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0
 
 
 def all_gather_objects(value: Json, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's JSON value, by its rank in the group; collective over ``group``. Does not wait for the device.
+    """All-gather JSON values by rank in the group; collective over ``group``. Does not wait for the device.
 
     Args:
         value: what JSON can hold, NaN and infinity besides; tuples arrive as lists.
@@ -94,7 +94,7 @@ def all_gather_objects(value: Json, group: dist.ProcessGroup | None) -> list[Any
 
 
 def gather_objects(value: Json, group: dist.ProcessGroup | None, dst: int = 0) -> list[Any] | None:
-    """Every rank's JSON value on one of them; collective over ``group``. Does not wait for the device.
+    """Gather every rank's JSON value on one of them; collective over ``group``. Does not wait for the device.
 
     Args:
         value: as for :func:`all_gather_objects`.
@@ -119,7 +119,7 @@ def gather_objects(value: Json, group: dist.ProcessGroup | None, dst: int = 0) -
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a rank will send."""
+    """Message of a rank."""
 
     shape: tuple[int, ...]
     bytes: int
@@ -207,5 +207,5 @@ def _by_rank(values: Sequence[object], group: dist.ProcessGroup) -> str:
 
 
 def _name(group: dist.ProcessGroup | None, rank: int) -> int:
-    """The number under which everyone knows a rank of the group."""
+    """Global rank of a rank of the group."""
     return 0 if group is None else dist.get_process_group_ranks(group)[rank]

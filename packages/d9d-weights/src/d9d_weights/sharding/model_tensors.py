@@ -1,4 +1,4 @@
-"""The tensors of a model that are worth keeping, under one canonical name each."""
+"""Persistent tensors of a model, under one canonical name each."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def model_tensors(stage: nn.Module) -> dict[str, Tensor]:
     return {**parameters, **buffers}
 
 
-def gathered(tensors: Mapping[str, Tensor], keep: bool, spread: StageHolders | None = None) -> dict[str, Tensor]:
-    """Whole tensors in the host's memory, one after the other.
+def gathered(tensors: Mapping[str, Tensor], keep: bool, stage_holders: StageHolders | None = None) -> dict[str, Tensor]:
+    """Gather full tensors into the host's memory, one after the other.
 
-    Collective over the ranks of DTensors' meshes, and of ``spread``.
+    Collective over the ranks of DTensors' meshes, and of ``stage_holders``.
 
     Args:
-        tensors: equally named on all ranks, or on all that hold the same stages if there is a spread.
+        tensors: equally named on all ranks, or on all that hold the same stages if there are holders.
         keep: whether this rank wants the result; the others return nothing.
-        spread: of the model, if pipeline ranks hold different tensors. Those that any of them has here are gathered, in
-            the model's order.
+        stage_holders: of the model, if pipeline ranks hold different tensors. Those that any of them has here are
+            gathered, in the model's order.
 
     Raises:
-        CheckpointError: the model of ``spread`` has no tensor of that name, or ranks hold different ones.
+        CheckpointError: the model of ``stage_holders`` has no tensor of that name, or ranks hold different ones.
     """
-    whole = {}
-    there = None if spread is None else spread.among(tensors)
+    gathered_tensors = {}
+    there = None if stage_holders is None else stage_holders.among(tensors)
     for name in tensors if there is None else there.specs:
         value = full(tensors[name]) if there is None else there.full(name, tensors)
         if keep:
-            whole[name] = value.detach().cpu()
-    return whole
+            gathered_tensors[name] = value.detach().cpu()
+    return gathered_tensors

@@ -1,6 +1,7 @@
-"""What each rank holds of each tensor, and which rank writes which part.
+"""Local shards of tensors, and the rank that writes each of them.
 
-A DTensor is described by the window of the whole that this rank holds; any other tensor is one window, the whole.
+A DTensor is described by the windows of the global tensor that this rank holds; any other tensor is one window, all of
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(slots=True)
-class Piece:
-    """A window of a tensor.
+class TensorShard:
+    """Local shard of a tensor: a window of the global one.
 
     Attributes:
         offset: its first index in each dimension.
@@ -38,22 +39,22 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Part:
-    """What this rank holds of one tensor.
+class LocalShards:
+    """Local shards of one tensor on this rank.
 
     Attributes:
         dtype: number format.
-        shape: of the whole tensor.
-        pieces: windows that hold at least one number; of an empty tensor, the whole.
+        shape: of the global tensor.
+        shards: windows that hold at least one number; of an empty tensor, all of it.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    shards: tuple[TensorShard, ...]
 
 
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
-    """The windows that this rank holds.
+def describe(tensors: Mapping[str, Tensor]) -> dict[str, LocalShards]:
+    """Describe the shards that this rank holds, by tensor name.
 
     Raises:
         CheckpointError: one is a partial sum.
@@ -63,21 +64,21 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         return {name: _describe(name, tensor, known) for name, tensor in tensors.items()}
 
 
-def signature(parts: Mapping[str, Part]) -> list[Any]:
-    """Everything about the parts but the numbers, as JSON; orders what it lists."""
+def signature(local_shards: Mapping[str, LocalShards]) -> list[Any]:
+    """Signature of local shards as JSON: everything but the numbers, in a fixed order."""
     return [
-        [name, dtype_name(part.dtype), [*part.shape], [[[*p.offset], [*p.tensor.shape]] for p in part.pieces]]
-        for name, part in sorted(parts.items())
+        [name, dtype_name(local.dtype), [*local.shape], [[[*p.offset], [*p.tensor.shape]] for p in local.shards]]
+        for name, local in sorted(local_shards.items())
     ]
 
 
-def check_memory(parts: Mapping[str, Part]) -> None:
+def check_memory(local_shards: Mapping[str, LocalShards]) -> None:
     """Refuse a tensor under two names: it would be saved twice, and loading one name would undo the other.
 
     Raises:
         CheckpointError: two tensors share memory.
     """
-    spans = sorted(_spans(parts))
+    spans = sorted(_spans(local_shards))
     for (device, _, end, name), (other_device, start, _, other) in pairwise(spans):
         if device == other_device and start < end:
             raise CheckpointError(f"tensors '{name}' and '{other}' share memory; keep them under one name")
@@ -89,7 +90,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Owners:
-    """Which rank writes which piece: each one once, and all ranks about equally many bytes.
+    """Owners of shards: the rank that writes each one, once, with about equally many bytes on all ranks.
 
     Every rank comes to the same result by itself.
 
@@ -105,39 +106,41 @@ class Owners:
         holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         sizes: dict[tuple[str, tuple[int, ...]], int] = {}
         for rank, listed in enumerate(signatures):
-            for name, dtype, whole, pieces in listed:
-                if forms.setdefault(name, (dtype, whole)) != (dtype, whole):
+            for name, dtype, shape, shards in listed:
+                if forms.setdefault(name, (dtype, shape)) != (dtype, shape):
                     raise CheckpointError(
-                        f"tensor '{name}' is {dtype} {whole} on rank {rank} and "
+                        f"tensor '{name}' is {dtype} {shape} on rank {rank} and "
                         f"{' '.join(map(str, forms[name]))} on one before it"
                     )
-                for offset, shape in pieces:
+                for offset, size in shards:
                     key = (name, tuple(offset))
                     holders.setdefault(key, []).append(rank)
-                    sizes[key] = math.prod(shape) * getattr(torch, dtype).itemsize
+                    sizes[key] = math.prod(size) * getattr(torch, dtype).itemsize
         load = [0] * len(signatures)
         self._owner: dict[tuple[str, tuple[int, ...]], int] = {}
-        # Pieces without a choice first; then large before small, which evens out best.
+        # Shards without a choice first; then large before small, which evens out best.
         for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -sizes[key], key)):
             owner = min(holders[key], key=lambda rank: (load[rank], rank))
             self._owner[key] = owner
             load[owner] += sizes[key]
 
-    def own(self, parts: Mapping[str, Part], rank: int) -> dict[str, Part]:
-        """The same parts with the pieces that this rank writes, some of them with none."""
+    def own(self, local_shards: Mapping[str, LocalShards], rank: int) -> dict[str, LocalShards]:
+        """Local shards reduced to those that this rank writes; some tensors then have none."""
         own = {}
-        for name, part in parts.items():
-            pieces = tuple([piece for piece in part.pieces if self._owner[name, piece.offset] == rank])
-            own[name] = part if len(pieces) == len(part.pieces) else Part(part.dtype, part.shape, pieces)
+        for name, local in local_shards.items():
+            shards = tuple([shard for shard in local.shards if self._owner[name, shard.offset] == rank])
+            own[name] = local if len(shards) == len(local.shards) else LocalShards(local.dtype, local.shape, shards)
         return own
 
 
-def _describe(name: str, tensor: Tensor, known: dict[Any, list[ChunkStorageMetadata]]) -> Part:
+def _describe(name: str, tensor: Tensor, known: dict[Any, list[ChunkStorageMetadata]]) -> LocalShards:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Part(tensor.dtype, shape, (Piece((0,) * len(shape), tensor.detach()),))
+        return LocalShards(tensor.dtype, shape, (TensorShard((0,) * len(shape), tensor.detach()),))
     if 0 in shape:
-        return Part(tensor.dtype, shape, (Piece((0,) * len(shape), torch.empty(shape, dtype=tensor.dtype)),))
+        return LocalShards(
+            tensor.dtype, shape, (TensorShard((0,) * len(shape), torch.empty(shape, dtype=tensor.dtype)),)
+        )
     layout = (tensor.device_mesh, tensor.placements, shape)
     if layout not in known:
         if any(placement.is_partial() for placement in tensor.placements):
@@ -146,18 +149,18 @@ def _describe(name: str, tensor: Tensor, known: dict[Any, list[ChunkStorageMetad
         known[layout] = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     chunks = known[layout]
     if len(chunks) == 1:  # what follows does the same, more slowly
-        shards = [tensor.to_local()]
+        tensors = [tensor.to_local()]
     else:
-        shards = [find_tensor_shard(tensor, MetadataIndex(name, chunk.offsets)) for chunk in chunks]
-    found = zip(chunks, shards, strict=True)
-    pieces = [Piece(tuple(chunk.offsets), shard.detach()) for chunk, shard in found if 0 not in chunk.sizes]
-    return Part(tensor.dtype, shape, tuple(pieces))
+        tensors = [find_tensor_shard(tensor, MetadataIndex(name, chunk.offsets)) for chunk in chunks]
+    found = zip(chunks, tensors, strict=True)
+    shards = [TensorShard(tuple(chunk.offsets), held.detach()) for chunk, held in found if 0 not in chunk.sizes]
+    return LocalShards(tensor.dtype, shape, tuple(shards))
 
 
-def _spans(parts: Mapping[str, Part]) -> Iterator[tuple[str, int, int, str]]:
-    for name, part in parts.items():
-        for piece in part.pieces:
-            tensor = piece.tensor
+def _spans(local_shards: Mapping[str, LocalShards]) -> Iterator[tuple[str, int, int, str]]:
+    for name, local in local_shards.items():
+        for shard in local.shards:
+            tensor = shard.tensor
             if tensor.numel():
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
                 start = tensor.data_ptr()

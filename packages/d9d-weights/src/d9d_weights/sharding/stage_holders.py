@@ -1,4 +1,4 @@
-"""One model of which each pipeline rank holds some tensors."""
+"""Holders of a model's tensors among pipeline ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from d9d_weights.sharding.shards import dtype_name
 
 @dataclass(frozen=True)
 class StageHolders:
-    """Who holds which tensor.
+    """Holders of the tensors of a model that is split over pipeline ranks.
 
     Attributes:
-        specs: shape and dtype of each tensor of the whole model, in an order that all ranks share.
+        specs: shape and dtype of each tensor of the full model, in an order that all ranks share.
         holders: tensor -> the rank in ``group`` that holds it; of several that hold equal copies, one.
         group: the ranks along ``pp``; needs a backend for the CPU and one for ``device``.
         device: what tensors are sent from and received on.
@@ -48,7 +48,7 @@ class StageHolders:
         raise_if(problems, f"what pipeline rank {rank} holds is not what it was said to hold:")
 
     def full(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The whole tensor on every rank. Collective over ``group``, and over the mesh of a DTensor.
+        """Full tensor on every rank. Collective over ``group``, and over the mesh of a DTensor.
 
         Args:
             name: which one, the same on all ranks.
@@ -56,16 +56,16 @@ class StageHolders:
         """
         holder, spec = self.holders[name], self.specs[name]
         if dist.get_rank(self.group) == holder:
-            whole = full(tensors[name]).detach().to(self.device).contiguous()
+            gathered = full(tensors[name]).detach().to(self.device).contiguous()
         else:
-            whole = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-        if whole.numel():
+            gathered = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+        if gathered.numel():
             # As bytes, since not every backend knows every dtype.
-            dist.broadcast(whole.reshape(-1).view(torch.uint8), group=self.group, group_src=holder)
-        return whole
+            dist.broadcast(gathered.reshape(-1).view(torch.uint8), group=self.group, group_src=holder)
+        return gathered
 
     def among(self, tensors: Mapping[str, Tensor]) -> StageHolders:
-        """The spread of what ranks hold now, such as the gradients there are. Collective over ``group``.
+        """Holders of the tensors that ranks hold now, such as the gradients there are. Collective over ``group``.
 
         Args:
             tensors: those of this rank, named as in the model; shapes and dtypes may be others.
@@ -86,7 +86,7 @@ class StageHolders:
                     problems.append(f"'{name}' is {there}, and {_said(spec)} on {rank}")
                 if name not in self.specs:
                     problems.append(f"pipeline rank {rank} holds '{name}', which the model does not have")
-        raise_if(problems, "pipeline ranks do not hold parts of one model:")
+        raise_if(problems, "pipeline ranks do not hold tensors of one model:")
         ordered = {name: specs[name] for name in self.specs if name in specs}
         return StageHolders(ordered, holders, self.group, self.device)
 
