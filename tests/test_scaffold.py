@@ -107,7 +107,9 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 def test_scaffolds_are_formatted_linted_and_typed(scaffolds: Path, installed: dict[str, str]) -> None:
     sources = [str(scaffolds / name_of(kind)) for kind in KINDS]
     config = ["--config", str(ROOT / "pyproject.toml")]
-    for command in (["ruff", "format", "--check", *config], ["ruff", "check", *config]):
+    # As the configuration has it for our own tests.
+    tests = ["--extend-per-file-ignores", ",".join(f"test_*.py:{rule}" for rule in ("ARG", "D", "PLR", "S"))]
+    for command in (["ruff", "format", "--check", *config], ["ruff", "check", *config, *tests]):
         done = subprocess.run([*command, *sources], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
     packages = [word for kind in KINDS for word in ("-p", name_of(kind).replace("-", "_"))]
@@ -121,8 +123,6 @@ def test_every_kind_passes_its_suite(scaffolds: Path, installed: dict[str, str])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=installed, cwd=scaffolds)
     assert done.returncode == 0, done.stdout
-    for kind in KINDS:
-        assert f"test_{kind}.py" in done.stdout or " passed" in done.stdout
 
 
 TRAIN = """

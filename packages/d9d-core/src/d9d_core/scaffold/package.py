@@ -90,6 +90,7 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         "summary": spec.summary,
         "hook": spec.hook,
         "Spec": spec.spec,
+        "imports": ", ".join(sorted(["Ref", spec.spec])),
         "api": str(API_VERSION),
         "record": "\n".join(f"        {line}," for line in record),
         "section": _filled(spec.section, names),
