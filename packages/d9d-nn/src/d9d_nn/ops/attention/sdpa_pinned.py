@@ -84,9 +84,9 @@ class _Pinned(Sdpa):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         # No fused kernel reads other strides than 1 along the features, and there is no other kernel to fall back to.
-        inputs = [tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)]
+        q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
         with sdpa_kernel(self._backend):
-            return super().__call__(*inputs, mask)
+            return super().__call__(q, k, v, mask)
 
 
 # Widths: where forward and backward both run on every GPU since compute capability 8.0 (cuDNN goes further on some).
