@@ -30,14 +30,16 @@ ROOT = Path(__file__).parents[1]
 #: Rooms of the foundation, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
 LAYERS = {
     "d9d_core": (
-        {"deferral", "errors", "ops", "types"},
+        {"deferral", "errors", "failures", "ops", "types"},
         {"plugin", "tensors", "traits"},
         {"grid"},
         {"protocols"},
         {"config"},
-        {"events", "program"},
+        {"events"},
+        {"components"},
+        {"program"},
         {"job"},
-        {"extend", "testing"},
+        {"extend", "scaffold", "testing"},
         {"cli"},
         {"__main__"},
     ),

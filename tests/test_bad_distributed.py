@@ -286,14 +286,14 @@ def test_after_ctrl_c_and_the_loss_of_a_shard_a_run_ends_as_one_that_torchrun_st
     run = tmp_path / "runs" / "small"
     wait_for(lambda: len(list((run / "checkpoints").glob("step-*"))) >= 2, first)
     first.send_signal(signal.SIGINT)
-    _, err = end(first, 0)
-    assert "SIGINT: stopped after step " in err
+    out, err = end(first, 0)
+    assert "SIGINT: stopped after step " in out
     assert "Traceback" not in err
     before, newest = sorted((run / "checkpoints").glob("step-*"))
     (newest / "tensors-00001.safetensors").unlink()
-    _, err = end(start(*command), 0)
-    assert f"{newest} lacks tensors-00001.safetensors" in err
-    assert err.count(f"resumed at step {int(before.name[5:])} of 60") == 1
+    out, _ = end(start(*command), 0)
+    assert f"{newest} lacks tensors-00001.safetensors" in out
+    assert out.count(f"resumed at step {int(before.name[5:])} of 60") == 1
     torchrun = ("--standalone", "--nproc-per-node", 2, "-m", "d9d_core", "train", small_job("straight", **sections))
     end(start(*torchrun, module="torch.distributed.run", OMP_NUM_THREADS="1"), 0)
     assert_same_weights(run, tmp_path / "runs" / "straight")

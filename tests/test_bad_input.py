@@ -83,11 +83,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over(d9d: D9d, small_job: Write, 
     if damage == "flip":
         content[len(content) // 2] ^= 4
     file.write_bytes(content[: len(content) // 2] if damage == "truncate" else content)
-    status, _, err = d9d("train", str(small_job()))
+    status, out, _ = d9d("train", str(small_job()))
     assert status == 0
-    assert "step-00000006: " in err
-    assert "trying the one before" in err
-    assert "resumed at step 4 of 6" in err
+    assert "step-00000006: " in out
+    assert "trying the one before" in out
+    assert "resumed at step 4 of 6" in out
 
 
 def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small_job: Write, tmp_path: Path) -> None:

@@ -391,10 +391,44 @@ def test_the_page_for_plugin_authors_names_every_trait_anchor_and_suite() -> Non
     assert re.sub(r"\s+", " ", prose(PLUGIN_PAGE)).count(", ".join(f"`{anchor}`" for anchor in ANCHORS)) == 1
     suites = {
         name
-        for file in (ROOT / "packages/d9d-testing/src/d9d_testing/suites").glob("*.py")
+        for file in (ROOT / "packages/d9d-testing/src/d9d_testing/suites").rglob("*.py")
         for name in re.findall(r"^class (\w+Suite)\b", file.read_text(), re.MULTILINE)
-    }
+    } - {"ComponentSuite"}  # a base of others
     assert {quoted(row[0])[0] for row in tables(PLUGIN_PAGE, "suite", "for", "checks")} == suites
+
+
+def test_it_names_every_reduction_of_metrics() -> None:
+    from d9d_core.extend import Metric
+
+    getter = inspect.getattr_static(Metric, "reductions").fget
+    allowed = typing.get_args(typing.get_args(typing.get_type_hints(getter)["return"])[1])
+    rows = tables(PLUGIN_PAGE, "reduction", "merged state", "starts from")
+    assert [quoted(row[0])[0] for row in rows] == list(allowed)
+
+
+def test_readmes_name_every_observation_of_a_task_and_who_reads_it(installed: Registry) -> None:
+    header = ("task", "observation", "what it is", "metrics that read it")
+    documented = {
+        (quoted(task)[0], quoted(name)[0]): set(quoted(metrics))
+        for page in PAGES
+        if "| observation |" in page.read_text()
+        for task, name, _, metrics in tables(page, *header)
+    }
+    metrics = [entry.spec for entry in installed.entries("metric")]
+    declared = {
+        (task.spec.name, name): {metric.name for metric in metrics if name in metric.reads}
+        for task in installed.entries("task")
+        for name in task.spec.observes
+    }
+    assert documented == declared
+
+
+def test_a_readme_says_of_every_backend_whether_it_is_taken_by_name_only(installed: Registry) -> None:
+    rows = [line for page in PAGES for line in prose(page).splitlines() if line.startswith("|")]
+    never = {e.spec.name for e in installed.entries("kernel") if "never chosen by itself" in e.spec.summary.lower()}
+    assert never >= {"flex", "sdpa_flash", "grouped_gemm"}
+    told = {name for name in never for row in rows if f"{name}`" in row and "only by name" in row}
+    assert told == never
 
 
 def test_the_messages_it_explains_are_those_of_the_foundation() -> None:

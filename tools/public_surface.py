@@ -10,6 +10,7 @@ and the command line.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import json
 import sys
@@ -19,24 +20,39 @@ from typing import Any
 FILE = Path(__file__).resolve().parents[1] / "tests" / "public_surface.json"
 
 
+#: Modules that other packages may import; tests/test_architecture.py holds everybody to them.
+DECLARED = (
+    "d9d_core.plugin",
+    "d9d_core.extend",
+    "d9d_core.testing",
+    "d9d_weights",
+    "d9d_engine.api",
+    "d9d_engine.extend",
+    "d9d_engine.testing",
+)
+
+
 def surface() -> dict[str, Any]:
     """Everything that users and plugin authors may rely on."""
-    import d9d_core.plugin
-    from d9d_core import events, protocols, traits
-    from d9d_core.plugin import API_VERSION, KINDS
-    from d9d_engine import api
+    from d9d_core import extend
+    from d9d_core.plugin.hooks import API_VERSION, KINDS
+    from d9d_core.traits import TRAITS
 
     return {
         "plugin_api": API_VERSION,
-        "d9d_engine.api": sorted(api.__all__),
-        "d9d_core.plugin": sorted(d9d_core.plugin.__all__),
+        "names": {module: sorted(importlib.import_module(module).__all__) for module in DECLARED},
         "hooks": {kind.hook: _fields(kind.record) for kind in KINDS},
-        "protocols": _protocols(protocols),
-        "traits": _protocols(traits),
-        "events": {event.__name__: _fields(event) for event in events.CATALOGUE},
+        "protocols": {name: _members(getattr(extend, name)) for name in extend.__all__ if _is_contract(extend, name)},
+        "traits": {token: trait.__name__ for token, trait in TRAITS.items()},
+        "events": {event.__name__: _fields(event) for event in extend.CATALOGUE},
         "job file": _sections(),
         "command line": _commands(),
     }
+
+
+def _is_contract(module: Any, name: str) -> bool:
+    value = getattr(module, name)
+    return inspect.isclass(value) and (getattr(value, "_is_protocol", False) or dataclasses.is_dataclass(value))
 
 
 def _fields(record: type) -> list[str]:
@@ -44,16 +60,9 @@ def _fields(record: type) -> list[str]:
     return [f.name + ("" if (f.default, f.default_factory) == required else "=") for f in dataclasses.fields(record)]
 
 
-def _protocols(module: Any) -> dict[str, Any]:
-    found = {}
-    for name, value in vars(module).items():
-        if not inspect.isclass(value) or value.__module__ != module.__name__ or name.startswith("_"):
-            continue
-        members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
-        found[name] = sorted(
-            f"{key}{_signature(member)}" for key, member in members.items() if not isinstance(member, str)
-        )
-    return found
+def _members(contract: type) -> list[str]:
+    members = {key: member for key, member in vars(contract).items() if not key.startswith("_")}
+    return sorted(f"{key}{_signature(member)}" for key, member in members.items() if not isinstance(member, str))
 
 
 def _signature(member: Any) -> str:
@@ -76,15 +85,12 @@ def _sections() -> dict[str, Any]:
 
 
 def _commands() -> dict[str, Any]:
-    import typer.main
-    from d9d_core.cli.main import app, plugins
+    import option_table  # beside this file
 
-    def options(command: Any) -> list[str]:
-        return sorted(word for parameter in command.params for word in parameter.opts)
-
-    commands = {name: options(command) for name, command in typer.main.get_command(app).commands.items()}  # type: ignore[attr-defined]
-    inner = typer.main.get_command(plugins).commands.items()  # type: ignore[attr-defined]
-    return commands | {f"plugins {name}": options(command) for name, command in inner}
+    return {
+        name: sorted(word for parameter in command.params for word in parameter.opts)
+        for name, command in option_table.commands().items()
+    }
 
 
 def main(arguments: list[str]) -> int:

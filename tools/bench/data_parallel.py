@@ -130,7 +130,7 @@ def main() -> None:
     plain_job = job.model_copy(update={"parallel": [], "mesh": type(job.mesh)()})
     from d9d_core.config.resolve import select
     from d9d_engine.build.assemble import assemble
-    from d9d_engine.build.initialise import initialise
+    from d9d_engine.testing import initialise
 
     alone = Topology(sizes=plain_job.mesh.sizes(), device=device)
     # Kernels are chosen for bfloat16, in which both compute.

@@ -175,3 +175,23 @@ def test_a_string_is_no_set_of_tokens() -> None:
 def test_a_malformed_reference_is_refused(target: str) -> None:
     with pytest.raises(ValueError, match=r"is not of the form 'package.module:attribute'"):
         Ref(target)
+
+
+@pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        ("strategy:hsdp", "not there: the job has no strategy hsdp"),
+        ("mesh:ep", "not there: mesh.ep is 1"),
+        ("acme:fast_links", "not there: nothing in the job provides it"),
+    ],
+)
+def test_a_refused_token_that_does_not_hold_gives_no_advice_to_add_it(token: str, reason: str) -> None:
+    declared = CapabilitySpec(token="acme:fast_links", summary="provided by the strategy acme_links")
+    assert verdicts(strategy(conflicts={token}), Circumstances(), declared) == [(True, reason)]
+
+
+def test_a_missing_strategy_says_how_to_add_it() -> None:
+    assert one("strategy:hsdp") == (
+        False,
+        "strategy 'expert_parallel' needs strategy:hsdp: add {name: hsdp} to parallel",
+    )

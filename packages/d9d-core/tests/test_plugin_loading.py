@@ -71,6 +71,22 @@ def test_an_unknown_name_lists_what_is_installed(install: Install) -> None:
     assert message("zzz") == "unknown strategy 'zzz'; installed: expert_parallel"
 
 
+def test_a_kind_that_nothing_offers_says_what_to_do_next(install: Install) -> None:
+    with pytest.raises(PluginError) as error:
+        find("lora", "peft method")
+    assert str(error.value) == (
+        "unknown peft method 'lora': nothing that is installed offers a peft method, and no package of d9d does; "
+        "install a plugin that does, or write one (docs/writing-a-plugin.md: d9d_peft_methods)"
+    )
+
+
+def test_a_kind_that_only_absent_packages_of_d9d_offer_names_them(install: Install) -> None:
+    assert message("zzz") == (
+        "unknown strategy 'zzz': nothing that is installed offers a strategy; packages of d9d do: "
+        "expert_parallel (pip install d9d-mixture)"
+    )
+
+
 def test_two_plugins_with_one_name_are_an_error_when_it_is_used(install: Install) -> None:
     install("acme-moe", "9.9", ONE)
     install("d9d-mixture", "0.1.0", ONE)
@@ -153,6 +169,33 @@ def test_a_missing_api_statement_is_reported(install: Install) -> None:
             "failed in d9d_strategies: ValueError(\"StrategySpec name 'Not A Name': use lower case",
         ),
         ("@hookimpl\ndef d9d_strategies(extra): yield strategy('a')", "has an invalid hook"),
+        (
+            "@hookimpl\ndef d9d_strategies(): return strategy('a')",
+            "returns one StrategySpec from d9d_strategies; write yield in place of return, or return a list",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies(): strategy('a')",
+            "returns nothing from d9d_strategies; write yield in front of each record",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies(): return 5",
+            "returns int from d9d_strategies; write yield in front of each record",
+        ),
+        (
+            "class Mine: ...\n@hookimpl\ndef d9d_strategies():\n"
+            "    yield StrategySpec(name='a', summary='s', anchor='data', config=Ref('a:b'), build=Mine)",
+            "StrategySpec 'a': build is the class Mine itself; write Ref('d9d_mixture_plugin:Mine'),",
+        ),
+        (
+            "@hookimpl\ndef d9d_strategies():\n"
+            "    yield StrategySpec(name='a', summary='s', anchor='data', config='a:b', build=Ref('a:b'))",
+            "StrategySpec 'a': config is a text; write Ref('a:b')",
+        ),
+        (
+            "@hookimpl\ndef d9d_models():\n"
+            "    yield ModelSpec(name='a', summary='s', config=Ref('a:b'), build=Ref('a:b'), tiny=None)",
+            "ModelSpec 'a': tiny is None; give it a Ref",
+        ),
     ],
 )
 def test_a_wrong_declaration_is_named(install: Install, code: str, text: str) -> None:

@@ -72,6 +72,22 @@ def test_a_broken_plugin_that_is_asked_for_shows_its_traceback(d9d: Run, tmp_pat
     assert "raise RuntimeError('in the plugin')" in result.stderr
 
 
+def test_the_traceback_of_a_plugin_shows_its_own_frames_only(d9d: Run, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "class Config: ...\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    yield TaskSpec(name='mine', summary='s', config=Config, build=Ref('json:loads'))\n"
+    )
+    result = d9d("check", "job.yaml", "--plugin", "broken.py")
+    assert result.returncode == 2
+    assert "TaskSpec 'mine': config is the class Config itself; write Ref(f\"{__name__}:Config\")" in result.stderr
+    frames = [line for line in result.stderr.splitlines() if line.startswith("  File ")]
+    assert len(frames) == 1
+    assert "broken.py" in frames[0]
+
+
 def test_check_reports_the_numbers_of_a_job_without_training(d9d: Run, tmp_path: Path) -> None:
     result = d9d("check", "job.yaml", "--set", "batch.microbatch=8")
     assert result.returncode == 0, result.stderr
@@ -205,3 +221,50 @@ def test_doctor_runs_checks_and_reports_broken_plugins(d9d: Run, tmp_path: Path)
     result = d9d("doctor", "--plugin", "sick.py")
     assert result.returncode == 1
     assert "no  sick: the check failed: ModuleNotFoundError" in result.stdout
+
+
+def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(d9d: Run, tmp_path: Path) -> None:
+    (tmp_path / "twin.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "@hookimpl\n"
+        "def d9d_tasks():\n"
+        "    yield TaskSpec(name='toy_task', summary='s', config=Ref('d9d_testing.toy.config:ToyTaskConfig'),\n"
+        "                   build=Ref('json:loads'))\n"
+        "@hookimpl\n"
+        "def d9d_commands():\n"
+        "    yield CommandSpec(name='doctor', summary='s', app=Ref('json:loads'))\n"
+    )
+    for name in ([], ["twin.py"]):
+        result = d9d("plugins", "check", *name, "--plugin", "twin.py")
+        out = " ".join(result.stdout.split())
+        assert result.returncode == 1, out
+        assert "task 'toy_task' is declared by" in out
+        assert "command 'doctor' (twin.py) is hidden by d9d's own" in out
+        assert "2 problems" in out
+    assert "0 problems" in d9d("plugins", "check", "d9d-engine", "--plugin", "twin.py").stdout
+    doctor = " ".join(d9d("doctor", "--plugin", "twin.py").stdout.split())
+    assert "task 'toy_task' is declared by" in doctor
+    assert "command 'doctor' (twin.py) is hidden by d9d's own" in doctor
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_traceback_of_one_process_has_no_rank_in_front_of_its_lines(d9d: Run, tmp_path: Path, command: str) -> None:
+    toy_config = "d9d_testing.toy.config:ToyOptimizerConfig"
+    (tmp_path / "bad.py").write_text(
+        "from d9d_core.plugin import *\n"
+        "def build(config, parameters):\n"
+        "    raise RuntimeError('in the plugin')\n"
+        "@hookimpl\n"
+        "def d9d_optimizers():\n"
+        f"    yield OptimizerSpec(name='toy_optimizer', summary='s', config=Ref('{toy_config}'),\n"
+        "                        build=Ref(__name__ + ':build'))\n"
+    )
+    code = (
+        Path(toy.__file__).read_text().replace("d9d_optimizers", "_unused").replace("@hookimpl\ndef _unused", "def _")
+    )
+    (tmp_path / "rest.py").write_text(code)
+    files = ["--no-plugins", "--plugin", "rest.py", "--plugin", "bad.py"]
+    result = d9d(command, "job.yaml", *files, plugins=False)
+    assert result.returncode != 0
+    assert "RuntimeError('in the plugin')" in result.stderr or "RuntimeError: in the plugin" in result.stderr
+    assert "[rank0]" not in result.stderr

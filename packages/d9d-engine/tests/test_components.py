@@ -69,7 +69,7 @@ def test_a_metric_cannot_take_a_name_of_the_loop(job: MakeJob, monkeypatch: pyte
 
 def test_a_metric_that_changes_its_state_is_refused(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     state = ToyMetric.state
-    monkeypatch.setattr(ToyMetric, "state", lambda self: state(self) if self._count else {})
+    monkeypatch.setattr(ToyMetric, "state", lambda self: {} if self._count else state(self))
     with pytest.raises(BuildError, match="metric 'toy_metric' changes the names of its state"):
         quiet(job("nonfinite=skip")).train()
 

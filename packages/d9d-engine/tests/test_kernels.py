@@ -12,6 +12,8 @@ from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
 from d9d_core.plugin.capabilities import Circumstances, Judge
 from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.cli.report import print_kernel
+from rich.console import Console
 from torch import nn
 
 
@@ -37,6 +39,10 @@ class Backends:
     @staticmethod
     def always(_signature: OpSignature) -> Decision:
         return Decision(True, "takes everything", priority=1)
+
+    @staticmethod
+    def behind(_signature: OpSignature) -> Decision:
+        return Decision(True, "slow, for comparisons", priority=-1)
 
     @staticmethod
     def other(_signature: OpSignature) -> Any:
@@ -158,3 +164,29 @@ def test_a_backend_runs_only_where_its_capabilities_hold(tokens: dict[str, Any],
         choose(registry, stage, square="fast")
     assert str(caught.value).startswith("kernels.square: 'fast' (acme) cannot run here: ")
     assert reason in str(caught.value)
+
+
+def explained(choice: KernelChoice) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        print_kernel(console, choice)
+    return capture.get()
+
+
+def test_an_explanation_says_that_the_job_asked_for_a_backend_and_which_are_taken_by_name_only() -> None:
+    registry = Registry.of(offering("acme", spec("slow", "behind"), spec("plain", "always")))
+    (asked,) = choose(registry, Square(4), square="slow")
+    (free,) = choose(registry, Square(4))
+    assert explained(asked).splitlines() == [
+        "  square: slow (acme), asked for by kernels.square, at op",
+        "    reference accepts, priority 0: runs everywhere",
+        "    plain accepts, priority 1: takes everything",
+        "    slow accepts, priority -1, taken by name only: slow, for comparisons",
+    ]
+    assert explained(free).splitlines()[0] == "  square: plain (acme) at op"
+
+
+def test_a_reference_asked_for_by_name_says_so() -> None:
+    registry = Registry.of(offering("acme", spec("plain", "always")))
+    (asked,) = choose(registry, Square(4), square="reference")
+    assert explained(asked).splitlines()[0] == "  square: reference, asked for by kernels.square, at op"

@@ -130,6 +130,13 @@ class Plain:
     def write(self, *call: Any) -> None:
         self.calls.append(call)
 
+    def flush(self) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def close(self, *_: Any) -> None: ...
+
 
 class Tabular(Plain):
     def write_tables(self, *call: Any) -> None:

@@ -254,6 +254,48 @@ def test_a_call_that_has_no_frame_is_known_by_its_line() -> None:
     assert seen_while(lambda: event.wait(0.3)).startswith("waits in wait(...) at ")
 
 
+def test_while_the_main_thread_waits_for_another_one_that_one_is_shown_whatever_it_is_called() -> None:
+    watchdog = Watchdog({"step": 60.0})
+    reader = threading.Thread(target=read_briefly, name="any name")
+    found: list[str] = []
+
+    def look() -> None:
+        time.sleep(0.1)
+        found.append(watchdog._status().where)
+
+    looks = threading.Thread(target=look)
+    reader.start()
+    looks.start()
+    with watchdog.waiting_for(reader):
+        reader.join()
+    looks.join()
+    assert found[0].startswith("not in a collective, but at ")
+    assert found[0].endswith("(read_briefly)")
+    assert "(read_briefly)" not in watchdog._status().where
+
+
+def read_briefly() -> None:
+    time.sleep(0.4)
+
+
+def test_the_data_loader_says_whom_it_waits_for(job: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from d9d_testing.toy.data import ToyStream
+    from d9d_testing.toy.runs import quiet
+
+    found: list[str] = []
+    trainer = quiet(job("steps=1", evaluation={"every": 1, "data": "toy_data"}))
+    original = ToyStream.next_pack
+
+    def read_slowly(self: Any) -> Any:
+        time.sleep(0.1)  # until the main thread waits for it
+        found.append(trainer.topology.watchdog._status().where)
+        return original(self)
+
+    monkeypatch.setattr(ToyStream, "next_pack", read_slowly)
+    trainer.train()
+    assert sum("(read_slowly)" in where for where in found) >= 2
+
+
 class _Native:
     """Waits in C, as a collective's handle does."""
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from d9d_core.extend import JobError
+from d9d_core.plugin import Registry
+from d9d_nn import plugin
 from d9d_nn.causal_lm.config import CausalLMConfig, PerplexityConfig
 from d9d_nn.causal_lm.perplexity import Perplexity
 from d9d_nn.causal_lm.task import CausalLM
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 TASK = CausalLM(CausalLMConfig())
@@ -46,11 +46,10 @@ def test_inputs_pass_on_what_the_microbatch_has() -> None:
     assert TASK.inputs(packed).shared.keys() == {"targets", "documents", "positions"}
 
 
-def test_observations_carry_no_graph() -> None:
-    outputs = {"token_loss": torch.ones(2, 3, requires_grad=True) * 2}
-    seen = TASK.observations(outputs, MICROBATCH)
-    assert not seen["token_loss"].requires_grad
+def test_observations_are_those_of_the_record() -> None:
+    seen = TASK.observations({"token_loss": torch.ones(2, 3)}, MICROBATCH)
     assert seen["targets"] is TARGETS
+    assert seen.keys() == Registry.of(plugin).find("task", "causal_lm").spec.observes
 
 
 def test_check_names_both_numbers_and_the_field() -> None:
@@ -88,30 +87,6 @@ def test_perplexity_of_nothing_is_no_series_and_never_nan() -> None:
     assert metric.compute()["perplexity"] == 1
     metric.reset()
     assert metric.compute() == {}
-
-
-@given(shards=st.lists(st.lists(st.floats(0, 10, width=32), max_size=5), min_size=1, max_size=4))
-def test_merged_shards_equal_one_process(shards: list[list[float]]) -> None:
-    whole = Perplexity(PerplexityConfig())
-    states = []
-    for shard in shards:
-        part = Perplexity(PerplexityConfig())
-        part.update(observed(shard))
-        whole.update(observed(shard))
-        states.append(part.state())
-    assert set(whole.reductions.values()) == {"sum"}
-    merged = Perplexity(PerplexityConfig())
-    merged.load_state({name: sum(state[name] for state in states) for name in whole.reductions})
-    assert torch.equal(merged.compute()["perplexity"], whole.compute()["perplexity"])
-
-
-def test_perplexity_continues_from_its_state() -> None:
-    straight, resumed = Perplexity(PerplexityConfig()), Perplexity(PerplexityConfig())
-    straight.update(observed([1.0, 2.0]))
-    resumed.load_state({name: tensor.clone() for name, tensor in straight.state().items()})
-    straight.update(observed([5.0]))
-    resumed.update(observed([5.0]))
-    assert torch.equal(straight.compute()["perplexity"], resumed.compute()["perplexity"])
 
 
 def test_perplexity_states_given_out_do_not_change_later() -> None:

@@ -1,4 +1,4 @@
-"""The example in the README is a test file that passes."""
+"""The examples in the README are test files that pass."""
 
 from __future__ import annotations
 
@@ -10,10 +10,20 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_passes_as_it_stands(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (tmp_path / "test_acme.py").write_text(example)
-    command = [sys.executable, "-m", "pytest", "--strict-markers", "-p", "no:cacheprovider", "test_acme.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+def test_the_examples_pass_as_they_stand(tmp_path: Path) -> None:
+    first, *suites = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "test_acme.py").write_text(first)
+    for number, example in enumerate(suites):
+        (tmp_path / f"test_suite{number}.py").write_text(f"import torch\n{example}")
+    done = pytest_in(tmp_path, "test_acme.py")
+    assert "\n12 passed" in done, done
+    assert len(suites) == 7
+    done = pytest_in(tmp_path, *(f"test_suite{number}.py" for number in range(len(suites))))
+    assert re.search(r"\d\d passed", done), done
+
+
+def pytest_in(directory: Path, *files: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert " 12 passed" in done.stdout
+    return done.stdout

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_testing.suites.router import RouterSuite
+from d9d_testing.suites.moe.router import RouterSuite
 
-ROUTERS = Path(__file__).with_name("broken_routers.py")
+ROUTERS = Path(__file__).parent / "faults" / "implementations" / "broken_routers.py"
 
 
 def suite(fault: str = "", **settings: Any) -> RouterSuite:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from d9d_testing.suites.schedule import ScheduleSuite
 
-PLUGIN = str(Path(__file__).with_name("broken_schedules.py"))
+PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_schedules.py")
 
 
 class ByHand(ScheduleSuite):

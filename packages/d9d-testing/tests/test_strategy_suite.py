@@ -13,7 +13,7 @@ from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.suites.strategy import StrategySuite
 
-PLUGIN = str(Path(__file__).with_name("broken_strategies.py"))
+PLUGIN = str(Path(__file__).parent / "faults" / "implementations" / "broken_strategies.py")
 
 
 def suite(fault: str, meshes: Sequence[Mapping[str, int]] = ({"dp_replicate": 2},)) -> StrategySuite:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from d9d_core.extend import BuildError, PipelineStage, Stage, TensorSpec
-from d9d_engine.build.initialise import initialise
+from d9d_engine.testing import initialise
 from d9d_testing.suites.model import ModelSuite
 from d9d_testing.tolerances import assert_close_values
 from d9d_testing.toy.config import ToyModelConfig

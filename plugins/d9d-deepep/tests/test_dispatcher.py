@@ -13,7 +13,7 @@ from d9d_core.extend import BuildError
 from d9d_deepep.buffer import open_buffer
 from d9d_deepep.dispatcher import DeepEPDispatcher
 from d9d_moe.router.routing import TopKRouting
-from d9d_testing.suites.dispatcher import DispatcherSuite
+from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 
 
 class TestDeepEPDispatcher(DispatcherSuite):

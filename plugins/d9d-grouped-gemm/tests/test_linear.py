@@ -15,6 +15,7 @@ from d9d_core.plugin.capabilities import Circumstances, Judge
 from d9d_engine.build.kernels import bind_kernels
 from d9d_grouped_gemm.linear import build, supports
 from d9d_nn.ops.grouped_linear import grouped_linear
+from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,15 @@ def test_what_the_library_cannot_compute_is_refused(changes: dict[str, Any], why
     decision = supports(signature(**changes))
     assert not decision.accept
     assert why in decision.reason
+
+
+class TestGroupedGemm(KernelSuite):
+    """Over the stand-in, with tensors on the CPU."""
+
+    target = "grouped_linear.grouped_gemm"
+    asked = "cuda"
+    dtypes = ("bfloat16",)
+    refused = ({"dtype": "float32"}, {"device": "cpu"}, {"out_features": 20})
 
 
 class Products(nn.Module):

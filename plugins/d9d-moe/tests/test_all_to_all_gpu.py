@@ -6,7 +6,7 @@ import pytest
 import torch
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.router.routing import TopKRouting
-from d9d_testing.suites.dispatcher import DispatcherSuite
+from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 from d9d_testing.world import World
 from torch import distributed as dist
 

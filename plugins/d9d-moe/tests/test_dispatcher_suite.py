@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from d9d_moe.dispatch.local import LocalDispatcher
-from d9d_testing.suites.dispatcher import DispatcherSuite
+from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 
 
 def local(_group: Any, _experts: int) -> LocalDispatcher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_testing.suites.router import RouterSuite
+from d9d_testing.suites.moe.router import RouterSuite
 
 
 class TestTopKRouter(RouterSuite):

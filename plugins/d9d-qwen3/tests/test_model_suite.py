@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from d9d_core.plugin import ModelSpec
@@ -13,6 +13,8 @@ class TestQwen3(ModelSuite):
     plugin = "d9d_qwen3.plugin"
     target = "qwen3"
     reference = "transformers:AutoModelForCausalLM"
+    # Of two layers; what writes to the residual stream is divided by sqrt(2 x 2).
+    initial_std: ClassVar = {"*.[qkv]_proj.weight": 0.02, "*.o_proj.weight": 0.01, "*.down_proj.weight": 0.01}
 
 
 class TestQwen3Tied(ModelSuite):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import BuildError, Stage, TensorSpec, TensorStyle
-from d9d_engine.build.initialise import initialise
+from d9d_engine.testing import initialise
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.moe_config import Qwen3MoeConfig

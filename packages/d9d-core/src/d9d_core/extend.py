@@ -68,8 +68,8 @@ from d9d_core.events import (
 from d9d_core.grid import AXES, Grid
 from d9d_core.job import JobFile
 from d9d_core.ops import Decision, OpSignature, OpSlot
+from d9d_core.plugin.entries import plugin_error
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import plugin_error
 from d9d_core.program.actions import (
     Action,
     Backward,

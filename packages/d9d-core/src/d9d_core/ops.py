@@ -31,7 +31,11 @@ class OpSignature:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Answer of a backend to a signature. Of those that accept, the highest priority wins; the reference has 0."""
+    """Answer of a backend to a signature. Of those that accept, the highest priority above 0 wins.
+
+    The reference has priority 0. A backend that answers 0 or less is taken by name only: when ``kernels`` of the job
+    asks for it.
+    """
 
     accept: bool
     reason: str

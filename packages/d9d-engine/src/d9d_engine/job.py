@@ -8,7 +8,6 @@ Job.load("job.yaml").build().train()
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
 
 
 def print_note(text: str) -> None:
-    """Print a note about long work: one line on standard error."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+    """Print a note about long work: one line on standard output, where the lines of steps are."""
+    print(text, flush=True)  # noqa: T201 - its purpose
 
 
 def _silent(_text: str) -> None:

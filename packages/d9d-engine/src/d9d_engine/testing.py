@@ -6,9 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from d9d_engine.build.initialise import initialise
     from d9d_engine.checkpoint.store import CheckpointStore
     from d9d_engine.distributed.devices import load_kernels_eagerly
     from d9d_engine.distributed.simulate import simulated_world
+    from d9d_engine.step.metrics import Statistics
+    from d9d_engine.trackers.hub import TrackerHub
     from d9d_engine.verify.compare import Verdict, compare
     from d9d_engine.verify.layouts import Layout
     from d9d_engine.verify.measure import Measurement, Witness, measure
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
+    "initialise": "d9d_engine.build.initialise",
     "CheckpointStore": "d9d_engine.checkpoint.store",
+    "Statistics": "d9d_engine.step.metrics",
+    "TrackerHub": "d9d_engine.trackers.hub",
     "load_kernels_eagerly": "d9d_engine.distributed.devices",
     "simulated_world": "d9d_engine.distributed.simulate",
     "Verdict": "d9d_engine.verify.compare",
@@ -37,11 +43,14 @@ __all__ = [
     "CheckpointStore",
     "Layout",
     "Measurement",
+    "Statistics",
     "Tolerance",
+    "TrackerHub",
     "Verdict",
     "Witness",
     "compare",
     "compare_directions",
+    "initialise",
     "load_kernels_eagerly",
     "measure",
     "narrowest_dtype",

@@ -17,6 +17,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="Next-token prediction; one loss term, cross_entropy.",
         config=Ref("d9d_nn.causal_lm.config:CausalLMConfig"),
         build=Ref("d9d_nn.causal_lm.task:CausalLM"),
+        observes=frozenset({"token_loss", "targets"}),
         requires=frozenset({"model:causal_lm"}),
     )
     yield TaskSpec(
@@ -24,6 +25,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         summary="One label per sample; one loss term, cross_entropy.",
         config=Ref("d9d_nn.classification.config:ClassificationConfig"),
         build=Ref("d9d_nn.classification.task:Classification"),
+        observes=frozenset({"class_logits", "labels"}),
         # Which heads a model has is its config's choice, not its record's: the task's check looks there.
     )
 
@@ -36,6 +38,7 @@ def d9d_metrics() -> Iterable[MetricSpec]:
         summary="Exponential of the mean token loss.",
         config=Ref("d9d_nn.causal_lm.config:PerplexityConfig"),
         build=Ref("d9d_nn.causal_lm.perplexity:Perplexity"),
+        reads=frozenset({"token_loss", "targets"}),
     )
 
 

@@ -8,10 +8,10 @@ from rich.text import Text
 from d9d_core.cli.output import console_for
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.plugin.entries import plugin_error
 from d9d_core.plugin.policy import FOUNDATION
 from d9d_core.plugin.records import JobCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import plugin_error
 
 
 def check_job(job: JobFile, world_size: int | None) -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Collection
 from functools import cached_property
 from typing import Any
 
+import typer
 import typer.core
 
 from d9d_core.errors import PluginError
 from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
 from d9d_core.plugin.records import CommandSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry, plugin_error
+from d9d_core.plugin.registry import Registry
 
 
 class PluginGroup(typer.core.TyperGroup):
@@ -41,6 +44,18 @@ class PluginGroup(typer.core.TyperGroup):
         if cmd_name.rpartition("/")[2] not in names and KnownPlugins.shipped().home("command", cmd_name) is None:
             return None  # the usual message, which suggests near names
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; Ctrl-C gets a word, where typer would end without one.
+
+        Raises:
+            typer.Exit: the user interrupted it.
+        """
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:
+            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)  # noqa: T201
+            raise typer.Exit(130) from None
 
     @cached_property
     def _registry(self) -> Registry:
@@ -67,13 +82,21 @@ def foundation_commands(registry: Registry) -> list[Entry]:
     return [entry for entry in registry.entries("command") if entry.origin.distribution in FOUNDATION]
 
 
-def shadowed_commands(registry: Registry, own: Collection[str]) -> list[str]:
-    """One message per plugin's command that cannot run because d9d itself has one of that name."""
+def shadowed_commands(registry: Registry, own: Collection[str], among: Collection[str] | None = None) -> list[str]:
+    """One message per plugin's command that cannot run because d9d itself has one of that name.
+
+    Args:
+        registry: what is installed.
+        own: core's commands.
+        among: distributions whose commands are looked at; all by default.
+    """
     taken = {*own, *(entry.spec.key for entry in foundation_commands(registry))}
     return [
         f"command {entry} is hidden by d9d's own; only a new release of the plugin can rename it"
         for entry in registry.entries("command")
-        if entry.spec.key in taken and entry.origin.distribution not in FOUNDATION
+        if entry.spec.key in taken
+        and entry.origin.distribution not in FOUNDATION
+        and (among is None or entry.origin.distribution in among)
     ]
 
 
@@ -93,8 +116,11 @@ class _Lazy(typer.core.TyperCommand):
             raise PluginError(f"command {self._entry} needs {names}; install it with: pip install {names}")
         reference = self._entry.spec.app
         try:
-            run = reference.load()
+            app = reference.load()
         except FOREIGN_FAILURES as error:
             text = f"command {self._entry}: its app {reference} failed to load: {error!r}"
             raise plugin_error(text, error) from error
-        return run(args=list(ctx.args), prog_name=f"d9d {self.name}")
+        command = typer.main.get_command(app)
+        # In a context below d9d's, so that usage errors, exit codes and Ctrl-C reach d9d as those of its own commands.
+        with command.make_context(self.name, list(ctx.args), parent=ctx.parent) as inner:
+            return command.invoke(inner)

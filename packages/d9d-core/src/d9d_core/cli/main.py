@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +23,7 @@ from d9d_core.cli.options import (
     warn_of_problems,
 )
 from d9d_core.errors import D9dError
+from d9d_core.failures import describe
 
 app = typer.Typer(
     name="d9d",
@@ -33,6 +34,8 @@ app = typer.Typer(
 )
 plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check whether they are sound.")
 app.add_typer(plugins, name="plugins")
+new = typer.Typer(no_args_is_help=True, help="Write a new package to begin with.")
+app.add_typer(new, name="new")
 
 
 def main() -> None:
@@ -40,10 +43,12 @@ def main() -> None:
     try:
         app()
     except D9dError as error:
-        if error.origin is not None:
-            say("".join(traceback.format_exception(error.origin)).rstrip())
-        say("\n".join(f"error: {line}" for line in str(error).splitlines()))
+        say(describe(error))
         sys.exit(error.exit_code)
+
+
+def _own_commands() -> set[str]:
+    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
 
 def _version(wanted: bool) -> None:
@@ -97,9 +102,26 @@ def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
     """Examine whether this machine is ready and all plugins are sound. Exit status 1 if not."""
     from d9d_core.cli.health import examine
 
-    own = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    if not examine(discover_plugins(plugin, no_plugins), own):
+    if not examine(discover_plugins(plugin, no_plugins), _own_commands()):
         raise typer.Exit(1)
+
+
+@new.command("plugin")
+def new_plugin(
+    name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-metrics.")],
+    kind: Annotated[
+        str,
+        typer.Option(
+            help="metric, tracker, optimizer, lr_schedule, task, dataset, model, strategy, schedule, peft, kernel or "
+            "subscriber."
+        ),
+    ],
+    directory: Annotated[Path | None, typer.Option(help="Where to write it; by default ./NAME.")] = None,
+) -> None:
+    """Write a complete plugin that works: declaration, implementation, tests with its conformance suite, and a job."""
+    from d9d_core.cli.new import new_plugin as write
+
+    write(name, kind, directory)
 
 
 @plugins.command("list")
@@ -137,5 +159,5 @@ def plugins_check(
     """Load everything that plugins refer to and report what is broken. Exit status 1 if anything is."""
     from d9d_core.cli.plugins import check_plugins
 
-    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json):
+    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands()):
         raise typer.Exit(1)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.output import console_for
 from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
+from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry
+from d9d_core.plugin.registry import Registry
 
 
 def list_records(registry: Registry, as_json: bool) -> None:
@@ -56,8 +58,14 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
         _print_detail(console, entry)
 
 
-def check_plugins(registry: Registry, name: str | None, as_json: bool) -> bool:
+def check_plugins(registry: Registry, name: str | None, as_json: bool, own_commands: Collection[str] = ()) -> bool:
     """Load everything that the records of one plugin, or of all, refer to; false if anything is broken.
+
+    Args:
+        registry: what is installed.
+        name: of the plugin; all by default.
+        as_json: print JSON.
+        own_commands: core's sub-commands, which hide those of plugins.
 
     Raises:
         PluginError: no plugin has that name.
@@ -78,6 +86,8 @@ def check_plugins(registry: Registry, name: str | None, as_json: bool) -> bool:
     entries = [entry for entry in registry.entries() if entry.origin.distribution in chosen]
     for entry in entries:
         findings += [{"plugin": str(entry.origin), "problem": text} for text in _broken_references(entry)]
+    clashes = registry.conflicts(chosen) + shadowed_commands(registry, own_commands, chosen)
+    findings += [{"plugin": name or "several plugins", "problem": text} for text in clashes]
     if as_json:
         print(json.dumps({"records": len(entries), "problems": findings}, indent=1))  # noqa: T201
     else:

@@ -6,9 +6,9 @@ from typing import Any
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.errors import PluginError
+from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.records import ConfiguredSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, plugin_error
 
 
 def load_config(entry: Entry) -> type[PluginConfig]:

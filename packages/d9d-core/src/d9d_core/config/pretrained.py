@@ -10,9 +10,9 @@ from typing import Any
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
+from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, plugin_error
 
 
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
-from d9d_core.plugin.records import ModelSpec, StrategySpec
+from d9d_core.plugin.records import MetricSpec, ModelSpec, StrategySpec, TaskSpec
 from d9d_core.plugin.registry import Registry
 
 Part = tuple[Chosen, PluginConfig]
@@ -141,8 +141,10 @@ def check_parts(job: JobConfig, selection: Selection) -> None:
     """Check that what the job asks for is possible with the components it names.
 
     Raises:
-        JobError: a mesh axis has several ranks that would all do the same, or the model cannot be exported.
+        JobError: a mesh axis has several ranks that would all do the same, the model cannot be exported, or a metric
+            reads what the task does not observe.
     """
+    _check_metrics(selection)
     if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
         raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
     used = {
@@ -154,6 +156,21 @@ def check_parts(job: JobConfig, selection: Selection) -> None:
         if size > 1 and axis not in used:
             what = "a schedule to 'pipeline'" if axis == "pp" else "a strategy for it to 'parallel'"
             raise JobError(f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1")
+
+
+def _check_metrics(selection: Selection) -> None:
+    task = selection.task.spec
+    if not isinstance(task, TaskSpec) or task.observes is None:
+        return
+    failed = []
+    for chosen, _ in selection.metrics:
+        assert isinstance(chosen.spec, MetricSpec)
+        if missing := chosen.spec.reads - task.observes:
+            names, has = ", ".join(sorted(missing)), ", ".join(sorted(task.observes)) or "nothing"
+            does_not = f"which task {selection.task.entry} does not observe; it observes: {has}"
+            failed.append(f"{chosen.where}: metric {chosen.entry} reads {names}, {does_not}")
+    if failed:
+        raise JobError("\n".join(failed))
 
 
 def check_world(job: JobConfig, world_size: int) -> None:

@@ -16,6 +16,7 @@ A ``plugin.py`` is a table::
         )
 """
 
+from d9d_core.plugin.entries import Entry, Origin
 from d9d_core.plugin.hooks import API_VERSION, KINDS, Kind, hookimpl
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.manifest import Manifest
@@ -44,7 +45,7 @@ from d9d_core.plugin.records import (
     ViewSpec,
 )
 from d9d_core.plugin.ref import Ref
-from d9d_core.plugin.registry import Entry, Origin, Registry
+from d9d_core.plugin.registry import Registry
 
 __all__ = [
     "ANCHORS",

@@ -17,8 +17,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.records import ANCHORS, POSITIONS, Spec, StrategySpec
-from d9d_core.plugin.registry import Entry, Registry
+from d9d_core.plugin.registry import Registry
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 #: Traits that core itself knows; see :mod:`d9d_core.traits`.
@@ -133,7 +134,7 @@ class Judge:
     def _required(self, item: Chosen, token: str) -> Verdict:
         satisfied, reason = self._holds(token)
         if satisfied is False:
-            reason = self._complaint(item, token, reason)
+            reason = self._complaint(item, token, self._advice(token) or reason)
         return Verdict(item, token, satisfied, reason)
 
     def _undeclared(self, item: Chosen, token: str) -> Verdict:
@@ -174,19 +175,28 @@ class Judge:
         namespace, _, word = token.partition(":")
         if namespace == "mesh" and word in MESH_AXES:
             size = self._circumstances.mesh.get(word, 1)
-            return size > 1, f"mesh.{word} is {size}" + ("" if size > 1 else f"; set mesh.{word} to more than 1")
+            return size > 1, f"mesh.{word} is {size}"
         if namespace == "device" and (match := _DEVICE.fullmatch(token)):
             return self._device(match)
         if namespace == "import" and word:
             found = importlib.util.find_spec(word.partition(".")[0]) is not None
             return found, f"module {word} is " + ("installed" if found else "not installed")
         if namespace == "strategy":
-            return False, f"add {{name: {word}}} to parallel"
+            return False, f"the job has no strategy {word}"
         if namespace == "model" and word in MODEL_TRAITS:
             return False, "the model does not declare it"
         if token in self._declared:
-            return False, self._declared[token]
+            return False, "nothing in the job provides it"
         return False, _UNDECLARED.format(token)
+
+    def _advice(self, token: str) -> str:
+        """Advice on getting a token that is missing; empty if there is none."""
+        namespace, _, word = token.partition(":")
+        if namespace == "mesh" and word in MESH_AXES:
+            return f"{self._holds(token)[1]}; set mesh.{word} to more than 1"
+        if namespace == "strategy":
+            return f"add {{name: {word}}} to parallel"
+        return self._declared.get(token, "")
 
     def _known(self, token: str) -> bool:
         namespace, _, word = token.partition(":")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
+from d9d_core.plugin.entries import Origin
 from d9d_core.plugin.hooks import PROJECT
 from d9d_core.plugin.policy import normalise
-from d9d_core.plugin.registry import Origin
 
 
 @dataclass(frozen=True, slots=True)

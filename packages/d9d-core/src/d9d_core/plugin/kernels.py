@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from d9d_core.errors import PluginError
-from d9d_core.plugin.registry import Entry, Registry, plugin_error
+from d9d_core.plugin.entries import Entry, plugin_error
+from d9d_core.plugin.registry import Registry
 
 #: Every op's own implementation; it runs everywhere and belongs to no plugin.
 REFERENCE = "reference"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from d9d_core.plugin.registry import Origin, Registry
+from d9d_core.plugin.entries import Origin
+from d9d_core.plugin.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from d9d_core.plugin.ref import Ref
 
 _NAME = re.compile(r"[0-9]*[a-z][a-z0-9_]*(\.v[0-9]+)?")
 
+#: The annotation of a field that holds a reference.
+_REFERENCE = re.compile(r"\bRef\b")
+
 #: Order in which strategies act on a freshly built stage, first to last.
 ANCHORS = ("inject", "convert", "tensor", "context", "expert", "checkpointing", "compile", "data")
 #: Where a strategy stands relative to its anchor.
@@ -26,9 +29,9 @@ POSITIONS = ("before", "at", "after")
 RESERVED = ("mesh", "strategy", "device", "import")
 
 
-def _tokens(value: Iterable[str]) -> frozenset[str]:
+def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[str]:
     if isinstance(value, str):
-        raise TypeError(f"expected a set of capability tokens, got the string {value!r}")
+        raise TypeError(f"expected a set of {what}, got the string {value!r}")
     return frozenset(value)
 
 
@@ -57,11 +60,30 @@ class Spec:
             raise ValueError(f"{type(self).__name__} {self.name!r} needs a summary")
         for tokens in ("requires", "provides", "conflicts"):
             object.__setattr__(self, tokens, _tokens(getattr(self, tokens)))
+        for field in fields(self):
+            self._check_reference(field.name, str(field.type))
 
     @property
     def key(self) -> str:
         """Name of the record, unique among those of one kind."""
         return self.name
+
+    def _check_reference(self, name: str, annotation: str) -> None:
+        value = getattr(self, name)
+        if not _REFERENCE.search(annotation) or isinstance(value, Ref) or (value is None and "None" in annotation):
+            return
+        where = f"{type(self).__name__} {self.name!r}: {name} is"
+        if isinstance(value, str):
+            raise TypeError(f"{where} a text; write Ref({value!r})")
+        if not hasattr(value, "__qualname__"):
+            raise TypeError(f"{where} {value!r}; give it a Ref")
+        kind = "class" if isinstance(value, type) else "function"
+        # A single file has no name that it could write down.
+        target = f"{value.__module__}:{value.__qualname__}"
+        written = f'f"{{__name__}}:{value.__qualname__}"' if value.__module__.startswith("d9d_file_") else repr(target)
+        raise TypeError(
+            f"{where} the {kind} {value.__qualname__} itself; write Ref({written}), which is loaded when needed"
+        )
 
     def refs(self) -> dict[str, Ref]:
         """References in this record, by field name."""
@@ -74,7 +96,7 @@ class ConfiguredSpec(Spec):
     """A record with its own section in the job file.
 
     Attributes:
-        config: a :class:`d9d_core.config.PluginConfig` subclass whose ``name`` is this record's name.
+        config: a :class:`d9d_core.config.base.PluginConfig` subclass whose ``name`` is this record's name.
         build: what makes the component from the config; its signature depends on the kind.
     """
 
@@ -134,7 +156,19 @@ class ScheduleSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec(ConfiguredSpec):
-    """A task. ``build(config) -> Task``."""
+    """A task. ``build(config) -> Task``.
+
+    Attributes:
+        observes: names of what :meth:`d9d_core.extend.Task.observations` returns, so that a metric that cannot work
+            with the task is refused before anything is built; ``None`` if they are not known here.
+    """
+
+    observes: Set[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.observes is not None:
+            object.__setattr__(self, "observes", _tokens(self.observes, "observations"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +178,17 @@ class DatasetSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MetricSpec(ConfiguredSpec):
-    """A metric over the task's observations. ``build(config) -> Metric``."""
+    """A metric over the task's observations. ``build(config) -> Metric``.
+
+    Attributes:
+        reads: names of the task's observations that it cannot do without; empty if it reads what modules tally.
+    """
+
+    reads: Set[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "reads", _tokens(self.reads, "observations"))
 
 
 @dataclass(frozen=True, kw_only=True)

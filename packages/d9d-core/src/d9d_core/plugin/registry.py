@@ -3,78 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from d9d_core.errors import PluginError
-from d9d_core.plugin.hooks import KINDS, Kind
+from d9d_core.plugin import installed
+from d9d_core.plugin.collect import Collector
+from d9d_core.plugin.entries import Entry, Origin, Problem, plugin_error
+from d9d_core.plugin.hooks import KINDS
 from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.policy import FOUNDATION, normalise
-from d9d_core.plugin.records import CapabilitySpec, Spec
-
-Record = Spec | CapabilitySpec
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Origin of a plugin: distribution or file, and version.
-
-    Attributes:
-        distribution: normalised name of the distribution, or the path of a single-file plugin.
-        version: its version; empty for a file.
-        module: the imported declaration module.
-        editable: installed in editable mode, so the version does not pin the content.
-        digest: sha256 of a single-file plugin, else empty.
-        seconds: how long the declaration took to import.
-    """
-
-    distribution: str
-    version: str
-    module: str
-    editable: bool = False
-    digest: str = ""
-    seconds: float = field(default=0.0, compare=False)
-
-    def __str__(self) -> str:
-        return f"{self.distribution} {self.version}".rstrip()
-
-    def is_called(self, name: str) -> bool:
-        """Whether a user who writes this name means this plugin; ``D9D_Moe`` is ``d9d-moe``."""
-        return self.distribution in (name, normalise(name))
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Record, and the plugin that declared it."""
-
-    kind: Kind
-    spec: Record
-    origin: Origin
-
-    def __str__(self) -> str:
-        return f"'{self.spec.key}' ({self.origin})"
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Problem of a plugin that was not loaded.
-
-    Attributes:
-        origin: the plugin.
-        text: what is wrong, without the plugin's name.
-        error: the exception behind it, if there is one.
-        loaded: whether its records are in the registry nevertheless.
-    """
-
-    origin: Origin
-    text: str
-    error: BaseException | None = None
-    loaded: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.origin} {self.text}"
+from d9d_core.plugin.records import Spec
 
 
 class Registry:
@@ -114,9 +55,23 @@ class Registry:
         Raises:
             PluginError: one of them cannot be loaded.
         """
-        from d9d_core.plugin.loader import load_explicit
+        collector = Collector(known or KnownPlugins.shipped())
+        installed_ones = installed.scan()
+        for candidate in installed_ones:
+            if candidate.origin.distribution in FOUNDATION:
+                module = candidate.origin.module
+                collector.add(candidate.origin, lambda module=module: importlib.import_module(module), light=True)  # type: ignore[misc]
+        for plugin in plugins:
+            name = str(getattr(plugin, "__name__", type(plugin).__name__))
+            origins = (candidate.origin for candidate in installed_ones)
+            origin = next((origin for origin in origins if origin.module == name), Origin(name, "", name))
+            collector.add(origin, lambda plugin=plugin: plugin, must=True)  # type: ignore[misc]
+        return cls.collected(collector)
 
-        return load_explicit(plugins, known=known)
+    @classmethod
+    def collected(cls, collector: Collector) -> Registry:
+        """The registry of what a collector has."""
+        return cls(collector.entries, collector.plugins, collector.problems, collector.blocked, collector.known)
 
     def entries(self, kind: str | None = None) -> list[Entry]:
         """Records of one kind or of all, sorted by kind, name and distribution."""
@@ -124,16 +79,21 @@ class Registry:
         found = [entry for name in kinds for same in self._table[name].values() for entry in same]
         return sorted(found, key=lambda e: (list(self._table).index(e.kind.name), e.spec.key, e.origin.distribution))
 
-    def conflicts(self) -> list[str]:
-        """Conflicts of names, one message per name that several plugins declare. Only using such a name is an error.
+    def conflicts(self, among: Collection[str] | None = None) -> list[str]:
+        """Conflicts of names: one message per name that several plugins declare. Only using such a name is an error.
 
         Commands of the foundation are no such names: they always win.
+
+        Args:
+            among: distributions of which one must be concerned; all by default.
         """
         return [
             _ambiguous(kind, name, same)
             for kind, names in self._table.items()
             for name, same in sorted(names.items())
-            if len(same) > 1 and not (kind == "command" and any(e.origin.distribution in FOUNDATION for e in same))
+            if len(same) > 1
+            and (among is None or any(entry.origin.distribution in among for entry in same))
+            and not (kind == "command" and any(entry.origin.distribution in FOUNDATION for entry in same))
         ]
 
     def find(self, kind: str, selector: str) -> Entry:
@@ -177,10 +137,19 @@ class Registry:
             return f"'{name}' comes from {known}; install it with: pip install {known}"
         return f"installed: {', '.join(sorted(origin.distribution for origin in self.plugins))}"
 
+    def _sources(self, kind: str) -> str:
+        if known := self._known.names(kind):
+            offers = ", ".join(f"{name} (pip install {home})" for name, home in sorted(known.items()))
+            return f"; packages of d9d do: {offers}"
+        write = f"write one (docs/writing-a-plugin.md: {_hook(kind)})"
+        return f", and no package of d9d does; install a plugin that does, or {write}"
+
     def _unknown(self, kind: str, name: str, home: str | None, broken: list[Problem]) -> str:
         names = self._table[kind]
         known = self._known.names(kind)
         text = f"unknown {kind} '{name}'" + (f" in {home}" if home else "")
+        if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
+            return f"{text}: nothing that is installed offers a {kind}{self._sources(kind)}"
         near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)
         if near and near[0] in names:
             text += f"; did you mean {' or '.join(str(entry) for entry in names[near[0]])}?"
@@ -192,11 +161,8 @@ class Registry:
         return text
 
 
-def plugin_error(text: str, origin: BaseException | None) -> PluginError:
-    """PluginError about a failure in the plugin's own code, whose traceback is shown."""
-    error = PluginError(text)
-    error.origin = origin
-    return error
+def _hook(kind: str) -> str:
+    return next(known.hook for known in KINDS if known.name == kind)
 
 
 def _ambiguous(kind: str, name: str, same: Sequence[Entry]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from d9d_core.errors import PluginError
-from d9d_core.plugin.registry import Origin
+from d9d_core.plugin.entries import Origin
 
 
 def file_plugin(path: Path) -> tuple[Origin, Callable[[], object]]:

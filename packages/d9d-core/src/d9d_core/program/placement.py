@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ScheduleConfig
-from d9d_core.config.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
 from d9d_core.errors import BuildError, JobError

@@ -20,5 +20,8 @@ class PeftMethod(Protocol):
         ...
 
     def merge(self, stage: nn.Module) -> None:
-        """Fold what was injected back into the original parameters, for export."""
+        """Fold what was injected back into the original parameters, for export.
+
+        Called for every export; the stage, its tensors and this object are put back afterwards, bit for bit.
+        """
         ...

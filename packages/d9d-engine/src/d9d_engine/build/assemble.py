@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from d9d_core.config.instantiate import instantiate
+from d9d_core.components.contract import check_returned, check_trainable
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
 from d9d_core.errors import BuildError, JobError
@@ -212,6 +213,8 @@ def _apply(
     """Apply a strategy to each stage. Of several stages, one may lack what another has."""
     strategy: Strategy = instantiate(chosen, config)
     outcomes = {index: strategy.apply(stage, topology) for index, stage in stages.items()}
+    for outcome in outcomes.values():
+        check_returned(chosen, "apply()", outcome, Applied)
     changed = any(outcome.modules for outcome in outcomes.values())
     first, *others = (outcome.unmatched for outcome in outcomes.values())
     unmatched = {what: why for what, why in first.items() if all(what in other for other in others)}
@@ -268,6 +271,7 @@ def dtype_name(dtype: torch.dtype | None) -> str | None:
 
 def _inject(peft: PeftMethod, chosen: Chosen, stage: nn.Module) -> frozenset[str]:
     trainable = peft.inject(stage)
+    check_trainable(chosen, trainable)
     names = {name for name, _ in stage.named_parameters()}
     if not trainable or not trainable <= names:
         unknown = sorted(trainable - names)[:3]

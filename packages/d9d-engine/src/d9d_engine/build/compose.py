@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from d9d_core import events as ev
-from d9d_core.config.instantiate import instantiate
+from d9d_core.components.contract import check_metric
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.capabilities import Chosen
@@ -20,7 +21,6 @@ from d9d_core.program.actions import Action
 from d9d_core.program.runner import Handler, StageRunner
 from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.metric import Metric
-from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
@@ -33,7 +33,8 @@ from torch import distributed as dist
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.initialise import initialise
-from d9d_engine.build.plan import build_lr_schedule, circumstances
+from d9d_engine.build.merging import merged
+from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
@@ -43,6 +44,7 @@ from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
@@ -82,7 +84,7 @@ def build(
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = build_lr_schedule(job, selection)
-    task: Task = instantiate(selection.task, job.task)
+    task: Task = CheckedTask(selection.task, instantiate(selection.task, job.task))
     store = open_store(job, topology)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
@@ -111,8 +113,7 @@ def build(
     share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
     note(f"model: {sum(p.numel() for p in assembly.whole.parameters()):,} parameters on {topology.device}{share}")
 
-    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, assembly.trained())
-    optimizer.init_state()
+    optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = _statistics(job, selection, assembly, topology, all_parts)
@@ -169,7 +170,7 @@ def build(
     )
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
-    prefetcher = DevicePrefetcher(stream, topology.device)
+    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
     checkpointer = Checkpointer(
         store=store,
         stage=model,
@@ -218,11 +219,13 @@ def _open_data(
 def _statistics(
     job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None
 ) -> Statistics:
-    metrics: dict[str, Metric] = {
-        _unique(c, selection.metrics): instantiate(c, config) for c, config in selection.metrics
-    }
+    metrics: dict[str, Metric] = {}
+    for chosen, config in selection.metrics:
+        metrics[_unique(chosen, selection.metrics)] = instantiate(chosen, config)
     statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=group, device=topology.device)
     statistics.attach(assembly.whole)
+    for (chosen, _), metric in zip(selection.metrics, metrics.values(), strict=True):
+        check_metric(chosen, metric)
     return statistics
 
 
@@ -293,15 +296,8 @@ def _evaluator(
     with topology.main_first(per_machine=True):
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
-    return Evaluator(
-        task,
-        executor,
-        model,
-        DevicePrefetcher(stream, topology.device),
-        job.evaluation.packs,
-        group,
-        topology.watchdog.beat,
-    )
+    feed = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    return Evaluator(task, executor, model, feed, job.evaluation.packs, group, topology.watchdog.beat)
 
 
 def _exporter(
@@ -319,14 +315,13 @@ def _exporter(
     layout = spec.hugging_face.load()()
 
     def export() -> None:
-        if assembly.peft is not None:
-            assembly.peft.merge(assembly.whole)
-        tensors = model_tensors(assembly.model)
-        graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
-        config = layout.config_json(job.model, job.precision.parameters)
-        files = ModelFiles(config, beside_weights, stream.save_assets)
-        writer = ModelWriter(job.run.directory / "model", graph.specs)
-        export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
+        with merged(assembly.peft, assembly.whole):
+            tensors = model_tensors(assembly.model)
+            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
+            config = layout.config_json(job.model, job.precision.parameters)
+            files = ModelFiles(config, beside_weights, stream.save_assets)
+            writer = ModelWriter(job.run.directory / "model", graph.specs)
+            export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
 
     return export
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from d9d_core.errors import BuildError
 from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin.capabilities import Chosen, Verdict
+from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.kernels import REFERENCE, find_kernel
 from d9d_core.plugin.records import KernelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
-from d9d_core.plugin.registry import Entry, Registry, plugin_error
+from d9d_core.plugin.registry import Registry
 from d9d_core.traits import HasOps
 from torch import nn
 
@@ -28,6 +29,7 @@ class KernelChoice:
         sites: names of the modules that call it with this signature.
         backend: the chosen backend.
         supplied_by: its distribution, empty for the reference.
+        requested: the job asks for it by name, in ``kernels``.
         considered: every backend's answer, by name; by distribution/name where several distributions use one name.
     """
 
@@ -35,6 +37,7 @@ class KernelChoice:
     sites: tuple[str, ...]
     backend: str
     supplied_by: str
+    requested: bool
     considered: Mapping[str, Decision]
 
 
@@ -98,7 +101,7 @@ def _bind(
             text = f"'{requested}' ({chosen.origin}) cannot run here: {answers[chosen].reason}"
             raise BuildError(f"kernels.{signature.op}: {text}")
     if chosen is None:
-        return KernelChoice(signature.op, sites, REFERENCE, "", considered)
+        return KernelChoice(signature.op, sites, REFERENCE, "", requested is not None, considered)
     assert isinstance(chosen.spec, KernelSpec)
     try:
         function = chosen.spec.build.load()(signature)
@@ -107,9 +110,14 @@ def _bind(
             f"kernels.{signature.op}: '{chosen.spec.name}' ({chosen.origin}) accepted, but {chosen.spec.build} failed"
         )
         raise plugin_error(f"{text}: {error!r}; choose another with 'kernels'", error) from error
+    if not callable(function):
+        text = (
+            f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, no function"
+        )
+        raise BuildError(text)
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
-    return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), considered)
+    return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), requested is not None, considered)
 
 
 def _label(entry: Entry, *, unique: bool) -> str:
@@ -133,7 +141,9 @@ def _ask(entry: Entry, signature: OpSignature, judge: Judgement) -> Decision:
     if unmet:
         return Decision(False, "; ".join(unmet))
     try:
-        decision: Decision = entry.spec.supports.load()(signature)
+        decision: object = entry.spec.supports.load()(signature)
     except FOREIGN_FAILURES as error:
         return Decision(False, f"{entry.spec.supports} failed: {error!r}")
+    if not isinstance(decision, Decision):
+        return Decision(False, f"{entry.spec.supports} returned a {type(decision).__name__}, not a Decision")
     return decision

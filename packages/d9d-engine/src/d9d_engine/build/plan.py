@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from d9d_core.config.instantiate import instantiate
+from d9d_core.components.contract import check_metric, check_optimizer
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
+from d9d_core.protocols.metric import StageMetric
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
+from torch import nn
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.pretrained import pretrained_weights
@@ -75,13 +78,19 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     build_lr_schedule(job, selection)
     task: Task = instantiate(selection.task, job.task)
     task.check(job.model, {})  # what can be said without data
+    for chosen, config in [*selection.subscribers, *selection.trackers]:
+        instantiate(chosen, config)
+    metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
     assembly = assemble(job, selection, registry, topology, circumstances)
     with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
+    for chosen, metric in metrics:
+        if isinstance(metric, StageMetric):
+            metric.attach(assembly.whole)
+        check_metric(chosen, metric)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
-    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, trained)
-    optimizer.init_state()
+    optimizer = build_optimizer(job, selection, trained)
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
         gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
@@ -108,6 +117,14 @@ def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
         return lambda _step: 1.0
     schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, job.steps)
     return schedule
+
+
+def build_optimizer(job: JobConfig, selection: Selection, trained: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The optimizer of the job over these parameters, with its state."""
+    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, trained)
+    optimizer.init_state()
+    check_optimizer(selection.optimizer, optimizer)
+    return optimizer
 
 
 def _flops(job: JobConfig, selection: Selection) -> float | None:

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
-from d9d_core.config.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, select
 from d9d_core.errors import CheckpointError

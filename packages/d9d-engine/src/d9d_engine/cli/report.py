@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from d9d_core.cli.output import console_for
+from d9d_core.plugin.kernels import REFERENCE
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from d9d_engine.build.kernels import KernelChoice
     from d9d_engine.build.plan import Plan
     from d9d_engine.job import Job
 
@@ -69,15 +71,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
         console.print("  none")
     _heading(console, "kernels")
     for choice in plan.assembly.kernels:
-        supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
-        console.print(
-            f"  {choice.op}: {choice.backend}{supplied} at {_several(choice.sites)}", markup=False, highlight=False
-        )
-        for name, decision in choice.considered.items():
-            mark = "accepts" if decision.accept else "refuses"
-            console.print(
-                f"    {name} {mark}, priority {decision.priority}: {decision.reason}", markup=False, highlight=False
-            )
+        print_kernel(console, choice)
     _heading(console, "optimizer groups")
     for name, facts in plan.groups.items():
         settings = ", ".join(f"{key} {value}" for key, value in facts.items() if key != "parameters")
@@ -95,6 +89,20 @@ def print_explanation(job: Job, plan: Plan) -> None:
     if not rows:
         console.print(f"  none: {job.mesh}")
     print_plan(job, plan)
+
+
+def print_kernel(console: Console, choice: KernelChoice) -> None:
+    """The backend of an op, and what every backend answered."""
+    supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
+    asked = f", asked for by kernels.{choice.op}," if choice.requested else ""
+    text = f"  {choice.op}: {choice.backend}{supplied}{asked} at {_several(choice.sites)}"
+    console.print(text, markup=False, highlight=False)
+    for name, decision in choice.considered.items():
+        answer = "refuses"
+        if decision.accept:
+            by_name_only = decision.priority <= 0 and name != REFERENCE
+            answer = f"accepts, priority {decision.priority}{', taken by name only' if by_name_only else ''}"
+        console.print(f"    {name} {answer}: {decision.reason}", markup=False, highlight=False)
 
 
 def _heading(console: Console, text: str) -> None:

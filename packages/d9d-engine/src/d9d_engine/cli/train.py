@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -52,9 +54,19 @@ def train(
         alone = env.launcher is None
         reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
         with loaded.joined(env, reporter) as topology:
-            outcome = loaded.build(topology=topology).train()
+            with _start_up():
+                trainer = loaded.build(topology=topology)
+            outcome = trainer.train()
         if outcome.status == "finished" and topology.is_main:
             typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+
+
+@contextmanager
+def _start_up() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("during start-up; nothing was trained") from None
 
 
 def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:

@@ -12,7 +12,7 @@ from d9d_core.cli.options import AsJson, Files, JobPath, NoPlugins, Overrides, S
 from d9d_core.cli.output import console_for
 from rich.table import Table
 
-from d9d_engine.job import Job, print_note
+from d9d_engine.job import Job
 
 if TYPE_CHECKING:
     from d9d_engine.verify.compare import Verdict
@@ -47,12 +47,16 @@ def verify_job(job: Job, layouts: Sequence[str], steps: int, max_ranks: int, as_
     from d9d_engine.verify.run import verify
 
     chosen = [parse_layout(text, job) for text in layouts] or [own_layout(job, max_ranks)]
-    verdicts = verify(job, chosen, steps, print_note)
+    verdicts = verify(job, chosen, steps, _note)
     if as_json:
         sys.stdout.write(json.dumps([verdict.to_json() for verdict in verdicts], indent=1, allow_nan=False) + "\n")
     else:
         _print(verdicts)
     return all(verdict.passed for verdict in verdicts)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - standard output has the result
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,7 +26,9 @@ def simulated_world(size: int, rank: int = 0) -> Iterator[None]:
             raise RuntimeError(f"this process is one of {dist.get_world_size()}; it cannot simulate a world of {size}")
         yield
         return
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback; here is one process
     try:
         yield
     finally:

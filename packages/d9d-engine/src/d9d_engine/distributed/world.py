@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -159,6 +160,7 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    hook = sys.excepthook
     with _loopback(env):
         # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the
         # topology has only the members of a group make it.
@@ -169,6 +171,8 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
             world_size=env.world_size,
             timeout=timedelta(seconds=timeout),
         )
+    if env.world_size == 1:
+        sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback
 
 
 @contextmanager

@@ -33,5 +33,5 @@ class Interrupts:
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("again, so at once; what came after the newest checkpoint is lost")
         self.requested = signal.Signals(number).name

@@ -5,13 +5,18 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
+from d9d_core.errors import DataError
 from d9d_core.protocols.data import DataStream
 from d9d_core.types import Pack, State
+
+WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
 
 
 class DevicePrefetcher:
@@ -24,14 +29,19 @@ class DevicePrefetcher:
         device: where the model is.
         prefetch: how many packs may be taken from the stream before they are asked for; 0 takes and copies each when
             it is asked for, without a thread.
+        waiting_for: is told which thread the caller waits for, for reports of a run that hangs
+            (:meth:`d9d_engine.supervision.watchdog.Watchdog.waiting_for`).
     """
 
-    def __init__(self, stream: DataStream, device: torch.device, prefetch: int = 2) -> None:
+    def __init__(
+        self, stream: DataStream, device: torch.device, prefetch: int = 2, waiting_for: WaitingFor = nullcontext
+    ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: {prefetch} packs ahead; use 0 or more")
         self.stream = stream
         self._transfer = _Transfer(device, beside=prefetch > 0)
         self._prefetch = prefetch
+        self._waiting_for = waiting_for
         self._worker: _Worker | None = None
         self._state: State | None = None
         self._closed = False
@@ -46,11 +56,12 @@ class DevicePrefetcher:
         if self._closed:
             raise RuntimeError("this feed is closed; open another one on a stream")
         if not self._prefetch:
-            return self._transfer.start(self.stream.next_pack()).receive()
+            return self._transfer.start(_next_pack(self.stream)).receive()
         if self._worker is None:
             self._state = copy.deepcopy(self.stream.state())
             self._worker = _Worker(self.stream, self._transfer, self._prefetch)
-        taken = self._worker.take()
+        with self._waiting_for(self._worker.thread):
+            taken = self._worker.take()
         self._state = taken.state
         return taken.transferred.receive()
 
@@ -85,6 +96,29 @@ class DevicePrefetcher:
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+
+def _next_pack(stream: DataStream) -> Pack:
+    pack: object = stream.next_pack()
+    if not isinstance(pack, Sequence):
+        raise DataError(
+            f"{_name_of(stream)}.next_pack() returned a {type(pack).__name__}; return a list of microbatches"
+        )
+    for microbatch in pack:
+        if not isinstance(microbatch, Mapping):
+            kind = type(microbatch).__name__
+            raise DataError(
+                f"{_name_of(stream)}.next_pack() returned a list of {kind}; a microbatch maps names to tensors"
+            )
+        for name, tensor in microbatch.items():
+            if not isinstance(tensor, torch.Tensor):
+                kind = type(tensor).__name__
+                raise DataError(f"{_name_of(stream)}.next_pack(): '{name}' of a microbatch is a {kind}, not a tensor")
+    return pack
+
+
+def _name_of(stream: DataStream) -> str:
+    return f"{type(stream).__module__}:{type(stream).__qualname__}"
 
 
 class _Transfer:
@@ -168,8 +202,8 @@ class _Worker:
         self._ready: queue.SimpleQueue[_Taken | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="d9d-feed", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="d9d-feed", daemon=True)
+        self.thread.start()
 
     def take(self) -> _Taken:
         """Take the next pack, as soon as there is one; raises what the stream raised."""
@@ -185,7 +219,7 @@ class _Worker:
         """Return once the thread has ended."""
         self._stopping = True
         self._room.release()
-        self._thread.join()
+        self.thread.join()
 
     def _run(self) -> None:
         while True:
@@ -193,7 +227,7 @@ class _Worker:
             if self._stopping:
                 return
             try:
-                transferred = self._transfer.start(self._stream.next_pack())
+                transferred = self._transfer.start(_next_pack(self._stream))
                 # A copy, in case the stream goes on changing what it returned.
                 self._ready.put(_Taken(transferred, copy.deepcopy(self._stream.state())))
             except BaseException as error:  # raised again where the pack is asked for

@@ -39,21 +39,22 @@ class ProgressBar:
             redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
         )
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")
-        self._values: dict[str, float] = {}
+        self._lrs: dict[int, float] = {}
+        self._speed = ""
+        self.text = ""
+
+    def issued(self, step: int, lr: float) -> None:
+        """Step ``step`` (1-based) is on its way with this learning rate; its loss comes later."""
+        self._lrs[step] = lr
 
     def update(self, step: int, loss: float) -> None:
-        """Show that step ``step`` (1-based) is done."""
-        self._progress.update(self._task, completed=step, shown=self._shown(loss))
+        """Step ``step`` (1-based) is known to be done."""
+        self.text = f"loss {loss:.3f}  lr {self._lrs.pop(step):.1e}{self._speed}"
+        self._progress.update(self._task, completed=step, shown=self.text)
 
-    def logged(self, lr: float, tokens_per_second: float) -> None:
-        """Show these values until the next ones come."""
-        self._values = {"lr": lr, "tokens/s": tokens_per_second}
-
-    def _shown(self, loss: float) -> str:
-        parts = [f"loss {loss:.3f}"]
-        if self._values:
-            parts += [f"lr {self._values['lr']:.1e}", f"{self._values['tokens/s']:,.0f} tokens/s"]
-        return "  ".join(parts)
+    def logged(self, tokens_per_second: float) -> None:
+        """The speed that is shown until the next one comes."""
+        self._speed = f"  {tokens_per_second:,.0f} tokens/s"
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()

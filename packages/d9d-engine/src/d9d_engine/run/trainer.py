@@ -183,12 +183,14 @@ class Trainer:
     def _record(
         self, progress: Progress, result: ev.StepResult, logbook: Logbook, speed: _Speed, bar: ProgressBar
     ) -> None:
+        lr = self.step.optimizer.lr
+        bar.issued(progress.step, lr)
         due = progress.step % self.job.logging.every == 0 or progress.step == 1
         if not due and progress.step < self.job.steps:
             logbook.record(progress.step, result, None)
             return
-        lr, tokens_per_second = self.step.optimizer.lr, speed.take()
-        bar.logged(lr, tokens_per_second)
+        tokens_per_second = speed.take()
+        bar.logged(tokens_per_second)
         host = {"lr": lr, "tokens_per_second": tokens_per_second}
         logbook.record(progress.step, result, host, self.step.statistics.compute())
         if due:  # else the period goes on, should the run be prolonged

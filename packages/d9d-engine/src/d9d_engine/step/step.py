@@ -80,7 +80,7 @@ class TrainStep:
         self.events.emit(ev.OptimizerStepStarts(step))
         self.before_update()
         self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
-        self.optimizer.step(gate=result.finite)  # a non-finite step changes nothing, decided on the device
+        self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
         self.ties.copy_values()  # what several stages share, such as a tied embedding
         self.tallies.adapt(result.finite)  # such as the bias that balances experts
         self.events.emit(ev.OptimizerStepEnds(step))

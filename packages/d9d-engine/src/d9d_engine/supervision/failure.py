@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import D9dError
+from d9d_core.failures import describe
 
 #: What a broken connection to another rank looks like; its cause may lie there.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
@@ -48,8 +49,7 @@ class Failure:
             hide: source files whose frames are left out where the traceback begins.
         """
         if isinstance(error, D9dError):
-            origin = "" if error.origin is None else "".join(traceback.format_exception(error.origin))
-            return cls(origin + "\n".join(f"error: {line}" for line in str(error).splitlines()), error.exit_code)
+            return cls(describe(error), error.exit_code)
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in hide:
             frames = frames.tb_next

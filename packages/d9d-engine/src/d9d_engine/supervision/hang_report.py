@@ -24,7 +24,7 @@ class Status:
 
     Attributes:
         who: rank, coordinates and machine.
-        phase, step: see :class:`Phase`.
+        phase, step: see :class:`d9d_engine.supervision.watchdog.Phase`.
         where, waits, stack: see :class:`d9d_engine.supervision.stacks.Doing`.
         elapsed: seconds in this phase.
         remaining: seconds to its deadline; negative once it has passed.

@@ -15,8 +15,6 @@ from types import FrameType
 _WRAPPERS = frozenset({"wrapper", "inner", "_fn", "wrapped", "decorate_context", "func", "new_fn"})
 #: Where the main thread is while autograd's threads work, on an accelerator.
 _IN_BACKWARD = "in torch's _engine_run_backward"
-#: The thread that reads data ahead (loop/feed.py), and where the main thread is while it waits for that.
-_FEED, _IN_FEED = "d9d-feed", ("feed.py", "take")
 #: Calls that wait for a collective or for the device.
 _WAITING = re.compile(r"\b(wait|synchronize|item|tolist|cpu)\(")
 #: Frames in a stack: enough to see what was called, without the command line's own.
@@ -38,33 +36,23 @@ class Doing:
     stack: str
 
 
-def doing(torch_home: Path) -> Doing:
-    """What the main thread does, or another one does for it: a collective of its backward, or reading its data.
+def doing(torch_home: Path, waited_for: threading.Thread | None = None) -> Doing:
+    """What the main thread does, or another one does for it: a collective of its backward, or what it waits for.
 
     Args:
         torch_home: the directory of the torch package.
+        waited_for: the thread that the main thread says it waits for.
     """
     frames = sys._current_frames()  # noqa: SLF001 - documented, for debugging of this kind
     main = threading.main_thread().ident
     assert main is not None
     found = _doing(frames[main], torch_home)
-    if _waits_for_data(frames[main]):
-        readers = {thread.ident for thread in threading.enumerate() if thread.name == _FEED}
-        busy = (frame for ident, frame in frames.items() if ident in readers and _file(frame) != _IN_FEED[0])
-        reader = next(busy, None)  # another feed, of an evaluation, rests
-        return found if reader is None else _doing(reader, torch_home)
+    if waited_for is not None and waited_for.ident in frames:  # else it has ended
+        return _doing(frames[waited_for.ident], torch_home)
     if not found.where.startswith(_IN_BACKWARD):  # else threads of background work would hide the main one
         return found
     others = [_doing(frame, torch_home) for ident, frame in frames.items() if ident != main]
     return next((one for one in others if one.waits), found)
-
-
-def _waits_for_data(frame: FrameType) -> bool:
-    return (_file(frame), frame.f_code.co_name) == _IN_FEED
-
-
-def _file(frame: FrameType) -> str:
-    return Path(frame.f_code.co_filename).name
 
 
 def _doing(frame: FrameType, torch_home: Path) -> Doing:

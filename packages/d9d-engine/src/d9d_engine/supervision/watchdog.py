@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,7 @@ class Watchdog:
         self._who = who
         self._changed = changed
         self._phase: Phase | None = None
+        self._waited_for: threading.Thread | None = None
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -84,6 +86,15 @@ class Watchdog:
         phase = self._phase
         if phase is not None:
             self.phase(phase.name, phase.step)
+
+    @contextmanager
+    def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
+        """The main thread waits for another thread inside the block, which is then the one that a report shows."""
+        self._waited_for = thread
+        try:
+            yield
+        finally:
+            self._waited_for = None
 
     def start(self, alarm: Alarm, pause: float) -> None:
         """Start the thread.
@@ -119,7 +130,7 @@ class Watchdog:
 
     def _status(self) -> Status:
         phase, now = self._phase, time.monotonic()
-        found = doing(Path(torch.__file__).parent)
+        found = doing(Path(torch.__file__).parent, self._waited_for)
         return Status(
             who=self._who,
             phase=phase.name if phase else "none",

@@ -12,6 +12,8 @@ class ConsoleConfig(PluginConfig):
 
     name: Literal["console"] = "console"
     """Selects this tracker."""
+    series: list[str] | None = None
+    """Patterns of the series to show, such as `loss*`; by default `eval/*` and all without `/`, but for `tokens`."""
 
 
 class JsonlConfig(PluginConfig):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from d9d_core.protocols.tracker import RunInfo
@@ -21,19 +22,38 @@ class ConsoleTracker:
         """Start printing."""
         if run.description:
             print(f"{run.name}: {run.description}", flush=True)  # noqa: T201 - its purpose
-        return ConsoleRun(run.total_steps)
+        return ConsoleRun(run.total_steps, self._config.series)
 
 
 class ConsoleRun:
-    """An open console."""
+    """An open console.
 
-    def __init__(self, total_steps: int) -> None:
+    Args:
+        total_steps: of the run.
+        series: patterns of the series that lines show; ``None`` for those that fit a line.
+    """
+
+    def __init__(self, total_steps: int, series: Sequence[str] | None = None) -> None:
         self._total = total_steps
+        self._series = series
+        self._said = series is not None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Print one line."""
-        shown = "  ".join(f"{name} {_format(name, value)}" for name, value in values.items())
-        print(f"step {step:>{len(str(self._total))}}/{self._total}  {shown}", flush=True)  # noqa: T201 - its purpose
+        """Print one line; after the first that is not complete, what it leaves out."""
+        shown = {name: value for name, value in values.items() if self._shows(name)}
+        if shown:
+            text = "  ".join(_format(name, value) for name, value in shown.items())
+            print(f"step {step:>{len(str(self._total))}}/{self._total}  {text}", flush=True)  # noqa: T201 - its purpose
+        hidden = [name for name in values if "/" in name and name not in shown]
+        if hidden and not self._said:
+            self._said = True
+            how = "trackers: [{name: console, series: ['*']}] shows all"
+            print(f"not shown: {', '.join(hidden)} ({how})", flush=True)  # noqa: T201
+
+    def _shows(self, name: str) -> bool:
+        if self._series is None:
+            return ("/" not in name and name != "tokens") or name.startswith("eval/")
+        return any(fnmatchcase(name, pattern) for pattern in self._series)
 
     def flush(self) -> None:
         """Do nothing: lines are flushed as they are printed."""
@@ -48,5 +68,6 @@ class ConsoleRun:
 
 def _format(name: str, value: float) -> str:
     if name == "lr":
-        return f"{value:.2e}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        return f"{name} {value:.2e}"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{number} tokens/s" if name == "tokens_per_second" else f"{name} {number}"

@@ -29,7 +29,7 @@ class TrackerHub:
         """Open every tracker, continuing those whose state a checkpoint kept."""
         self._states = dict(states)
         for name, tracker in self._trackers.items():
-            opened = self._guard(name, lambda t=tracker, n=name: t.open(run, states.get(n)))  # type: ignore[misc]
+            opened = self._guard(name, lambda t=tracker, n=name: _opened(t, run, states.get(n)))  # type: ignore[misc]
             if opened is not None:
                 self._runs[name] = opened
 
@@ -70,3 +70,11 @@ class TrackerHub:
             self._runs.pop(name, None)
             self._warn(f"tracker '{name}' failed and is switched off: {error!r}")
             return None
+
+
+def _opened(tracker: Tracker, run: RunInfo, state: State | None) -> TrackerRun:
+    opened = tracker.open(run, state)
+    lacking = [name for name in ("write", "flush", "state", "close") if not callable(getattr(opened, name, None))]
+    if lacking:
+        raise TypeError(f"open() returned a {type(opened).__name__}, which lacks {', '.join(lacking)}")
+    return opened

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import PluginConfig
-from d9d_core.config.instantiate import instantiate
 from d9d_core.config.resolve import Selection, select
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.grid import AXES

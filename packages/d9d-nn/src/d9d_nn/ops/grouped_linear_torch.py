@@ -47,16 +47,16 @@ def grouped_mm(
     spare = (torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1) if spare_rows else None
     if may_defer(bank, deferral):
         assert deferral is not None
-        return product(x.contiguous(), bank.contiguous(), deferral, _by_expert(ends, spare))
-    out: Tensor = _GroupedMM.apply(x.contiguous(), bank.contiguous(), ends, spare)
+        return product(_packed(x), bank.contiguous(), deferral, _by_expert(ends, spare))
+    out: Tensor = _GroupedMM.apply(_packed(x), bank.contiguous(), ends, spare)
     return out
 
 
 def _by_expert(ends: Tensor, spare: Tensor | None) -> Product:
     return Product(
         forward=lambda x, bank: _clear(functional.grouped_mm(x, bank, offs=ends), spare),
-        rows_gradient=lambda grad, bank: _rows_gradient(grad.contiguous(), bank, ends, spare),
-        weight_gradient=lambda x, grad: _bank_gradient(x, grad.contiguous(), ends),
+        rows_gradient=lambda grad, bank: _rows_gradient(_packed(grad), bank, ends, spare),
+        weight_gradient=lambda x, grad: _bank_gradient(x, _packed(grad), ends),
     )
 
 
@@ -72,7 +72,7 @@ class _GroupedMM(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, bank, ends, spare = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad = _packed(grad)
         grad_x = grad_bank = None
         if ctx.needs_input_grad[0]:
             grad_x = _rows_gradient(grad, bank, ends, spare)
@@ -87,6 +87,11 @@ def _rows_gradient(grad: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | Non
 
 def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     return functional.grouped_mm(x.mT, grad, offs=ends)
+
+
+def _packed(rows: Tensor) -> Tensor:
+    """Contiguous rows. Torch calls any tensor without elements contiguous, but its kernel insists on the strides."""
+    return rows.contiguous() if len(rows) else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _clear(rows: Tensor, spare: Tensor | None) -> Tensor:

@@ -21,6 +21,17 @@ class ToyModelConfig(ModelConfig):
     """Fraction of each block's outputs that is dropped in training."""
 
 
+class ToyLinearsConfig(ModelConfig):
+    """A chain of residual blocks around ``torch.nn.Linear``."""
+
+    name: Literal["toy_linears"] = "toy_linears"
+    """Selects this model."""
+    features: int = 4
+    """Width."""
+    blocks: int = 2
+    """Depth."""
+
+
 class ToyDataConfig(PluginConfig):
     """Random features and a smooth function of them."""
 
@@ -113,6 +124,17 @@ class ToyPeftConfig(PluginConfig):
     """Selects this method."""
     trains: tuple[str, ...] = ("layers.0.weight",)
     """Names of the parameters that train."""
+
+
+class ToyAdapterConfig(PluginConfig):
+    """Trains a low-rank term beside each linear layer."""
+
+    name: Literal["toy_adapter"] = "toy_adapter"
+    """Selects this method."""
+    rank: int = 2
+    """Rank of the added terms."""
+    match: str = "*"
+    """Pattern over the names of the linear layers that are adapted."""
 
 
 class ToyScheduleConfig(PluginConfig):

@@ -24,7 +24,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_models() -> Iterator[ModelSpec]:
-    """A chain of small blocks."""
+    """Chains of small blocks."""
     yield ModelSpec(
         name="toy_model",
         summary="A chain of residual tanh blocks.",
@@ -33,6 +33,15 @@ def d9d_models() -> Iterator[ModelSpec]:
         tiny=Ref("d9d_testing.toy.config:ToyModelConfig"),
         hugging_face=Ref("d9d_testing.toy.model:ToyFormat"),
         provides={"model:blocks", "model:late_init", "model:pipeline"},
+    )
+
+    yield ModelSpec(
+        name="toy_linears",
+        summary="A chain of residual blocks around torch.nn.Linear.",
+        config=Ref("d9d_testing.toy.config:ToyLinearsConfig"),
+        build=Ref("d9d_testing.toy.linears:build"),
+        tiny=Ref("d9d_testing.toy.config:ToyLinearsConfig"),
+        provides={"model:blocks", "model:late_init"},
     )
 
 
@@ -61,6 +70,7 @@ def d9d_tasks() -> Iterator[TaskSpec]:
         summary="Squared error.",
         config=Ref("d9d_testing.toy.config:ToyTaskConfig"),
         build=Ref("d9d_testing.toy.task:ToyTask"),
+        observes={"absolute"},
     )
 
 
@@ -83,6 +93,7 @@ def d9d_metrics() -> Iterator[MetricSpec]:
         summary="Mean absolute error since the last log entry.",
         config=Ref("d9d_testing.toy.config:ToyMetricConfig"),
         build=Ref("d9d_testing.toy.task:ToyMetric"),
+        reads={"absolute"},
     )
 
 
@@ -131,12 +142,18 @@ def d9d_strategies() -> Iterator[StrategySpec]:
 
 @hookimpl
 def d9d_peft_methods() -> Iterator[PeftSpec]:
-    """Trains some parameters."""
+    """Some parameters as they are, or a few new ones."""
     yield PeftSpec(
         name="toy_peft",
         summary="Trains the parameters it is given.",
         config=Ref("d9d_testing.toy.config:ToyPeftConfig"),
         build=Ref("d9d_testing.toy.modifiers:ToyPeft"),
+    )
+    yield PeftSpec(
+        name="toy_adapter",
+        summary="Trains a low-rank term beside each linear layer.",
+        config=Ref("d9d_testing.toy.config:ToyAdapterConfig"),
+        build=Ref("d9d_testing.toy.adapter:ToyAdapter"),
     )
 
 

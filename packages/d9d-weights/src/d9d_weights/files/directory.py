@@ -1,8 +1,9 @@
 """Directories of files, local or behind an fsspec address: read, published at once, or kept as a store of several.
 
-Three protocols, each with a local and a remote implementation (:mod:`.local`, :mod:`.remote`, chosen by :mod:`.open`):
-a :class:`Directory` is read, a :class:`Draft` becomes a directory when it is complete, and a :class:`DirectoryStore`
-holds named directories, such as the checkpoints of a run.
+Three protocols, each with a local and a remote implementation (:mod:`d9d_weights.files.local`,
+:mod:`d9d_weights.files.remote`), between which :mod:`d9d_weights.files.open` chooses: a :class:`Directory` is read, a
+:class:`Draft` becomes a directory when it is complete, and a :class:`DirectoryStore` holds named directories, such as
+the checkpoints of a run.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class CorpusStream:
                 f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
                 f"{self._fingerprint}); the contents of the sources, tokenizer, split, held_out, "
                 f"{', '.join(self._settings[:-1])} and {self._settings[-1]} must be as they were; to train on other "
-                "data, start a new run from the saved weights"
+                "data, start a new run from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then "
+                "'model.pretrained: DIRECTORY' and another run.name"
             )
         if not isinstance(consumed, int) or consumed < 0:
             raise DataError(

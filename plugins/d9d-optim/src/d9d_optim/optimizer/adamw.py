@@ -10,7 +10,6 @@ from torch.optim.adamw import adamw
 
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, zeros
 from d9d_optim.optimizer.config import AdamWConfig
-from d9d_optim.optimizer.groups import ParameterGroup
 
 
 class AdamW(NamedOptimizer):
@@ -25,10 +24,12 @@ class AdamW(NamedOptimizer):
         self._eps = config.eps
 
     @property
-    def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The two moments and the count of taken steps."""
         return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter}
 
-    def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
+    def update(self, batch: Batch) -> None:
+        """One fused call for the whole batch."""
         adamw(
             batch.params,
             batch.grads,
@@ -37,12 +38,12 @@ class AdamW(NamedOptimizer):
             [],
             batch.slots["step"],
             fused=True,
-            found_inf=found_inf,
+            found_inf=batch.found_inf,
             amsgrad=False,
             beta1=self._betas[0],
             beta2=self._betas[1],
-            lr=lr,
-            weight_decay=group.weight_decay,
+            lr=batch.lr,
+            weight_decay=batch.weight_decay,
             eps=self._eps,
             maximize=False,
         )

@@ -25,17 +25,28 @@ class Batch:
         params: parameters, updated in place.
         grads: their gradients.
         slots: slot name -> state tensors, updated in place.
+        lr: the learning rate of the step.
+        weight_decay: decay per unit of learning rate.
+        gate: 0-d bool on the parameters' device; where it is false, nothing may change.
+        found_inf: the same as torch's fused kernels want it, their flag for gradient scalers: float32, 1 where the gate
+            is false.
     """
 
     params: list[Tensor]
     grads: list[Tensor]
     slots: Mapping[str, list[Tensor]]
+    lr: float
+    weight_decay: float
+    gate: Tensor
+    found_inf: Tensor
 
 
 class NamedOptimizer(ABC):
     """Base of optimizers that follow :class:`d9d_core.protocols.optimizer.Optimizer`.
 
-    State is kept by parameter name rather than by position in a list, so it means the same in every layout.
+    State is kept by parameter name rather than by position in a list, so it means the same in every layout. A subclass
+    says which state a parameter has (:attr:`slots`) and how a group of tensors is updated (:meth:`update`); groups,
+    learning rates, wider state and everything about sharded parameters is done here. Updates are elementwise.
 
     Args:
         config: learning rate, decay and groups.
@@ -56,7 +67,7 @@ class NamedOptimizer(ABC):
     def init_state(self) -> None:
         """Set all state to zero. Call it once, when the parameters have their memory."""
         self._state = {
-            name: {slot: make(parameter, self._dtype(parameter)) for slot, make in self._slots.items()}
+            name: {slot: make(parameter, self._dtype(parameter)) for slot, make in self.slots.items()}
             for name, parameter in self._parameters.items()
         }
 
@@ -72,18 +83,17 @@ class NamedOptimizer(ABC):
             BuildError: :meth:`init_state` was not called.
         """
         state = self._materialised()
-        # The fused kernels skip their update where this is 1; it is the flag of gradient scalers.
         found_inf = gate.logical_not().to(torch.float32)
         for group in self._groups:
             names = [name for name in group.names if self._parameters[name].grad is not None]
             wide = [name for name in names if self._dtype(self._parameters[name]) != self._parameters[name].dtype]
             if same := [name for name in names if name not in wide]:
-                batch = self._batch(same, state)
+                batch = self._batch(group, same, state, gate, found_inf)
                 # Gradients may have added up in a wider format; the fused kernels take one.
                 grads = [grad.to(param.dtype) for param, grad in zip(batch.params, batch.grads, strict=True)]
-                self._update(group, replace(batch, grads=grads), self._lr_of(group), found_inf)
+                self.update(replace(batch, grads=grads))
             for name in wide:  # one by one, so that there is a wide copy of one parameter only
-                self._update_wide(group, name, state, found_inf)
+                self._update_wide(self._batch(group, [name], state, gate, found_inf), self._parameters[name])
 
     def set_lr_factor(self, factor: float) -> None:
         """Multiply the base learning rate of every group for the coming steps."""
@@ -117,12 +127,19 @@ class NamedOptimizer(ABC):
 
     @property
     @abstractmethod
-    def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """Slots of a parameter's state: name -> function that makes its initial value, given the dtype of moments."""
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """Slots of a parameter's state: name -> function that makes its initial value, given the dtype of moments.
+
+        :func:`zeros` and :func:`counter` are such functions.
+        """
 
     @abstractmethod
-    def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
-        """Update the batch in place, or leave it as it is where ``found_inf`` (float32, 0-d) is 1."""
+    def update(self, batch: Batch) -> None:
+        """Update parameters and state of the batch in place; where ``batch.gate`` is false, all keep their bits.
+
+        Gradients may be NaN or infinite there, so that it takes ``torch.where``, not a product with the gate. No value
+        of a tensor may be read by the host.
+        """
 
     def _lr_of(self, group: ParameterGroup) -> float:
         return self._base_lr * group.lr_scale * self._factor
@@ -131,21 +148,30 @@ class NamedOptimizer(ABC):
         """Dtype of the moments of a parameter, and of the computation of its update."""
         return parameter.dtype if self._least_dtype is None else torch.promote_types(parameter.dtype, self._least_dtype)
 
-    def _update_wide(
-        self, group: ParameterGroup, name: str, state: Mapping[str, Mapping[str, Tensor]], found_inf: Tensor
-    ) -> None:
-        narrow, dtype = self._batch([name], state), self._dtype(self._parameters[name])
-        wide = Batch([p.to(dtype) for p in narrow.params], [g.to(dtype) for g in narrow.grads], narrow.slots)
-        self._update(group, wide, self._lr_of(group), found_inf)
-        narrow.params[0].copy_(wide.params[0])
+    def _update_wide(self, narrow: Batch, parameter: Tensor) -> None:
+        dtype = self._dtype(parameter)
+        params = [p.to(dtype) for p in narrow.params]
+        self.update(replace(narrow, params=params, grads=[g.to(dtype) for g in narrow.grads]))
+        narrow.params[0].copy_(params[0])
 
-    def _batch(self, names: list[str], state: Mapping[str, Mapping[str, Tensor]]) -> Batch:
+    def _batch(
+        self,
+        group: ParameterGroup,
+        names: list[str],
+        state: Mapping[str, Mapping[str, Tensor]],
+        gate: Tensor,
+        found_inf: Tensor,
+    ) -> Batch:
         params = [self._parameters[name] for name in names]
         # Updates are elementwise, so each rank's own part is all they need.
         return Batch(
             params=[local(parameter) for parameter in params],
             grads=[local(parameter.grad) for parameter in params if parameter.grad is not None],
-            slots={slot: [local(state[name][slot]) for name in names] for slot in self._slots},
+            slots={slot: [local(state[name][slot]) for name in names] for slot in self.slots},
+            lr=self._lr_of(group),
+            weight_decay=group.weight_decay,
+            gate=gate,
+            found_inf=found_inf,
         )
 
     def _materialised(self) -> dict[str, dict[str, Tensor]]:

@@ -10,7 +10,6 @@ from torch.optim.sgd import sgd
 
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, zeros
 from d9d_optim.optimizer.config import SGDConfig
-from d9d_optim.optimizer.groups import ParameterGroup
 
 
 class SGD(NamedOptimizer):
@@ -27,10 +26,12 @@ class SGD(NamedOptimizer):
         self._nesterov = config.nesterov
 
     @property
-    def _slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The velocity, if there is momentum."""
         return {"momentum_buffer": zeros} if self._momentum else {}
 
-    def _update(self, group: ParameterGroup, batch: Batch, lr: float, found_inf: Tensor) -> None:
+    def update(self, batch: Batch) -> None:
+        """One fused call for the whole batch."""
         buffers: list[Tensor | None] = (
             [*batch.slots["momentum_buffer"]] if self._momentum else [None] * len(batch.params)
         )
@@ -39,10 +40,10 @@ class SGD(NamedOptimizer):
             batch.grads,
             buffers,
             fused=True,
-            found_inf=found_inf,
-            weight_decay=group.weight_decay,
+            found_inf=batch.found_inf,
+            weight_decay=batch.weight_decay,
             momentum=self._momentum,
-            lr=lr,
+            lr=batch.lr,
             dampening=0.0,
             nesterov=self._nesterov,
             maximize=False,

@@ -22,7 +22,8 @@ class Recomputed:
     Args:
         forward: the module's forward until now.
         preserve_rng_state: whether random numbers must repeat.
-        contexts: decide which operators keep their outputs, if any does; see :func:`operators.keeping`.
+        contexts: decide which operators keep their outputs, if any does; see
+            :func:`d9d_parallel.activation_checkpointing.operators.keeping`.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ def checkpoint_module(module: nn.Module, *, preserve_rng_state: bool = True, con
     Args:
         module: module with the forward.
         preserve_rng_state: whether random numbers must repeat.
-        contexts: decide which operators keep their outputs, if any does; see :func:`operators.keeping`.
+        contexts: decide which operators keep their outputs, if any does; see
+            :func:`d9d_parallel.activation_checkpointing.operators.keeping`.
     """
     module.forward = Recomputed(module.forward, preserve_rng_state=preserve_rng_state, contexts=contexts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from d9d_core.components.contract import check_component
 from d9d_core.config.base import PluginConfig
 from d9d_core.errors import BuildError
 from d9d_core.plugin.capabilities import Chosen
@@ -11,10 +12,10 @@ from d9d_core.plugin.records import ConfiguredSpec
 
 
 def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
-    """Call a record's ``build`` reference.
+    """Call a record's ``build`` reference, and compare what it returns with the protocol of its kind.
 
     Raises:
-        BuildError: its module cannot be imported.
+        BuildError: its module cannot be imported, it takes other arguments, or it builds something else.
     """
     assert isinstance(chosen.spec, ConfiguredSpec)
     try:
@@ -25,4 +26,13 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         build_error = BuildError(text)
         build_error.origin = error
         raise build_error from error
-    return build(config, *arguments)
+    try:
+        component = build(config, *arguments)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # it was not entered
+            kinds = ", ".join(["config", *(type(argument).__name__ for argument in arguments)])
+            where = f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
+            raise BuildError(f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}") from error
+        raise
+    check_component(chosen, component)
+    return component

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from d9d_testing.suites.factory import load_factory
+from d9d_testing.suites.moe.factory import load_factory
 
 
 @dataclass(frozen=True, slots=True)

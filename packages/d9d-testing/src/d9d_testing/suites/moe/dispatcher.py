@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d9d_testing.suites.dispatcher_steps import Case, inputs_of, steps
+from d9d_testing.suites.moe.dispatcher_steps import Case, inputs_of, steps
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
 from d9d_testing.world import World
 

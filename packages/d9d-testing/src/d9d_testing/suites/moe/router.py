@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d9d_testing.suites.factory import load_factory
+from d9d_testing.suites.moe.factory import load_factory
 from d9d_testing.tolerances import assert_close_values
 
 _HIDDEN, _EXPERTS, _TOP_K, _TOKENS = 24, 8, 3, 40

@@ -1,0 +1,216 @@
+"""Checks of components against their protocols, with the distribution named."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Set
+from numbers import Real
+from typing import Any
+
+from d9d_core.errors import BuildError
+from d9d_core.events import CATALOGUE
+from d9d_core.plugin.capabilities import Chosen
+from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.metric import Metric
+from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.peft import PeftMethod
+from d9d_core.protocols.strategy import Strategy
+from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.protocols.task import Task
+from d9d_core.protocols.tracker import Tracker
+
+#: How the states of a metric can be merged.
+REDUCTIONS = ("sum", "max", "min")
+#: Kind of record -> what its component has to be.
+_PROTOCOLS: Mapping[str, type] = {
+    "task": Task,
+    "dataset": DataStream,
+    "metric": Metric,
+    "tracker": Tracker,
+    "peft method": PeftMethod,
+    "optimizer": Optimizer,
+    "lr schedule": LrSchedule,
+    "subscriber": Subscriber,
+    "strategy": Strategy,
+}
+
+
+def subject(chosen: Chosen) -> str:
+    """How messages call a component: its place in the job, its kind, its name and its distribution."""
+    return f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
+
+
+def check_component(chosen: Chosen, component: object) -> None:
+    """Compare what a record's ``build`` returned with the protocol of its kind.
+
+    Raises:
+        BuildError: it lacks a member, a method takes other arguments, or what it tells of itself is of another type.
+    """
+    kind = chosen.entry.kind.name
+    if component is None:
+        raise BuildError(f"{subject(chosen)}: build returned nothing; return the component")
+    if kind == "model":
+        _check_model(chosen, component)
+    protocol = _PROTOCOLS.get(kind)
+    problems = [] if protocol is None else deviations(component, protocol)
+    if problems:
+        raise BuildError("\n".join(f"{subject(chosen)}: {problem}" for problem in problems))
+    further = {
+        "task": _check_task,
+        "dataset": _check_stream,
+        "lr schedule": _check_lr_schedule,
+        "subscriber": _check_subscriber,
+    }
+    if kind in further:
+        further[kind](chosen, component)
+
+
+def _check_model(chosen: Chosen, component: object) -> None:
+    from torch import nn  # a model is there, so torch is
+
+    if not isinstance(component, nn.Module):
+        raise BuildError(f"{subject(chosen)}: build returned {_kind(component)}, which is no torch.nn.Module")
+
+
+def deviations(component: object, protocol: type) -> list[str]:
+    """Members of a protocol that an object lacks or has otherwise, one line each."""
+    name = type(component).__name__
+    source = f"{protocol.__module__}:{protocol.__name__}"
+    problems = []
+    for member, declared in vars(protocol).items():
+        if member.startswith("_") and member != "__call__":
+            continue
+        if not inspect.isfunction(declared) and not isinstance(declared, property):
+            continue
+        is_property = not inspect.isfunction(declared)
+        static = inspect.getattr_static(component, member, None)
+        if static is None and not hasattr(component, member):
+            problems.append(f"{name} lacks {member}{'' if is_property else '()'} of {source}")
+        elif is_property and inspect.isfunction(static):
+            problems.append(f"{name}.{member} is a method; {source} has a property: write @property above it")
+        elif inspect.isfunction(declared) and (problem := _call_problem(component, member, declared)):
+            problems.append(f"{name}.{member} {problem}, as {source} says")
+    return problems
+
+
+def _call_problem(component: object, member: str, declared: Callable[..., Any]) -> str | None:
+    if isinstance(inspect.getattr_static(type(component), member, None), property):
+        return "is a property; it must be a method"
+    method = getattr(component, member)
+    if not callable(method):
+        return "is no method; it must be one"
+    _, *parameters = inspect.signature(declared).parameters.values()
+    given = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # of something built in
+        return None
+    try:
+        signature.bind(*given)
+    except TypeError:
+        return f"takes {signature}; it is called with ({', '.join(given)})"
+    return None
+
+
+def check_returned(chosen: Chosen, call: str, value: object, *kinds: type) -> None:
+    """Compare the type of what a component returned.
+
+    Args:
+        chosen: the component.
+        call: what was called.
+        value: what it returned.
+        kinds: one of which it must be.
+
+    Raises:
+        BuildError: it is another one.
+    """
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise BuildError(f"{subject(chosen)}: {call} returned {_kind(value)}, not {wanted}")
+
+
+def check_mapping(chosen: Chosen, call: str, value: object, kind: type) -> None:
+    """Compare what a component returned with a mapping from names to values of one type.
+
+    Raises:
+        BuildError: it is something else.
+    """
+    check_returned(chosen, call, value, Mapping)
+    assert isinstance(value, Mapping)
+    for name, one in value.items():
+        check_returned(chosen, f"{call}, of which {name!r}", one, kind)
+
+
+def _check_task(chosen: Chosen, task: Any) -> None:
+    check_mapping(chosen, "coefficients", task.coefficients, Real)
+    if not task.coefficients:
+        raise BuildError(f"{subject(chosen)}: coefficients is empty; a task has at least one loss term")
+
+
+def _check_stream(chosen: Chosen, stream: Any) -> None:
+    check_returned(chosen, "facts", stream.facts, Mapping)
+
+
+def _check_lr_schedule(chosen: Chosen, schedule: Any) -> None:
+    check_returned(chosen, "the call with step 0", schedule(0), Real)
+
+
+def check_optimizer(chosen: Chosen, optimizer: Optimizer) -> None:
+    """Compare what an optimizer with state tells with what it must tell.
+
+    Raises:
+        BuildError: it is of another type.
+    """
+    from torch import Tensor
+
+    check_mapping(chosen, "state()", optimizer.state(), Tensor)
+    check_returned(chosen, "describe()", optimizer.describe(), Mapping)
+    check_returned(chosen, "lr", optimizer.lr, Real)
+
+
+def _check_subscriber(chosen: Chosen, subscriber: Any) -> None:
+    pairs: object = subscriber.subscriptions()
+    check_returned(chosen, "subscriptions()", pairs, Iterable)
+    assert isinstance(pairs, Iterable)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not callable(pair[1]):
+            text = f"subscriptions() has {pair!r}; write pairs of an event type and a function"
+            raise BuildError(f"{subject(chosen)}: {text}")
+        if pair[0] not in CATALOGUE:
+            known = ", ".join(event.__name__ for event in CATALOGUE)
+            raise BuildError(f"{subject(chosen)}: subscribes to {pair[0]!r}; events are: {known}")
+
+
+def check_metric(chosen: Chosen, metric: Metric) -> None:
+    """Compare the state of a metric, which has seen the model if it wants to, with its reductions.
+
+    Raises:
+        BuildError: a reduction is unknown, or states and reductions differ.
+    """
+    reductions: object = metric.reductions
+    check_mapping(chosen, "reductions", reductions, str)
+    assert isinstance(reductions, Mapping)
+    for name, reduction in reductions.items():
+        if reduction not in REDUCTIONS:
+            known = f"there are: {', '.join(REDUCTIONS)}; a mean is a sum and a count"
+            raise BuildError(f"{subject(chosen)}: reductions merges '{name}' by '{reduction}'; {known}")
+    from torch import Tensor
+
+    state = metric.state()
+    check_mapping(chosen, "state()", state, Tensor)
+    if state.keys() != reductions.keys():
+        names = ", ".join(sorted(state.keys() ^ reductions.keys()))
+        raise BuildError(f"{subject(chosen)}: state() and reductions must have the same names; only one has: {names}")
+
+
+def check_trainable(chosen: Chosen, trainable: object) -> None:
+    """Compare what a fine-tuning method says that it trains with what it must be.
+
+    Raises:
+        BuildError: it is no set of names.
+    """
+    check_returned(chosen, "inject()", trainable, Set)
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,1 @@
+"""Scaffolds of plugin packages, for ``d9d new plugin``."""

@@ -1,0 +1,165 @@
+"""Kinds of plugins that can be scaffolded: what each declares, needs, and changes in a job file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of plugin and what its package looks like.
+
+    Attributes:
+        summary: what the example does, in one line.
+        hook: hook that yields the record.
+        spec: class of the record.
+        record: fields of the record besides name and summary; ``{package}``, ``{name}`` and ``{Name}`` are filled in.
+        section: lines for a job file that select it.
+        job: sections of ``job.yaml`` that differ from those of :data:`BASE_JOB`; an empty text leaves one out.
+        needs: distributions that the implementation imports, besides d9d-core and pydantic.
+        tests: distributions that its tests and ``job.yaml`` need besides.
+        configured: whether it has a config.
+    """
+
+    summary: str
+    hook: str
+    spec: str
+    section: str
+    build: str
+    record: Sequence[str] = ()
+    job: Mapping[str, str] = field(default_factory=dict)
+    needs: Sequence[str] = ("torch>=2.11",)
+    tests: Sequence[str] = ()
+    configured: bool = True
+
+
+_MODEL = (
+    "{name: qwen3, vocab_size: 257, hidden_size: 32, intermediate_size: 64, num_layers: 2, num_attention_heads: 2, "
+    "num_key_value_heads: 1, max_positions: 64}"
+)
+#: A language model on text that every Python brings along; trains in seconds on a CPU.
+BASE_JOB: Mapping[str, str] = {
+    "run": "{name: {name}}",
+    "model": _MODEL,
+    "task": "causal_lm",
+    "data": '{name: text, sources: ["python:topics"], sequence_length: 32}',
+    "optimizer": "{name: adamw, lr: 0.01}",
+    "steps": "20",
+    "batch": "{size: 8, microbatch: 4}",
+    "logging": "{every: 5}",
+}
+#: Distributions that :data:`BASE_JOB` needs.
+BASE_PACKAGES = ("d9d-data", "d9d-nn", "d9d-optim", "d9d-qwen3")
+
+KINDS: Mapping[str, Kind] = {
+    "metric": Kind(
+        summary="Mean loss of a token in bits, or in another unit.",
+        hook="d9d_metrics",
+        spec="MetricSpec",
+        build="{Name}",
+        section="metrics: [{name}]",
+        job={"metrics": "[{name}]"},
+    ),
+    "tracker": Kind(
+        summary="One CSV row for each logged value.",
+        hook="d9d_trackers",
+        spec="TrackerSpec",
+        build="{Name}",
+        section="trackers: [console, {name}]",
+        job={"trackers": "[console, {name}]"},
+        needs=(),
+    ),
+    "optimizer": Kind(
+        summary="Lion: the sign of the momentum.",
+        hook="d9d_optimizers",
+        spec="OptimizerSpec",
+        build="{Name}",
+        section="optimizer: {name: {name}, lr: 1.0e-3}",
+        job={"optimizer": "{name: {name}, lr: 1.0e-3}"},
+    ),
+    "lr_schedule": Kind(
+        summary="Inverse square root with a linear warm-up.",
+        hook="d9d_lr_schedules",
+        spec="LrScheduleSpec",
+        build="{name}",
+        section="lr_schedule: {name: {name}, warmup_steps: 10}",
+        job={"lr_schedule": "{name: {name}, warmup_steps: 10}"},
+        needs=(),
+    ),
+    "task": Kind(
+        summary="Next-token prediction with the focal loss.",
+        hook="d9d_tasks",
+        spec="TaskSpec",
+        build="{Name}",
+        section="task: {name: {name}, gamma: 2}",
+        job={"task": "{name: {name}, gamma: 2}"},
+    ),
+    "dataset": Kind(
+        summary="Sequences that count.",
+        hook="d9d_datasets",
+        spec="DatasetSpec",
+        build="{Name}",
+        section="data: {name: {name}, sequence_length: 32}",
+        job={"data": "{name: {name}, sequence_length: 32}"},
+    ),
+    "model": Kind(
+        summary="A small transformer in plain PyTorch.",
+        hook="d9d_models",
+        spec="ModelSpec",
+        build="build",
+        record=(
+            'provides={"model:late_init", "model:blocks", "model:pipeline", "model:causal_lm"}',
+            'tiny=Ref("{package}.config:tiny")',
+        ),
+        section="model: {name: {name}, vocab_size: 257}\nexport: false  # until the record has a Hugging Face format",
+        job={"model": "{name: {name}, vocab_size: 257}", "export": "false"},
+    ),
+    "strategy": Kind(
+        summary="Activations of blocks wait in the host's memory.",
+        hook="d9d_strategies",
+        spec="StrategySpec",
+        build="{Name}",
+        record=('anchor="checkpointing"', 'requires={"model:blocks"}'),
+        section="parallel: [{name}]",
+        job={"parallel": "[{name}]"},
+        tests=("d9d-engine",),
+    ),
+    "schedule": Kind(
+        summary="All forwards, then all backwards, of two stages on each rank in a V.",
+        hook="d9d_schedules",
+        spec="ScheduleSpec",
+        build="build",
+        record=('handlers=Ref("d9d_pipeline.runtime.handlers:handlers")',),
+        section="mesh: {pp: 2}\npipeline: {name}",
+        job={"pipeline": "{name}"},
+        needs=("d9d-pipeline>=0.1,<0.2",),
+    ),
+    "peft": Kind(
+        summary="Low-rank terms beside linear layers.",
+        hook="d9d_peft_methods",
+        spec="PeftSpec",
+        build="{Name}",
+        section='peft: {name: {name}, rank: 4, match: "*.q_proj"}',
+        job={"peft": '{name: {name}, rank: 4, match: "*.q_proj"}'},
+    ),
+    "kernel": Kind(
+        summary="The gate of SwiGLU, which keeps less for the backward.",
+        hook="d9d_kernels",
+        spec="KernelSpec",
+        build="build",
+        record=('op="silu_mul"', 'supports=Ref("{package}.kernel:supports")'),
+        section="kernels: {silu_mul: {name}}",
+        job={"kernels": "{silu_mul: {name}}"},
+        configured=False,
+    ),
+    "subscriber": Kind(
+        summary="Seconds from one step to the next.",
+        hook="d9d_subscribers",
+        spec="SubscriberSpec",
+        build="{Name}",
+        section="subscribers: [{name}]",
+        job={"subscribers": "[{name}]"},
+        needs=(),
+    ),
+}

@@ -1,0 +1,113 @@
+"""Packages written from templates: a plugin that works, with its tests, a job and a README."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from d9d_core.errors import PluginError
+from d9d_core.plugin.hooks import API_VERSION
+from d9d_core.plugin.hooks import KINDS as HOOKS
+from d9d_core.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
+
+_VERSIONS = ">=0.1,<0.2"
+
+
+def plugin_files(name: str, kind: str) -> dict[str, str]:
+    """Files of a new plugin's package, by path relative to its directory.
+
+    Args:
+        name: name of the distribution, such as ``acme-metrics``; the plugin's own name follows from it.
+        kind: one of :data:`~d9d_core.scaffold.kinds.KINDS`.
+
+    Raises:
+        PluginError: there is no such kind, or the name is none.
+    """
+    if kind not in KINDS:
+        raise PluginError(f"--kind {kind}: there is no template of that kind; kinds: {', '.join(KINDS)}")
+    package = re.sub(r"[-.]+", "_", name).lower()
+    if not re.fullmatch(r"[a-z][a-z0-9_]*[a-z0-9]", package):
+        raise PluginError(f"'{name}' is no name of a package; use letters, digits and dashes, such as acme-metrics")
+    if package.startswith("d9d_"):
+        raise PluginError(f"'{name}': names that begin with d9d- are those of first-party packages; use another")
+    spec = KINDS[kind]
+    words = _words(package, kind, spec)
+    fill = {f"src/{package}/__init__.py": "common/__init__.py", f"src/{package}/plugin.py": "common/plugin.py"}
+    fill |= {"pyproject.toml": "common/pyproject.toml", "README.md": "common/README.md"}
+    fill |= {f"src/{package}/{kind}.py": f"{kind}/{kind}.py", f"tests/test_{kind}.py": f"{kind}/test_{kind}.py"}
+    if spec.configured:
+        fill[f"src/{package}/config.py"] = f"{kind}/config.py"
+    made = {path: template(source).substitute(words) for path, source in fill.items()}
+    return {**made, f"src/{package}/py.typed": "", "job.yaml": _job(package, spec)}
+
+
+def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
+    """Write the package of a new plugin.
+
+    Args:
+        directory: of the package; must not exist, or be empty.
+        name: see :func:`plugin_files`.
+        kind: see :func:`plugin_files`.
+
+    Returns:
+        The files, in order.
+
+    Raises:
+        PluginError: there is no such kind, the name is none, or the directory has files.
+    """
+    made = plugin_files(name, kind)
+    if directory.exists() and any(directory.iterdir()):
+        raise PluginError(f"{directory} exists and is not empty; give another --directory")
+    for path, text in made.items():
+        file = directory / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+    return [directory / path for path in sorted(made)]
+
+
+def template(name: str) -> Template:
+    """A template by its path, such as ``metric/metric.py``."""
+    return Template(files("d9d_core.scaffold").joinpath("templates", f"{name}.tmpl").read_text("utf-8"))
+
+
+def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
+    names = {"package": package, "name": package, "Name": "".join(map(str.capitalize, package.split("_")))}
+    record = [_filled(line, names) for line in spec.record]
+    if spec.configured:
+        record.append(f'config=Ref("{package}.config:{names["Name"]}Config")')
+    record.append(f'build=Ref("{package}.{kind}:{_filled(spec.build, names)}")')
+    needs = [f"d9d-core{_VERSIONS}", *spec.needs, *(["pydantic>=2.9,<3"] if spec.configured else [])]
+    tests = sorted({"d9d-testing", "pytest", "torch", *BASE_PACKAGES, *spec.tests})
+    word = next(hook.name for hook in HOOKS if hook.hook == spec.hook)
+    return {
+        **names,
+        "distribution": package.replace("_", "-"),
+        "kind": word,
+        "role": kind,
+        "summary": spec.summary,
+        "hook": spec.hook,
+        "Spec": spec.spec,
+        "imports": ", ".join(sorted(["Ref", spec.spec])),
+        "api": str(API_VERSION),
+        "record": "\n".join(f"        {line}," for line in record),
+        "section": _filled(spec.section, names),
+        "dependencies": "\n".join(f'    "{line}",' for line in sorted(needs)),
+        "test_dependencies": "\n".join(f'    "{line}",' for line in tests),
+    }
+
+
+def _job(package: str, spec: Kind) -> str:
+    names = {"name": package}
+    sections = {key: _filled(text, names) for key, text in {**BASE_JOB, **spec.job}.items()}
+    lines = [f"{key}: {text}" for key, text in sections.items()]
+    return "\n".join(["# Trains in seconds on a CPU: d9d train job.yaml", *lines, ""])
+
+
+def _filled(text: str, names: Mapping[str, str]) -> str:
+    """Text with ``{name}`` and the like replaced; other braces stay, as YAML has them."""
+    for word, value in names.items():
+        text = text.replace(f"{{{word}}}", value)
+    return text

@@ -1,0 +1,92 @@
+"""Task of a job whose returned values are checked the first time, with its distribution named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from typing import Any, TypeVar
+
+from d9d_core.components.contract import check_mapping, check_returned, subject
+from d9d_core.errors import BuildError
+from d9d_core.plugin.capabilities import Chosen
+from d9d_core.plugin.records import TaskSpec
+from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.types import Microbatch, State
+from torch import Tensor
+
+Returned = TypeVar("Returned")
+
+
+class CheckedTask:
+    """The task as the loop sees it. Later calls of a method cost one look into a set.
+
+    Args:
+        chosen: the task's record.
+        task: what was built.
+    """
+
+    def __init__(self, chosen: Chosen, task: Task) -> None:
+        self._chosen = chosen
+        self._task = task
+        self._checked: set[str] = set()
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The loss terms and their coefficients."""
+        return self._task.coefficients
+
+    def check(self, model: Any, facts: State) -> None:
+        """Compare the model's config with the facts of the data."""
+        self._task.check(model, facts)
+
+    def count(self, microbatch: Microbatch) -> int:
+        """Tokens (or samples) of this microbatch."""
+        return self._once("count()", self._task.count(microbatch), self._check_count)
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Term -> its weight in this microbatch."""
+        return self._once("weights()", self._task.weights(microbatch), self._check_terms)
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """The keyword arguments of the model."""
+        return self._once("inputs()", self._task.inputs(microbatch), self._check_inputs)
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Term -> its sum over this microbatch."""
+        return self._once("losses()", self._task.losses(outputs, microbatch), self._check_terms)
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Observation -> what metrics may look at."""
+        return self._once("observations()", self._task.observations(outputs, microbatch), self._check_observations)
+
+    def _once(self, call: str, value: Returned, check: Callable[[str, object], None]) -> Returned:
+        if call not in self._checked:
+            check(call, value)
+            self._checked.add(call)
+        return value
+
+    def _check_count(self, call: str, value: object) -> None:
+        check_returned(self._chosen, call, value, Integral)
+
+    def _check_inputs(self, call: str, value: object) -> None:
+        check_returned(self._chosen, call, value, StageInputs)
+
+    def _check_terms(self, call: str, value: object) -> None:
+        check_mapping(self._chosen, call, value, Tensor)
+        assert isinstance(value, Mapping)
+        if missing := sorted(self.coefficients.keys() - value.keys()):
+            text = f"{call} lacks the loss terms {', '.join(missing)}, which coefficients has"
+            raise BuildError(f"{subject(self._chosen)}: {text}")
+        for term in self.coefficients:
+            if value[term].ndim:
+                shape = list(value[term].shape)
+                raise BuildError(f"{subject(self._chosen)}: {call}, of which '{term}' has the shape {shape}, not []")
+
+    def _check_observations(self, call: str, value: object) -> None:
+        check_mapping(self._chosen, call, value, Tensor)
+        assert isinstance(value, Mapping)
+        spec = self._chosen.spec
+        declared = spec.observes if isinstance(spec, TaskSpec) else None
+        if declared is not None and (missing := sorted(declared - value.keys())):
+            text = f"{call} lacks {', '.join(missing)}, which its record declares with 'observes'"
+            raise BuildError(f"{subject(self._chosen)}: {text}")

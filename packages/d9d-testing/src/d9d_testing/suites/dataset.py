@@ -1,0 +1,272 @@
+"""Conformance suite of datasets: the order of samples, resume, the slices of ranks and worker processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import DataContext, DataError
+from torch import Tensor
+
+from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json
+
+_Plain = list[dict[str, Tensor]]
+
+
+class DatasetSuite(ComponentSuite):
+    """The conformance suite of datasets (:class:`d9d_core.protocols.data.DataStream`).
+
+    Subclass it, name the dataset, and write the files that it reads::
+
+        class TestMyDataset(DatasetSuite):
+            target = "my_dataset"
+            other = {"sequence_length": 8}
+
+            def fields(self, directory):
+                (directory / "a.txt").write_text("some text")
+                return {"sources": [str(directory)]}
+
+    Attributes:
+        batch_size: samples of a pack, a multiple of 8; the data should have enough of them for several packs.
+        packs: how many packs are looked at.
+        shuffled: whether another seed gives another order.
+        other: fields that make other data, whose state must be refused.
+        workers: field of the config that says how many processes build packs, which take seconds to start; skipped
+            with ``None``, and where the config has no such field.
+    """
+
+    kind = "dataset"
+
+    batch_size: ClassVar[int] = 8
+    packs: ClassVar[int] = 5
+    shuffled: ClassVar[bool] = True
+    other: ClassVar[Mapping[str, Any]] = {}
+    workers: ClassVar[str | None] = "workers"
+
+    # --- what subclasses may say
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
+        """Fields of the config, over data in an empty directory; the same data in every call."""
+        return {}
+
+    def sample(self, microbatch: Mapping[str, Tensor], row: int) -> object:
+        """What identifies a sample, whatever it is batched with; by default all of its values, without padding."""
+        length = int(microbatch["lengths"][row]) if "lengths" in microbatch else None
+        values = {name: t[row][:length] if t.ndim > 1 else t[row] for name, t in microbatch.items()}
+        return tuple((name, tuple(value.flatten().tolist())) for name, value in sorted(values.items()))
+
+    # --- what holds for all
+
+    def test_order_depends_on_the_seed_alone(self, tmp_path: Path) -> None:
+        """Not on the process, its random numbers, or what was read before."""
+        with self.opened(tmp_path) as stream:
+            expected = self.take(stream, self.packs)
+        for seed in (1, 2):
+            with torch.random.fork_rng(devices=[]), self.opened(tmp_path) as stream:
+                torch.manual_seed(seed)
+                generator = torch.get_rng_state()
+                found = self.take(stream, self.packs)
+                assert torch.equal(torch.get_rng_state(), generator), (
+                    "reading packs moves torch's global random number generator; use a torch.Generator of your own"
+                )
+            _assert_same(found, expected, "opened again with the same seed")
+        if self.shuffled:
+            with self.opened(tmp_path, seed=1) as stream:
+                other = self.take(stream, self.packs)
+            assert not _same(other, expected), (
+                "another seed gives the same order; draw from DataContext.seed, or state shuffled = False"
+            )
+
+    def test_packs_are_microbatches_of_the_stated_size(self, tmp_path: Path) -> None:
+        """As many on every rank, with the same names, on the CPU."""
+        names = set()
+        for ranks, size in ((1, 2), (2, 1), (4, 2)):
+            for rank in range(ranks):
+                with self.opened(tmp_path, rank=rank, ranks=ranks, microbatch_size=size) as stream:
+                    pack = stream.next_pack()
+                where = f"rank {rank} of {ranks}, microbatches of {size}, batches of {self.batch_size}"
+                expected = self.batch_size // ranks // size
+                assert len(pack) == expected, f"{where}: the pack has {len(pack)} microbatches, expected {expected}"
+                for microbatch in pack:
+                    names.add(tuple(sorted(microbatch)))
+                    wrong = [name for name, t in microbatch.items() if len(t) != size or t.device.type != "cpu"]
+                    assert not wrong, f"{where}: {wrong} are not on the CPU with a first dim of {size}"
+        assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
+
+    def test_slices_of_ranks_make_up_the_global_pack(self, tmp_path: Path) -> None:
+        """The same samples in every step, however many ranks and samples of a microbatch there are."""
+        with self.opened(tmp_path, microbatch_size=1) as stream:
+            expected = [self.counted([pack]) for pack in self.take(stream, self.packs)]
+        for ranks, size in ((1, 4), (2, 2), (4, 1)):
+            found = [Counter[object]() for _ in range(self.packs)]
+            for rank in range(ranks):
+                with self.opened(tmp_path, rank=rank, ranks=ranks, microbatch_size=size) as stream:
+                    for step, pack in enumerate(self.take(stream, self.packs)):
+                        found[step] += self.counted([pack])
+            for step, samples in enumerate(found):
+                missing, extra = expected[step] - samples, samples - expected[step]
+                assert samples == expected[step], (
+                    f"pack {step} over {ranks} ranks with microbatches of {size}: {missing.total()} of "
+                    f"{self.batch_size} samples are missing and {extra.total()} are others than on one rank; form "
+                    "packs globally, and give each rank its part"
+                )
+
+    def test_a_stream_resumes_at_any_pack(self, tmp_path: Path) -> None:
+        """In a new process or backwards, from plain data; no sample comes twice and none is left out."""
+        with self.opened(tmp_path) as stream:
+            states = [plain_json(stream.state(), "state()")]
+            expected: list[_Plain] = []
+            for _ in range(self.packs):
+                expected += self.take(stream, 1)
+                states.append(plain_json(stream.state(), "state()"))
+            for step in (self.packs - 1, 0):
+                stream.load_state(states[step])
+                _assert_same(self.take(stream, 1), expected[step : step + 1], f"back at pack {step}")
+        for step, state in enumerate(states[:-1]):
+            with self.opened(tmp_path) as stream:
+                stream.load_state(state)
+                assert plain_json(stream.state(), "state()") == state, (
+                    f"after load_state(state) state() is {stream.state()!r}, not {state!r}"
+                )
+                _assert_same(self.take(stream, self.packs - step), expected[step:], f"resumed at pack {step}")
+
+    def test_state_is_the_same_on_all_ranks(self, tmp_path: Path) -> None:
+        """One rank's is saved, and may be loaded with another number of ranks."""
+        with self.opened(tmp_path) as stream:
+            self.take(stream, 1)
+            saved, expected = plain_json(stream.state(), "state()"), [self.counted([p]) for p in self.take(stream, 2)]
+        found = [Counter[object](), Counter[object]()]
+        for rank in range(2):
+            with self.opened(tmp_path, rank=rank, ranks=2) as stream:
+                self.take(stream, 1)
+                state = plain_json(stream.state(), "state()")
+                assert state == saved, f"rank {rank} of 2 has state {state!r}, one rank alone has {saved!r}"
+            with self.opened(tmp_path, rank=rank, ranks=2) as stream:
+                stream.load_state(saved)
+                for step, pack in enumerate(self.take(stream, 2)):
+                    found[step] += self.counted([pack])
+        assert found == expected, "two ranks that load the state of one go on with other samples"
+
+    def test_packs_that_were_given_out_stay_as_they_are(self, tmp_path: Path) -> None:
+        """The loop fetches packs ahead."""
+        with self.opened(tmp_path) as stream:
+            pack = stream.next_pack()
+            before = _copied(pack)
+            self.take(stream, 2)
+            _assert_same([_copied(pack)], [before], "after two more packs, the first one")
+
+    def test_state_of_other_data_is_refused(self, tmp_path: Path) -> None:
+        """With a ``DataError``; otherwise a run would go on with samples that it has seen."""
+        if not self.other:
+            pytest.skip(f"{type(self).__name__}.other names no fields that make other data")
+        with self.opened(tmp_path, fields=self.other) as stream:
+            self.take(stream, 1)
+            state = stream.state()
+        with self.opened(tmp_path) as stream, suppress(DataError):
+            stream.load_state(state)
+            raise AssertionError(
+                f"the state of a stream with {dict(self.other)} is taken; keep what identifies the data in state()"
+            )
+
+    def test_worker_processes_change_nothing(self, tmp_path: Path) -> None:
+        """Packs and states are those without any."""
+        workers = self.workers
+        if workers is None:
+            pytest.skip(f"{type(self).__name__}.workers is None")
+        config = configured(self.kind, self.plugin, self.target, {**self.config, **self._data(tmp_path)})[1]
+        if workers not in type(config).model_fields:
+            pytest.skip(f"the config has no field '{workers}'")
+        with (
+            self.opened(tmp_path, fields={workers: 0}) as here,
+            self.opened(tmp_path, fields={workers: 2}) as there,
+        ):
+            for step in range(self.packs):
+                _assert_same(self.take(there, 1), self.take(here, 1), f"pack {step} of 2 worker processes")
+                assert there.state() == here.state(), f"after pack {step} the state is another with worker processes"
+
+    def test_facts_are_plain_data_and_assets_are_written(self, tmp_path: Path) -> None:
+        """Tasks compare facts with the model; an exported model gets the assets."""
+        with self.opened(tmp_path) as stream:
+            plain_json(stream.facts, "facts")
+            assets = tmp_path / "assets"
+            assets.mkdir()
+            stream.save_assets(assets)
+
+    # --- what subclasses may use
+
+    @contextmanager
+    def opened(
+        self,
+        directory: Path,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        ranks: int = 1,
+        microbatch_size: int = 2,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Iterator[Any]:
+        """A stream over the data; closed afterwards if it can be."""
+        context = DataContext(
+            seed=seed,
+            batch_size=self.batch_size,
+            microbatch_size=microbatch_size,
+            cache_dir=directory / "cache",
+            rank=rank,
+            ranks=ranks,
+        )
+        stream = self.build(context, **{**self._data(directory), **(fields or {})})
+        try:
+            yield stream
+        finally:
+            if hasattr(stream, "close"):
+                stream.close()
+
+    def take(self, stream: Any, count: int) -> list[_Plain]:
+        """Copies of the next packs."""
+        return [_copied(stream.next_pack()) for _ in range(count)]
+
+    def counted(self, packs: Sequence[_Plain]) -> Counter[object]:
+        """How often each sample is in the packs."""
+        microbatches = [microbatch for pack in packs for microbatch in pack]
+        sizes = [len(next(iter(microbatch.values()))) for microbatch in microbatches]
+        pairs = zip(microbatches, sizes, strict=True)
+        return Counter(self.sample(microbatch, row) for microbatch, size in pairs for row in range(size))
+
+    def _data(self, directory: Path) -> dict[str, Any]:
+        data = directory / "data"
+        data.mkdir(exist_ok=True)
+        return dict(self.fields(data))
+
+
+def _copied(pack: Sequence[Mapping[str, Tensor]]) -> _Plain:
+    return [{name: tensor.clone() for name, tensor in microbatch.items()} for microbatch in pack]
+
+
+def _same(found: Sequence[_Plain], expected: Sequence[_Plain]) -> bool:
+    return _difference(found, expected) is None
+
+
+def _assert_same(found: Sequence[_Plain], expected: Sequence[_Plain], where: str) -> None:
+    difference = _difference(found, expected)
+    assert difference is None, (
+        f"{where}: {difference}; what a pack holds must depend on the seed and on the consumed samples alone"
+    )
+
+
+def _difference(found: Sequence[_Plain], expected: Sequence[_Plain]) -> str | None:
+    for step, (pack, other) in enumerate(zip(found, expected, strict=True)):
+        if len(pack) != len(other):
+            return f"pack {step} has {len(pack)} microbatches, expected {len(other)}"
+        for index, (microbatch, wanted) in enumerate(zip(pack, other, strict=True)):
+            if microbatch.keys() != wanted.keys():
+                return f"pack {step}, microbatch {index} has {sorted(microbatch)}, expected {sorted(wanted)}"
+            for name, tensor in microbatch.items():
+                same = tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name])
+                if not same:
+                    return f"pack {step}, microbatch {index}: {name} differs"
+    return None

@@ -1,0 +1,271 @@
+"""Conformance suite of kernels: values and gradients of a backend against its op's reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import Decision, OpSignature, OpSlot
+from d9d_core.plugin import KernelSpec
+from torch import Tensor
+
+from d9d_testing.suites.support.component import registry_of
+from d9d_testing.suites.support.ops import KNOWN_OPS, Call, Op
+from d9d_testing.suites.support.tensors import bits, differing
+from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
+
+_Results = dict[str, Tensor]
+
+
+class KernelSuite:
+    """The conformance suite of kernels: backends of ops (:class:`d9d_core.plugin.KernelSpec`).
+
+    Subclass it and name op and backend::
+
+        class TestMyKernel(KernelSuite):
+            target = "rms_norm.my_kernel"
+            device = "cuda"
+
+    The ops of d9d-nn are known: how a model calls them, with which shapes. For another op, say so in ``op``
+    (:class:`d9d_testing.suites.support.ops.Op`).
+
+    Attributes:
+        target: ``op.name`` of the record.
+        plugin: its declaration module, or the path of a single-file plugin; by default, whatever is installed.
+        device: where the tensors are; with ``cuda``, mark the class ``@pytest.mark.gpu`` or skip it without one.
+        asked: the device that ``supports`` is asked about; by default ``device``. Another one is for backends whose
+            library is replaced by a stand-in on the CPU.
+        dtypes: of the inputs; those that ``supports`` refuses are passed over, but not all may be.
+        gradients: whether the backend has a backward.
+        refused: changes of an accepted signature that ``supports`` must refuse: ``device``, ``dtype`` or static facts.
+    """
+
+    pytestmark = pytest.mark.smoke
+
+    target: ClassVar[str]
+    plugin: ClassVar[str | None] = None
+    device: ClassVar[str] = "cpu"
+    asked: ClassVar[str | None] = None
+    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "float16")
+    gradients: ClassVar[bool] = True
+    refused: ClassVar[Sequence[Mapping[str, Any]]] = ({"dtype": "int8"},)
+
+    # --- what subclasses may say
+
+    def op(self) -> Op:
+        """How models call the op."""
+        name = self.target.partition(".")[0]
+        assert name in KNOWN_OPS, f"say in {type(self).__name__}.op how models call '{name}'"
+        pytest.importorskip("d9d_nn", reason=f"the reference of '{name}' is in d9d-nn")
+        return KNOWN_OPS[name]
+
+    def function(self, signature: OpSignature) -> Callable[..., Any]:
+        """What the backend's record builds."""
+        built: Callable[..., Any] = self.spec().build.load()(signature)
+        return built
+
+    # --- what holds for all
+
+    def test_values_are_those_of_the_reference(self) -> None:
+        """Computed in float64, over dtypes and odd shapes; shape and dtype are those of the reference in that dtype."""
+        for where, signature, call in self.accepted():
+            with torch.no_grad():
+                found, expected = self.run(signature, call)["out"], self.exact(call)["out"]
+                plain = self.reference(call)["out"]
+            form = (tuple(plain.shape), plain.dtype)
+            assert (tuple(found.shape), found.dtype) == form, (
+                f"{where}: the output is {tuple(found.shape)} {found.dtype}, the reference's {form[0]} {form[1]}"
+            )
+            within = TOLERANCES[getattr(torch, signature.dtype)]
+            scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+            assert_close_values(found, expected, replace(within, atol=within.atol * scale), where)
+
+    def test_gradients_are_those_of_the_reference(self) -> None:
+        """Of all floating-point inputs, by angle and norm; also where the gradient that arrives is expanded."""
+        self.need_gradients()
+        for where, signature, call in self.accepted():
+            within = TOLERANCES[getattr(torch, signature.dtype)]
+            for expanded in (False, True):
+                found = self.run(signature, call, backward=True, expanded=expanded)
+                expected = self.exact(call, backward=True, expanded=expanded)
+                for name, gradient in _gradients(expected).items():
+                    assert name in found, f"{where}: no gradient of {name}"
+                    assert found[name].shape == gradient.shape, f"{where}: gradient of {name}: {found[name].shape}"
+                    if not gradient.numel():
+                        continue
+                    if self.is_rounding(gradient, call):
+                        limit = 100 * within.atol * max(1.0, gradient.abs().max().item())
+                        assert (found[name] - gradient).abs().max() <= limit, f"{where}: gradient of {name} is no zero"
+                        continue
+                    what = f"{where}, {'expanded' if expanded else 'random'} gradient: {name}"
+                    assert_close_gradients({what: found[name]}, {what: gradient}, within)
+
+    def test_a_frozen_input_has_no_gradient_and_disturbs_no_other(self) -> None:
+        """Fine-tuning trains a few parameters only."""
+        self.need_gradients()
+        for where, signature, call in self.accepted(first=True):
+            everything = self.run(signature, call, backward=True)
+            for name in self.differentiable(call):
+                found = self.run(signature, call, backward=True, trained=(name,))
+                others = [other for other in _gradients(found) if other != name]
+                assert not others, f"{where}: only {name} is trained, but there are gradients of {others}"
+                assert name in found, f"{where}: only {name} is trained, but it has no gradient"
+                assert_close_gradients({name: found[name]}, {name: everything[name]})
+
+    def test_inputs_are_only_read(self) -> None:
+        """They are activations and weights of the model."""
+        for where, signature, call in self.accepted():
+            inputs = {name: tensor.clone() for name, tensor in call.inputs.items()}
+            before = bits(inputs)
+            self.run(signature, replace(call, inputs=inputs), backward=self.gradients, clone=False)
+            changed = differing(before, bits(inputs))
+            assert not changed, f"{where}: writes into its inputs {changed}"
+
+    def test_inputs_need_not_be_contiguous(self) -> None:
+        """A projection hands over a view."""
+        for where, signature, call in self.accepted():
+            inputs = {name: _strided(tensor) for name, tensor in call.inputs.items()}
+            found = self.run(signature, replace(call, inputs=inputs), backward=self.gradients, clone=False)
+            expected = self.run(signature, call, backward=self.gradients)
+            for name, tensor in expected.items():
+                assert_close_values(found[name], tensor, what=f"{where}, inputs that are not contiguous: {name}")
+
+    def test_support_is_decided_with_reasons(self) -> None:
+        """The same for the same signature; ``d9d explain`` prints the reason."""
+        decisions = []
+        for _, signature, _ in self.calls():
+            first, again = self.decision(signature), self.decision(signature)
+            assert isinstance(first, Decision), f"supports() returns a {type(first).__name__}; return a Decision"
+            assert first == again, f"supports() answers {first} and then {again} to {signature}"
+            assert first.reason.strip(), f"supports() gives no reason for {signature}"
+            decisions.append(first)
+        accepting = [decision for decision in decisions if decision.accept]
+        reasons = sorted({decision.reason for decision in decisions})
+        assert accepting, (
+            f"supports() refuses everything on {self.asked or self.device} in {', '.join(self.dtypes)}: "
+            f"{'; '.join(reasons)}; set device, asked or dtypes of {type(self).__name__}"
+        )
+
+    def test_what_it_cannot_compute_is_refused(self) -> None:
+        """With a reason, and not by raising: the selector then takes another backend."""
+        _, signature, _ = next(iter(self.accepted()))
+        for changes in self.refused:
+            facts = dict(changes)
+            changed = replace(
+                signature,
+                device=facts.pop("device", signature.device),
+                dtype=facts.pop("dtype", signature.dtype),
+                static={**signature.static, **facts},
+            )
+            try:
+                decision = self.decision(changed)
+            except Exception as error:
+                raise AssertionError(f"supports() raises {error!r} for {changed}; return a Decision") from error
+            assert not decision.accept, f"supports() accepts {changed}"
+            assert decision.reason.strip(), f"supports() refuses {changed} without a reason"
+
+    # --- what subclasses may use
+
+    def spec(self) -> KernelSpec:
+        """The record."""
+        spec = registry_of(self.plugin).find("kernel", self.target).spec
+        assert isinstance(spec, KernelSpec)
+        return spec
+
+    def decision(self, signature: OpSignature) -> Any:
+        """The backend's answer."""
+        return self.spec().supports.load()(signature)
+
+    def calls(self) -> Iterator[tuple[str, OpSignature, Call]]:
+        """What messages call it, signature and call, over all dtypes."""
+        name = self.target.partition(".")[0]
+        for dtype in self.dtypes:
+            for call in self.op().calls():
+                inputs = {n: _cast(t, getattr(torch, dtype)).to(self.device) for n, t in call.inputs.items()}
+                signature = OpSignature(name, self.asked or self.device, dtype, dict(call.static))
+                yield f"{dtype}, {call.name}", signature, replace(call, inputs=inputs)
+
+    def accepted(self, *, first: bool = False) -> Iterator[tuple[str, OpSignature, Call]]:
+        """The calls that ``supports`` accepts.
+
+        Args:
+            first: one of each dtype only.
+        """
+        found: set[str] = set()
+        for where, signature, call in self.calls():
+            if not (first and signature.dtype in found) and self.decision(signature).accept:
+                found.add(signature.dtype)
+                yield where, signature, call
+        assert found, "supports() accepts no call; see test_support_is_decided_with_reasons"
+
+    def need_gradients(self) -> None:
+        """Skip the test if the backend has no backward."""
+        if not self.gradients:
+            pytest.skip(f"{type(self).__name__}.gradients is False")
+
+    def run(self, signature: OpSignature, call: Call, **options: Any) -> _Results:
+        """Output and gradients of the backend."""
+        slot = self.op().slot(call.static)
+        slot.bind(self.target.partition(".")[2], self.function(signature))
+        return self.compute(slot, call, **options)
+
+    def reference(self, call: Call, **options: Any) -> _Results:
+        """Output and gradients of the reference, in the dtype of the call."""
+        return self.compute(self.op().slot(call.static), call, **options)
+
+    def exact(self, call: Call, **options: Any) -> _Results:
+        """Output and gradients of the reference in float64."""
+        wide = {name: _cast(tensor, torch.float64) for name, tensor in call.inputs.items()}
+        return self.reference(replace(call, inputs=wide), **options)
+
+    def compute(
+        self,
+        slot: OpSlot,
+        call: Call,
+        *,
+        backward: bool = False,
+        expanded: bool = False,
+        trained: Sequence[str] | None = None,
+        clone: bool = True,
+    ) -> _Results:
+        """``out``, and the gradient of each trained input by its name."""
+        inputs = {name: tensor.detach().clone() if clone else tensor for name, tensor in call.inputs.items()}
+        trained = self.differentiable(call) if trained is None else trained
+        leaves = {name: inputs[name].detach().requires_grad_() for name in trained if backward}
+        out = self.op().invoke(slot, replace(call, inputs={**inputs, **leaves}))
+        found = {"out": out.detach()}
+        if backward:
+            drawn = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+            grad = torch.ones((), dtype=out.dtype).to(out.device).expand_as(out)
+            torch.autograd.backward(out, grad if expanded else drawn.to(out.device, out.dtype))
+            found |= {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+        return found
+
+    def differentiable(self, call: Call) -> list[str]:
+        """Names of the floating-point inputs."""
+        return [name for name, tensor in call.inputs.items() if tensor.is_floating_point()]
+
+    def is_rounding(self, gradient: Tensor, call: Call) -> bool:
+        """Whether a gradient in float64 is nothing but rounding, so that its direction says nothing."""
+        largest = max((t.abs().max().item() for t in call.inputs.values() if t.numel()), default=0.0)
+        return gradient.abs().max().item() <= 1e-9 * max(1.0, largest)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _gradients(results: _Results) -> _Results:
+    return {name: tensor for name, tensor in results.items() if name != "out"}
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    """Equal values, every second place in memory."""
+    wide = torch.empty(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
+    wide.fill_(-1)
+    view = wide[..., ::2]
+    view.copy_(tensor)
+    return view

@@ -1,0 +1,89 @@
+"""Conformance suite of learning-rate schedules: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from d9d_testing.suites.support.component import ComponentSuite
+
+
+class LrScheduleSuite(ComponentSuite):
+    """The conformance suite of learning-rate schedules (:class:`d9d_core.protocols.optimizer.LrSchedule`).
+
+    Subclass it and name the schedule::
+
+        class TestMySchedule(LrScheduleSuite):
+            target = "my_schedule"
+            config = {"warmup_steps": 10}
+
+    Attributes:
+        totals: numbers of steps of the runs to try; the config must fit all of them.
+    """
+
+    kind = "lr schedule"
+
+    totals: ClassVar[Sequence[int]] = (20, 101)
+
+    def test_every_step_has_a_finite_factor_that_is_not_negative(self) -> None:
+        """From the first step to the last, and some factor is above zero."""
+        for total in self.totals:
+            factors = self.factors(total)
+            for step, factor in enumerate(factors):
+                where = f"{total} steps, step {step}: the factor is {factor!r}"
+                assert type(factor) in (float, int), f"{where}, a {type(factor).__name__}; return a float"
+                assert math.isfinite(factor), f"{where}; it must be finite"
+                assert factor >= 0, f"{where}; a negative one would climb the loss"
+            assert any(factors), f"{total} steps: every factor is zero, so nothing is ever trained"
+
+    def test_a_factor_depends_on_the_step_alone(self) -> None:
+        """Whatever was asked before, in any order: a resumed run starts in the middle."""
+        for total in self.totals:
+            expected = self.factors(total)
+            schedule = self.build(total)
+            shuffled = random.Random(0).sample(range(total), total)  # noqa: S311 - no secret
+            for order in (shuffled, range(total - 1, -1, -1), [total // 2] * 3):
+                for step in order:
+                    found = schedule(step)
+                    assert found == expected[step], (
+                        f"{total} steps: step {step} has factor {found!r}, but {expected[step]!r} in a fresh schedule; "
+                        "compute it from the step alone and remember nothing"
+                    )
+
+    def test_a_factor_is_the_same_in_every_process(self) -> None:
+        """Ranks do not tell each other: no random numbers."""
+        for total in self.totals:
+            found = []
+            kept = random.getstate()
+            for seed in (1, 2):
+                random.seed(seed)
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(seed)
+                    found.append(self.factors(total))
+            random.setstate(kept)
+            assert found[0] == found[1], f"{total} steps: factors depend on the state of a random number generator"
+
+    def test_steps_past_the_end_have_factors_too(self) -> None:
+        """A run that is prolonged, or evaluated after its last step, may ask; no exception."""
+        for total in self.totals:
+            schedule = self.build(total)
+            for step in (total, total + 1, 2 * total, 1000 * total):
+                try:
+                    factor = schedule(step)
+                except Exception as error:
+                    raise AssertionError(
+                        f"{total} steps: step {step}, past the end, raises {error!r}; let the last factor hold"
+                    ) from error
+                assert math.isfinite(factor), f"{total} steps: step {step}, past the end, has factor {factor!r}"
+                assert factor >= 0, f"{total} steps: step {step}, past the end, has factor {factor!r}"
+
+    # --- what subclasses may use
+
+    def factors(self, total: int) -> list[Any]:
+        """The factors of all steps of a run, from a new schedule."""
+        schedule = self.build(total)
+        return [schedule(step) for step in range(total)]

@@ -1,0 +1,220 @@
+"""Conformance suite of metrics: states that merge over ranks, are saved, loaded and reset."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from d9d_core.extend import StageMetric, Table
+from d9d_engine.testing import Statistics
+from torch import Tensor, nn
+
+from d9d_testing.suites.support.component import ComponentSuite
+from d9d_testing.suites.support.observations import SAMPLES, observed
+from d9d_testing.suites.support.tensors import HostReads, bits, differing, facts
+
+_OPERATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda shards: shards.sum(0),
+    "max": lambda shards: shards.amax(0),
+    "min": lambda shards: shards.amin(0),
+}
+
+
+class MetricSuite(ComponentSuite):
+    """The conformance suite of metrics (:class:`d9d_core.protocols.metric.Metric`).
+
+    Subclass it and name the metric::
+
+        class TestMyMetric(MetricSuite):
+            target = "my_metric"
+
+    By default it observes what first-party tasks observe. A metric that needs something else says what a task observes
+    in some samples, equal ones in every call; a metric over tallies also gives the model::
+
+            def observations(self, samples):
+                return {"scores": torch.arange(12.0)[samples]}
+
+            def stage(self):
+                return MyModel()
+
+    Attributes:
+        samples: how many there are.
+    """
+
+    kind = "metric"
+
+    samples: ClassVar[int] = SAMPLES
+
+    # --- what subclasses may say
+
+    def observations(self, samples: slice) -> Mapping[str, Tensor]:
+        """What the metric takes in for these of ``samples`` samples; the same in every call."""
+        return observed(samples)
+
+    def stage(self) -> nn.Module | None:
+        """The model that a metric over tallies is attached to."""
+        return None
+
+    # --- what holds for all
+
+    def test_shards_merge_to_the_whole(self) -> None:
+        """However samples are cut into microbatches and dealt to ranks, some of which may have none."""
+        expected = _values(self.updated([slice(0, self.samples)]))
+        assert expected, "the metric computes no series from these observations; give it others in observations()"
+        for seed in range(8):
+            chance = random.Random(seed)  # noqa: S311 - no secret
+            ranks = chance.choice([1, 2, 3, 5])
+            shards: list[list[slice]] = [[] for _ in range(ranks)]
+            for part in self.cuts(chance):
+                chance.choice(shards).append(part)
+            merged = self.merged([self.updated(shard) for shard in shards])
+            where = f"{self.samples} samples in shards of {[[p.stop - p.start for p in shard] for shard in shards]}"
+            _assert_same(merged, expected, where, "merge sums and counts, and divide in compute()")
+
+    def test_ranks_that_saw_nothing_change_nothing(self) -> None:
+        """The state of a new metric, and that of one after ``reset()``, are neutral."""
+        parts = [slice(0, self.samples)]
+        expected = _values(self.updated(parts))
+        emptied = self.updated(parts)
+        emptied.reset()
+        for name, idle in (("new", self.made()), ("reset", emptied)):
+            merged = self.merged([self.updated(parts), idle])
+            _assert_same(merged, expected, f"merged with a {name} one", "start from the operation's neutral value")
+
+    def test_state_has_its_final_form_from_the_start(self) -> None:
+        """Names, shapes and dtypes: a checkpoint is loaded into it, and ranks reduce it together."""
+        metric = self.made()
+        start = facts(metric.state())
+        known = metric.reductions
+        assert start.keys() == known.keys(), f"state has {sorted(start)}, reductions say {sorted(known)}; name all"
+        unknown = {name: how for name, how in known.items() if how not in _OPERATIONS}
+        assert not unknown, f"reductions {unknown} are unknown; use one of {', '.join(_OPERATIONS)}"
+        state = metric.state()
+        moments = {
+            "an update": lambda: metric.update(self.observations(slice(0, 5))),
+            "load_state()": lambda: metric.load_state({name: tensor.clone() for name, tensor in state.items()}),
+            "reset()": metric.reset,
+        }
+        for what, happen in moments.items():
+            happen()
+            now = facts(metric.state())
+            assert now == start, f"after {what} the state is {now}, at the start it is {start}; it must stay the same"
+
+    def test_reset_forgets_everything(self) -> None:
+        """Afterwards it is as new."""
+        metric, fresh = self.updated([slice(0, self.samples)]), self.made()
+        metric.reset()
+        changed = differing(bits(fresh.state()), bits(metric.state()))
+        assert not changed, f"reset() leaves {changed} of the state"
+        part = [slice(3, 8)]
+        again = _values(self.updated(part, metric))
+        _assert_same(again, _values(self.updated(part)), "after reset()", "forget what is beside the state too")
+
+    def test_a_loaded_state_continues(self) -> None:
+        """In a new metric, with a copy of the state alone."""
+        first, rest = [slice(0, 5)], [slice(5, self.samples)]
+        expected = _values(self.updated([*first, *rest]))
+        saved = {name: tensor.clone() for name, tensor in self.updated(first).state().items()}
+        resumed = self.made()
+        resumed.load_state(saved)
+        _assert_same(
+            _values(self.updated(rest, resumed)), expected, "resumed", "keep all that compute() needs in state()"
+        )
+
+    def test_a_refused_step_counts_nowhere(self) -> None:
+        """The loop takes back the update of a step that was not finite."""
+        metric = self.updated([slice(0, 5)])
+        before = {name: tensor.clone() for name, tensor in metric.state().items()}
+        statistics = Statistics({"mine": metric}, gated=True)
+        statistics.begin()
+        metric.update(self.observations(slice(5, self.samples)))
+        statistics.settle(torch.tensor(False))
+        changed = differing(bits(before), bits(metric.state()))
+        assert not changed, f"{changed} keep the update of a refused step; let load_state() replace the whole state"
+
+    def test_series_keep_their_names(self) -> None:
+        """Trackers and charts know them by name; computing changes nothing."""
+        metric = self.updated([slice(0, 5)])
+        before = bits(metric.state())
+        names = list(metric.compute())
+        assert all(isinstance(name, str) and name for name in names), f"series are named {names}; use texts"
+        _assert_same(_values(metric), _values(metric), "computed twice", "compute() must not change anything")
+        changed = differing(before, bits(metric.state()))
+        assert not changed, f"compute() changes {changed} of the state"
+        for parts in ([slice(5, self.samples)], [slice(0, self.samples)]):
+            found = list(self.updated(parts).compute())
+            assert found == names, f"series of samples {parts} are {found}, of others {names}; keep the names"
+        unknown = set(self.made().compute()) - set(names)
+        assert not unknown, f"before the first update there are series {sorted(unknown)} that later are none"
+
+    def test_values_are_scalars_or_tables_without_a_graph(self) -> None:
+        """What can be logged."""
+        for name, value in self.updated([slice(0, self.samples)]).compute().items():
+            if isinstance(value, Table):
+                assert value.values.ndim == 2, f"table {name} has shape {tuple(value.values.shape)}; it needs two dims"
+                continue
+            assert isinstance(value, Tensor), f"{name} is a {type(value).__name__}; return 0-d tensors or Tables"
+            assert value.ndim == 0, f"{name} has shape {tuple(value.shape)}; return 0-d tensors, or a Table"
+            assert not value.requires_grad, f"{name} carries a graph; detach what is observed"
+
+    def test_an_update_only_reads_and_never_waits(self) -> None:
+        """Observations belong to the step, and the device goes on."""
+        metric = self.made()
+        observations = {name: tensor.clone() for name, tensor in self.observations(slice(0, 5)).items()}
+        before = bits(observations)
+        with HostReads() as reads:
+            metric.update(observations)
+        assert not reads.found, (
+            f"update() reads values on the host ({', '.join(sorted(set(reads.found)))}); use torch.where and sums"
+        )
+        changed = differing(before, bits(observations))
+        assert not changed, f"update() writes into the observations {changed}"
+
+    # --- what subclasses may use
+
+    def made(self) -> Any:
+        """A new metric, attached to the model if it wants one."""
+        metric = self.build()
+        if isinstance(metric, StageMetric):
+            stage = self.stage()
+            assert stage is not None, f"{type(self).__name__}: give the model of a metric over tallies in stage()"
+            metric.attach(stage)
+        return metric
+
+    def updated(self, parts: Iterable[slice], metric: Any = None) -> Any:
+        """A metric after one update for each part."""
+        metric = self.made() if metric is None else metric
+        for part in parts:
+            metric.update(self.observations(part))
+        return metric
+
+    def cuts(self, chance: random.Random) -> list[slice]:
+        """All samples in microbatches of random sizes."""
+        inner = chance.sample(range(1, self.samples), chance.randrange(self.samples - 1))
+        ends = [0, *sorted(inner), self.samples]
+        return [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+
+    def merged(self, metrics: Sequence[Any]) -> dict[str, Tensor]:
+        """The values of the merged state, as ranks merge it."""
+        states = [metric.state() for metric in metrics]
+        reductions = metrics[0].reductions
+        merged = self.made()
+        merged.load_state(
+            {name: _OPERATIONS[how](torch.stack([state[name] for state in states])) for name, how in reductions.items()}
+        )
+        return _values(merged)
+
+
+def _values(metric: Any) -> dict[str, Tensor]:
+    computed = metric.compute().items()
+    return {name: (value.values if isinstance(value, Table) else value).detach().clone() for name, value in computed}
+
+
+def _assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str, hint: str) -> None:
+    assert found.keys() == expected.keys(), f"{where}: series {sorted(found)}, expected {sorted(expected)}"
+    for name, value in expected.items():
+        close = torch.allclose(found[name].double(), value.double(), rtol=1e-5, atol=1e-7, equal_nan=True)
+        assert close, f"{where}: {name} is {found[name].tolist()}, of the whole it is {value.tolist()}; {hint}"

@@ -1,0 +1,267 @@
+"""Conformance suite of optimizers: the gate, named state, layouts, resume and the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from d9d_testing.suites.support import optimizer_ranks
+from d9d_testing.suites.support.component import ComponentSuite, plain_json
+from d9d_testing.suites.support.optimizer_ranks import draw_parameters, set_gradients, stepped
+from d9d_testing.suites.support.tensors import HostReads, bits, differing, facts
+from d9d_testing.tolerances import assert_close_values
+from d9d_testing.world import World
+
+_SHAPES: Mapping[str, Sequence[int]] = {
+    "embed.weight": (7, 5),
+    "layer.weight": (5, 5),
+    "layer.bias": (5,),
+    "norm.weight": (5,),
+}
+
+
+class OptimizerSuite(ComponentSuite):
+    """The conformance suite of optimizers (:class:`d9d_core.protocols.optimizer.Optimizer`).
+
+    Subclass it and name the optimizer::
+
+        class TestMyOptimizer(OptimizerSuite):
+            target = "my_optimizer"
+            config = {"lr": 0.1}
+
+    Attributes:
+        shapes: parameters by name; a rank of the world of two holds an uneven part of some.
+        dtypes: of the parameters.
+        device: where they are.
+        linear_in_lr: whether the first update is proportional to the learning rate; ``False`` for optimizers whose
+            state depends on it.
+    """
+
+    kind = "optimizer"
+
+    shapes: ClassVar[Mapping[str, Sequence[int]]] = _SHAPES
+    dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16")
+    device: ClassVar[str] = "cpu"
+    linear_in_lr: ClassVar[bool] = True
+
+    # --- the gate
+
+    def test_a_closed_gate_changes_no_bit(self) -> None:
+        """Neither of parameters nor of state, before the first update and after it, whatever the gradients are."""
+        for dtype in self.dtypes:
+            for value in (float("nan"), float("inf"), 1.0):
+                parameters, optimizer = self.made(dtype)
+                for updates in (0, 1):
+                    for parameter in parameters.values():
+                        parameter.grad = torch.full_like(parameter, value)
+                    before = bits(parameters) | bits(optimizer.state())
+                    optimizer.step(self.gate(open_=False))
+                    changed = differing(before, bits(parameters) | bits(optimizer.state()))
+                    assert not changed, (
+                        f"{dtype}, gradients of {value}, after {updates} updates: a step whose gate is false changes "
+                        f"{changed}; choose between old and new with torch.where(gate, new, old), as 0 * NaN is NaN"
+                    )
+                    stepped(optimizer, parameters, [updates], self.device)
+
+    def test_a_refused_step_leaves_no_trace(self) -> None:
+        """Later updates are those of a run without it: no step is counted outside of the state."""
+        for dtype in self.dtypes:
+            plain, one = self.made(dtype)
+            interrupted, other = self.made(dtype)
+            for step in range(3):
+                set_gradients(interrupted, 50 + step)
+                other.step(self.gate(open_=False))
+                stepped(one, plain, [step], self.device)
+                stepped(other, interrupted, [step], self.device)
+            changed = differing(bits(plain) | bits(one.state()), bits(interrupted) | bits(other.state()))
+            assert not changed, (
+                f"{dtype}: steps whose gate was false change later updates of {changed}; count steps in a tensor of "
+                "the state, behind the gate"
+            )
+
+    def test_an_open_gate_updates_every_parameter(self) -> None:
+        """Each that has a gradient, in its own dtype and memory."""
+        for dtype in self.dtypes:
+            parameters, optimizer = self.made(dtype)
+            before = bits(parameters)
+            places = {name: parameter.data_ptr() for name, parameter in parameters.items()}
+            stepped(optimizer, parameters, [0, 1], self.device)
+            idle = sorted(parameters.keys() - set(differing(before, bits(parameters))))
+            assert not idle, f"{dtype}: after two updates with gradients, {idle} are what they were"
+            moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != places[name]]
+            assert not moved, f"{dtype}: {moved} have new memory; update parameters in place"
+            assert all(str(p.dtype) == f"torch.{dtype}" for p in parameters.values()), f"{dtype}: a dtype changed"
+
+    def test_a_parameter_without_a_gradient_is_left_alone(self) -> None:
+        """With its state."""
+        parameters, optimizer = self.made(self.dtypes[0])
+        stepped(optimizer, parameters, [0], self.device)
+        lonely = next(iter(parameters))
+        set_gradients(parameters, 1)
+        parameters[lonely].grad = None
+        before = bits(parameters) | bits(optimizer.state())
+        optimizer.step(self.gate())
+        changed = differing(before, bits(parameters) | bits(optimizer.state()))
+        wrong = [name for name in changed if name == lonely or name.startswith(f"{lonely}/")]
+        assert not wrong, f"{lonely} has no gradient, but {wrong} changed; skip parameters whose grad is None"
+        assert changed, "with one gradient missing, nothing is updated at all"
+
+    def test_a_step_never_waits_for_the_device(self) -> None:
+        """The gate is decided where it is; a step that reads it on the host stops the GPU in every step."""
+        parameters, optimizer = self.made(self.dtypes[0])
+        set_gradients(parameters, 0)
+        gate = self.gate()
+        with HostReads() as reads:
+            optimizer.step(gate)
+        assert not reads.found, (
+            f"step() reads values on the host ({', '.join(sorted(set(reads.found)))}): no bool(gate), item() or if "
+            "on a tensor; use torch.where"
+        )
+
+    # --- state
+
+    def test_state_is_complete_and_named_from_the_start(self) -> None:
+        """``<parameter>/<slot>``: names, shapes and dtypes after ``init_state()`` are those after any step."""
+        for dtype in self.dtypes:
+            parameters, optimizer = self.made(dtype)
+            start = facts(optimizer.state())
+            strange = [name for name in start if "/" not in name or name.rpartition("/")[0] not in parameters]
+            assert not strange, f"{dtype}: state {strange} is not named '<parameter name>/<slot>'; checkpoints are"
+            again = facts(self.made(dtype)[1].state())
+            assert again == start, f"{dtype}: two optimizers of the same parameters name their state differently"
+            stepped(optimizer, parameters, [0, 1], self.device)
+            later = facts(optimizer.state())
+            assert later == start, (
+                f"{dtype}: state after two steps is not that after init_state(): only then "
+                f"{sorted(start.items() - later.items())}, only now {sorted(later.items() - start.items())}; make all "
+                "of it in init_state(), because a checkpoint is loaded into it"
+            )
+
+    def test_a_resumed_optimizer_continues_bit_for_bit(self) -> None:
+        """Its state is copied into a new one's tensors; nothing else is saved."""
+        for dtype in self.dtypes:
+            parameters, optimizer = self.made(dtype)
+            stepped(optimizer, parameters, [0, 1], self.device)
+            resumed = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+            successor = self.build(resumed)
+            successor.init_state()
+            saved = {name: tensor.detach().clone() for name, tensor in optimizer.state().items()}
+            with torch.no_grad():
+                for name, tensor in successor.state().items():
+                    tensor.copy_(saved[name])
+            loaded = differing(bits(saved), bits(successor.state()))
+            assert not loaded, f"{dtype}: copying into state() does not reach {loaded}; give out the tensors themselves"
+            for step in (2, 3):
+                stepped(optimizer, parameters, [step], self.device)
+                stepped(successor, resumed, [step], self.device)
+            changed = differing(bits(parameters) | bits(optimizer.state()), bits(resumed) | bits(successor.state()))
+            assert not changed, (
+                f"{dtype}: a resumed optimizer computes other {changed}; something it remembers is missing in state()"
+            )
+
+    # --- learning rate
+
+    def test_the_learning_rate_factor_multiplies_the_base_rate(self) -> None:
+        """Of every group; the last factor counts, and zero moves nothing."""
+        steps = {factor: self.first_update(factor) for factor in (1.0, 0.5, 0.0)}
+        moved = [name for name, update in steps[0.0].items() if update.any()]
+        assert not moved, f"with a learning-rate factor of 0, {moved} move; multiply every group's rate by the factor"
+        if self.linear_in_lr:
+            for name, update in steps[1.0].items():
+                what = f"the update of {name} with a learning-rate factor of 0.5, against half of that with 1"
+                assert_close_values(steps[0.5][name], update / 2, what=what)
+        _, optimizer = self.made(self.dtypes[0])
+        base = optimizer.lr
+        assert isinstance(base, float), f"lr is a {type(base).__name__}; it is logged as a float"
+        for factor in (0.5, 0.25, 1.0):
+            optimizer.set_lr_factor(factor)
+            assert abs(optimizer.lr - factor * base) <= 1e-12 * base, (
+                f"lr is {optimizer.lr:g} with a factor of {factor:g}, the base rate is {base:g}; factors replace each "
+                "other, they do not add up"
+            )
+
+    def test_describe_is_plain_data_about_every_parameter(self) -> None:
+        """``d9d explain`` prints it."""
+        parameters, optimizer = self.made(self.dtypes[0])
+        described = plain_json(optimizer.describe(), "describe()")
+        assert isinstance(described, dict), f"describe() gives {described!r}; return group -> settings and names"
+        assert described, "describe() is empty; return group -> settings and parameter names"
+        named = _words(described)
+        missing = [name for name in parameters if name not in named]
+        assert not missing, f"describe() names no {missing}; list the parameters of each group"
+
+    # --- layouts
+
+    def test_parameters_of_other_ranks_have_meta_state_and_change_nothing(self) -> None:
+        """The optimizer is given the whole model, of which other pipeline stages are on the meta device."""
+        for dtype in self.dtypes:
+            whole, one = self.made(dtype)
+            here = draw_parameters(self.shapes, dtype, self.device)
+            away = list(here)[::2]
+            for name in away:
+                here[name] = nn.Parameter(here[name].to("meta"))
+            other = self.build(here)
+            other.init_state()
+            assert facts(other.state()) == facts(one.state()), f"{dtype}: state differs where parameters are elsewhere"
+            wrong = [n for n, t in other.state().items() if n.rpartition("/")[0] in away and not t.is_meta]
+            assert not wrong, f"{dtype}: {wrong} are not on the meta device, as their parameters are; use zeros_like"
+            for step in (0, 1):
+                for optimizer, parameters in ((one, whole), (other, here)):
+                    set_gradients(parameters, step)
+                    for name in away:
+                        parameters[name].grad = None
+                    optimizer.step(self.gate())
+            mine = {name: whole[name] for name in here if name not in away}
+            changed = differing(bits(mine), bits(here))
+            assert not changed, f"{dtype}: with parameters of other ranks on the meta device, {changed} differ"
+
+    def test_sharded_parameters_are_updated_as_whole_ones(self) -> None:
+        """DTensors over two ranks, uneven, replicated and empty ones included; state is sharded like them."""
+        for dtype in self.dtypes:
+            results = World(2).run(
+                optimizer_ranks.sharded_steps, self.address(), {k: list(v) for k, v in self.shapes.items()}, dtype
+            )
+            for rank, result in enumerate(results):
+                where = f"{dtype}, rank {rank} of 2"
+                assert not result["refused"], f"{where}: a closed gate changes {result['refused']}"
+                whole, optimizer = self.made(dtype)
+                expected = facts({**whole, **optimizer.state()})
+                assert result["facts"] == {name: [list(s), d] for name, (s, d) in expected.items()}, (
+                    f"{where}: state of DTensors must have the names, whole shapes and dtypes of plain state"
+                )
+                stepped(optimizer, whole, [0, 1], self.device)
+                for name, tensor in whole.items():
+                    assert_close_values(result["parameters"][name], tensor.detach().cpu(), what=f"{where}: {name}")
+
+    # --- what subclasses may use
+
+    def made(self, dtype: str) -> tuple[dict[str, nn.Parameter], Any]:
+        """Parameters, and an optimizer of them with its state."""
+        parameters = draw_parameters(self.shapes, dtype, self.device)
+        optimizer = self.build(parameters)
+        optimizer.init_state()
+        return parameters, optimizer
+
+    def gate(self, *, open_: bool = True) -> Tensor:
+        """A gate on the device."""
+        return torch.tensor(open_, device=self.device)
+
+    def first_update(self, factor: float) -> dict[str, Tensor]:
+        """Parameter -> how the first step moves it."""
+        parameters, optimizer = self.made("float32")
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        optimizer.set_lr_factor(0.3)
+        optimizer.set_lr_factor(factor)
+        stepped(optimizer, parameters, [0], self.device)
+        return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
+
+
+def _words(value: Any) -> set[str]:
+    """All strings in nested plain data."""
+    if isinstance(value, str):
+        return {value}
+    walk: Callable[[Any], list[Any]] = lambda v: [*v, *v.values()] if isinstance(v, dict) else list(v)  # noqa: E731
+    return set().union(*map(_words, walk(value))) if isinstance(value, dict | list) else set()

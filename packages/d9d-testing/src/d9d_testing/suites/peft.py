@@ -1,0 +1,224 @@
+"""Conformance suite of fine-tuning methods: what trains, merging, names and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import BuildError, Stage
+from d9d_core.plugin import ModelSpec
+from d9d_engine.api import Layout
+from d9d_engine.testing import initialise
+from torch import Tensor, nn
+
+from d9d_testing.layouts import Harness, assert_passed, job_of
+from d9d_testing.suites.support.component import ComponentSuite
+from d9d_testing.suites.support.tensors import bits, differing, facts
+from d9d_testing.tolerances import assert_close_values
+
+_TOY = "d9d_testing.toy.plugin"
+_PARALLEL = "d9d_parallel.plugin"
+
+
+class PeftSuite(ComponentSuite):
+    """The conformance suite of fine-tuning methods (:class:`d9d_core.protocols.peft.PeftMethod`).
+
+    Subclass it and name the method::
+
+        class TestMyMethod(PeftSuite):
+            target = "my_method"
+            config = {"rank": 4}
+            matches_nothing = {"match": "absent"}
+
+    By default it adapts the toy model ``toy_linears``, blocks of ``torch.nn.Linear``. A method for other layers brings
+    a model of its own, which maps ``x`` [B, features] to ``y`` [B, features]::
+
+        model_plugin = "my_plugin.my_tests.model"
+        model = {"name": "my_model", "features": 8}
+
+    Attributes:
+        model: fields of the model.
+        model_plugin: its declaration module, if it is not the toy's.
+        matches_nothing: fields of the config with which no layer matches.
+        starts_as_the_model: whether the adapted model first computes what it did before.
+    """
+
+    kind = "peft method"
+
+    model: ClassVar[Mapping[str, Any]] = {"name": "toy_linears", "features": 6, "blocks": 3}
+    model_plugin: ClassVar[str | None] = None
+    matches_nothing: ClassVar[Mapping[str, Any]] = {}
+    starts_as_the_model: ClassVar[bool] = True
+
+    # --- names
+
+    def test_parameters_of_the_model_keep_names_and_shapes(self) -> None:
+        """Published weights and checkpoints are loaded into them; nothing is allocated."""
+        stage = self.on_meta()
+        before = facts(dict(stage.named_parameters()))
+        self.build().inject(stage)
+        after = facts(dict(stage.named_parameters()))
+        gone = sorted(before.keys() - after.keys())
+        assert not gone, f"inject() takes away {gone}; parameters of the model keep their names"
+        other = sorted(name for name in before if before[name] != after[name])
+        assert not other, f"inject() changes shapes or dtypes of {other}"
+        here = [name for name, tensor in stage.named_parameters() if not tensor.is_meta]
+        assert not here, f"inject() allocates {here}; make tensors on the device of those they belong to"
+
+    def test_it_names_what_trains(self) -> None:
+        """Parameters that exist, the same names on every rank, and new ones train."""
+        stages = [self.on_meta(), self.on_meta()]
+        known = dict(stages[0].named_parameters()).keys()
+        named = [self.build().inject(stage) for stage in stages]
+        assert isinstance(named[0], frozenset), f"inject() returns a {type(named[0]).__name__}; return a frozenset"
+        assert named[0], "inject() trains nothing"
+        assert named[0] == named[1], f"inject() names {sorted(named[0] ^ named[1])} in one model and not in another"
+        now = dict(stages[0].named_parameters()).keys()
+        unknown = sorted(named[0] - now)
+        assert not unknown, f"inject() names {unknown}, which the model has not"
+        idle = sorted(now - known - named[0])
+        assert not idle, f"inject() adds {idle}, which do not train; name them too, or make them buffers"
+
+    def test_a_method_that_matches_nothing_is_refused(self) -> None:
+        """With a ``BuildError``: nothing in a job file does nothing."""
+        if not self.matches_nothing:
+            pytest.skip(f"{type(self).__name__}.matches_nothing names no fields with which no layer matches")
+        with pytest.raises(BuildError) as refusal:
+            self.build(**self.matches_nothing).inject(self.on_meta())
+        assert str(refusal.value).strip(), "it is refused without a reason"
+
+    # --- what it computes
+
+    def test_new_tensors_can_be_initialised(self) -> None:
+        """Each module fills its own in ``reset_parameters()``; the model starts as it was."""
+        (plain, _), (adapted, _) = self.adapted(), self.adapted(self.build())
+        left = sorted(name for name, tensor in adapted.named_parameters() if not tensor.isfinite().all())
+        assert not left, f"{left} are not filled; give the modules that own them reset_parameters()"
+        own = dict(plain.named_parameters())
+        other = [name for name, p in adapted.named_parameters() if name in own and not torch.equal(p, own[name])]
+        assert not other, f"with the method, {other} start with other values"
+        if self.starts_as_the_model:
+            what = "the output of the adapted model before any step, against that of the model"
+            assert_close_values(self.forward(adapted), self.forward(plain), what=what)
+
+    def test_merging_changes_no_output(self) -> None:
+        """And leaves the model's own parameters alone, under their names, without what was injected."""
+        own = facts(dict(self.on_meta().named_parameters()))
+        method = self.build()
+        stage, named = self.adapted(method)
+        _randomise(stage, named)
+        base = self.forward(self.adapted()[0])
+        expected = self.forward(stage)
+        assert not torch.allclose(expected, base), f"random values in {sorted(named)} do not change the output"
+        method.merge(stage)
+        assert_close_values(self.forward(stage), expected, what="the output after merge(), against before")
+        left = facts(dict(stage.named_parameters()))
+        assert left == own, (
+            f"after merge() there are {sorted(left.keys() - own.keys())} besides and no {sorted(own.keys() - left)}; "
+            "an export has the tensors of the model alone"
+        )
+
+    def test_only_what_it_names_is_trained(self, tmp_path: Path) -> None:
+        """Over three steps: every other parameter keeps its bits, and each of these moves."""
+        named = self.build().inject(self.on_meta())
+        trainer = job_of(self.job_values(run={"dir": str(tmp_path)}), self.plugins()).build(lambda _: None)
+        before = bits(dict(trainer.stage.named_parameters()))
+        trainer.train()
+        changed = set(differing(before, bits(dict(trainer.stage.named_parameters()))))
+        assert not changed - named, f"{sorted(changed - named)} are trained, but inject() does not name them"
+        assert not named - changed, f"inject() names {sorted(named - changed)}, which three steps leave as they are"
+
+    # --- jobs
+
+    def test_a_resumed_run_goes_on_as_if_nothing_had_happened(self) -> None:
+        """Injected tensors are in the checkpoint, and are found again."""
+        plain, other = Layout("first half", {}, ()), Layout("second half", {}, ())
+        assert_passed([self.harness().compare_resumed(plain, other)])
+
+    def test_every_data_parallel_layout_computes_the_same(self) -> None:
+        """Loss, gradients and updates of three steps, against one process; needs d9d-parallel."""
+        self.need_layouts()
+        layouts = [Layout("replicate 2", {"dp_replicate": 2}, ("replicate",)), self.sharded()]
+        assert_passed(self.harness(_PARALLEL).compare(layouts))
+
+    def test_a_sharded_run_continues_in_one_process_and_back(self) -> None:
+        """State is mapped between layouts by name; needs d9d-parallel."""
+        self.need_layouts()
+        plain, harness = Layout("one process", {}, ()), self.harness(_PARALLEL)
+        verdicts = [harness.compare_resumed(self.sharded(), plain), harness.compare_resumed(plain, self.sharded())]
+        assert_passed(verdicts)
+
+    # --- what subclasses may use
+
+    def plugins(self, *more: str) -> Sequence[str]:
+        """The toy plugin, that of the model and the method's."""
+        return list(dict.fromkeys(p for p in (_TOY, self.model_plugin, self.plugin, *more) if p is not None))
+
+    def job_values(self, **sections: Any) -> dict[str, Any]:
+        """A job that fine-tunes the model for three steps."""
+        return {
+            "steps": 3,
+            "device": "cpu",
+            "batch": {"size": 4, "microbatch": 1},
+            "model": dict(self.model),
+            "data": {"name": "toy_data", "features": self.model["features"]},
+            "task": "toy_task",
+            "optimizer": "toy_optimizer",
+            "peft": {"name": self.target, **self.config},
+            "gradient_clipping": {"max_norm": None},
+            "trackers": [],
+            "export": False,
+            **sections,
+        }
+
+    def harness(self, *more: str) -> Harness:
+        """The job in layouts."""
+        return Harness(self.job_values(), self.plugins(*more))
+
+    def sharded(self) -> Layout:
+        """FSDP over two ranks."""
+        return Layout("fsdp 2", {"dp_shard": 2}, ("fsdp",))
+
+    def need_layouts(self) -> None:
+        """Skip the test if there are no strategies."""
+        if find_spec(_PARALLEL.partition(".")[0]) is None:
+            pytest.skip("needs d9d-parallel")
+
+    def on_meta(self) -> nn.Module:
+        """The model, before anything is injected."""
+        job = job_of(self.job_values(), self.plugins())
+        spec = job.registry.find("model", job.model.selector).spec
+        assert isinstance(spec, ModelSpec)
+        with torch.device("meta"):
+            stage: nn.Module = spec.build.load()(job.model, Stage())
+        return stage
+
+    def adapted(self, method: Any = None) -> tuple[nn.Module, frozenset[str]]:
+        """The model on the CPU as a job starts it, with a method or without, and what trains."""
+        stage = self.on_meta()
+        named = method.inject(stage) if method is not None else frozenset()
+        stage.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*stage.parameters(), *stage.buffers()):
+                tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
+        initialise(stage, 0, torch.device("cpu"))
+        return stage, named
+
+    def forward(self, stage: nn.Module) -> Tensor:
+        """The output for some samples."""
+        x = torch.randn(5, self.model["features"], generator=torch.Generator().manual_seed(3))
+        stage.eval()
+        with torch.no_grad():
+            out: Tensor = stage(x=x)["y"]
+        return out
+
+
+def _randomise(stage: nn.Module, names: frozenset[str]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name in sorted(names):
+            stage.get_parameter(name).normal_(std=0.5, generator=generator)

@@ -1,0 +1,242 @@
+"""Conformance suite of subscribers: observers of a run that change nothing in it."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import d9d_core.extend as ev
+import pytest
+import torch
+from torch import Tensor
+
+from d9d_testing.layouts import job_of
+from d9d_testing.suites.support.component import ComponentSuite
+from d9d_testing.suites.support.tensors import HostReads, bits, differing
+
+_TOY = "d9d_testing.toy.plugin"
+#: Steps whose tensors the loop itself may still hold when a run has ended.
+_RECENT = 2
+
+
+class SubscriberSuite(ComponentSuite):
+    """The conformance suite of subscribers (:class:`d9d_core.protocols.subscriber.Subscriber`).
+
+    Subclass it and name the subscriber::
+
+        class TestMySubscriber(SubscriberSuite):
+            target = "my_subscriber"
+
+            def fields(self, directory):
+                return {"path": str(directory / "events")}
+
+            def broken_fields(self, directory):
+                return {"path": str(directory / "missing" / "events")}
+
+    It watches the toy job of d9d-testing: eight steps, an evaluation and a checkpoint every four.
+
+    Attributes:
+        waits: whether its handlers may read values of the device, which stops a GPU in each such step.
+        job: sections that replace those of the toy job, for subscribers that need another model or task.
+        builds_on: declaration modules of the plugins that ``job`` names.
+    """
+
+    kind = "subscriber"
+
+    waits: ClassVar[bool] = False
+    job: ClassVar[Mapping[str, Any]] = {}
+    builds_on: ClassVar[tuple[str, ...]] = ()
+
+    # --- what subclasses may say
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
+        """Fields of the config."""
+        return {}
+
+    def broken_fields(self, directory: Path) -> Mapping[str, Any] | None:  # noqa: ARG002 - for subclasses
+        """Fields with which a handler fails; ``None`` if there are none."""
+        return None
+
+    # --- what holds for all
+
+    def test_it_subscribes_to_events_that_exist(self, tmp_path: Path) -> None:
+        """With functions of one argument."""
+        pairs = list(self.watching(tmp_path).subscriptions())
+        assert pairs, "subscriptions() is empty; yield pairs of an event of d9d_core.events and a function"
+        known = ", ".join(event.__name__ for event in ev.CATALOGUE)
+        for event, handler in pairs:
+            assert event in ev.CATALOGUE, f"subscribes to {event!r}, which is no event; events are: {known}"
+            assert callable(handler), f"the handler of {event.__name__} is {handler!r}; give a function"
+            try:
+                inspect.signature(handler).bind(object())
+            except TypeError as error:
+                raise AssertionError(f"the handler of {event.__name__} must take the event alone: {error}") from error
+
+    def test_losses_and_weights_are_those_of_a_run_without_it(self, tmp_path: Path) -> None:
+        """Bit for bit, over the whole run."""
+        plain = self.trained(tmp_path / "plain", [])
+        watched = self.trained(tmp_path / "watched", [self.watching(tmp_path)])
+        for step, (found, expected) in enumerate(zip(watched.losses, plain.losses, strict=True)):
+            assert found == expected, (
+                f"step {step}: the loss is {found!r} with the subscriber and {expected!r} without; handlers must not "
+                "change the pack, the model, gradients or the optimizer"
+            )
+        changed = differing(bits(plain.weights), bits(watched.weights))
+        assert not changed, f"after the run, {changed} differ from a run without the subscriber"
+
+    def test_it_keeps_no_tensors_of_past_steps(self, tmp_path: Path) -> None:
+        """Packs and results would fill the device's memory."""
+        subscriber = self.watching(tmp_path)
+        tracer = _Tracer()
+        self.trained(tmp_path / "run", [subscriber, tracer])
+        gc.collect()
+        alive = sorted({step for step, what in tracer.alive() if step < tracer.last - _RECENT})
+        names = sorted({what for step, what in tracer.alive() if step < tracer.last - _RECENT})
+        assert not alive, (
+            f"{', '.join(names)} of steps {alive} still exist after step {tracer.last}; keep host values, from "
+            "ValuesLogged, or copies of the few numbers that are needed"
+        )
+        del subscriber
+
+    def test_handlers_never_wait_for_the_device(self, tmp_path: Path) -> None:
+        """A value that is read in a handler stops the GPU in every step; ``ValuesLogged`` has them on the host."""
+        if self.waits:
+            pytest.skip(f"{type(self).__name__}.waits is True")
+        watched = _Watched(self.watching(tmp_path))
+        self.trained(tmp_path / "run", [watched])
+        assert not watched.reads, (
+            f"handlers read values of tensors on the host: {watched.reads}; take them from ValuesLogged, or state "
+            "waits = True"
+        )
+
+    def test_what_it_raises_ends_the_run(self, tmp_path: Path) -> None:
+        """Observers are part of the job: nothing is swallowed."""
+        fields = self.broken_fields(tmp_path)
+        if fields is None:
+            pytest.skip(f"{type(self).__name__}.broken_fields gives no fields with which a handler fails")
+        subscriber = self.build(**fields)
+        try:
+            self.trained(tmp_path / "run", [subscriber])
+        except Exception:  # whatever it is: the loop raises what the handler raised
+            return
+        raise AssertionError(
+            f"with {dict(fields)} the run ends as if nothing had happened; let exceptions leave the handler"
+        )
+
+    def test_a_run_that_fails_ends_with_its_own_error(self, tmp_path: Path) -> None:
+        """Not with another one of the subscriber, which is told of the failure."""
+
+        class Failing:
+            def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+                return [(ev.StepEnds, self.fail)]
+
+            def fail(self, event: ev.StepEnds) -> None:
+                if event.step == 2:
+                    raise ZeroDivisionError("the fault of another")
+
+        with pytest.raises(ZeroDivisionError, match="the fault of another") as caught:
+            self.trained(tmp_path / "run", [self.watching(tmp_path), Failing()])
+        notes = getattr(caught.value, "__notes__", [])
+        assert not notes, f"told of a failed run, the subscriber fails itself: {notes[0]}"
+
+    def test_it_watches_a_resumed_run(self, tmp_path: Path) -> None:
+        """A new process, from a checkpoint in the middle, to the same weights."""
+        plain = self.trained(tmp_path / "plain", [])
+        self.trained(tmp_path / "run", [self.watching(tmp_path)], steps=4)
+        resumed = self.trained(tmp_path / "run", [self.watching(tmp_path)])
+        changed = differing(bits(plain.weights), bits(resumed.weights))
+        assert not changed, f"after a resumed run, {changed} differ from a run without the subscriber"
+
+    # --- what subclasses may use
+
+    def watching(self, directory: Path) -> Any:
+        """A new subscriber."""
+        return self.build(**self.fields(directory))
+
+    def trained(self, directory: Path, subscribers: Iterable[Any], steps: int = 8) -> _Curve:
+        """The losses and weights of a run with these observers."""
+        values = {
+            "run": {"name": "suite", "dir": str(directory)},
+            "steps": steps,
+            "device": "cpu",
+            "batch": {"size": 4, "microbatch": 2},
+            "model": {"name": "toy_model", "dropout": 0.1},
+            "data": "toy_data",
+            "task": {"name": "toy_task", "decay": 0.01},
+            "optimizer": "toy_optimizer",
+            "evaluation": {"data": "toy_data", "every": 4, "packs": 1},
+            "checkpoint": {"every": 4, "asynchronous": False},
+            "logging": {"every": 1},
+            "trackers": [],
+            "export": False,
+            **self.job,
+        }
+        curve = _Curve()
+        trainer = job_of(values, (_TOY, *self.builds_on)).build(lambda _: None, observers=[*subscribers, curve])
+        trainer.train()
+        curve.weights = {name: parameter.detach() for name, parameter in trainer.stage.named_parameters()}
+        return curve
+
+
+class _Curve:
+    """The losses of a run, as the loop logs them."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.weights: dict[str, Tensor] = {}
+
+    def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+        return [(ev.ValuesLogged, self._log)]
+
+    def _log(self, event: ev.ValuesLogged) -> None:
+        if "loss" in event.values:
+            self.losses.append(event.values["loss"])
+
+
+class _Tracer:
+    """Weak references to the tensors of each step."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[int, str, weakref.ref[Tensor]]] = []
+        self.last = 0
+
+    def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+        return [(ev.StepStarts, self._start), (ev.StepEnds, self._end)]
+
+    def alive(self) -> list[tuple[int, str]]:
+        return [(step, what) for step, what, reference in self._seen if reference() is not None]
+
+    def _start(self, event: ev.StepStarts) -> None:
+        self.last = event.step
+        tensors = [item for microbatch in event.pack for item in microbatch.items()]
+        self._seen += [(event.step, f"{name} of the pack", weakref.ref(tensor)) for name, tensor in tensors]
+
+    def _end(self, event: ev.StepEnds) -> None:
+        for name in ("loss", "grad_norm", "finite", "tokens"):
+            value = getattr(event.result, name)
+            if isinstance(value, torch.Tensor):
+                self._seen.append((event.step, f"result.{name}", weakref.ref(value)))
+
+
+class _Watched:
+    """A subscriber whose handlers are watched for reads of values."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.reads: dict[str, int] = {}
+
+    def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+        return [(event, self._watch(event.__name__, handler)) for event, handler in self._inner.subscriptions()]
+
+    def _watch(self, name: str, handler: Callable[[Any], None]) -> Callable[[Any], None]:
+        def call(event: Any) -> None:
+            with HostReads() as reads:
+                handler(event)
+            if reads.found:
+                self.reads[name] = self.reads.get(name, 0) + len(reads.found)
+
+        return call

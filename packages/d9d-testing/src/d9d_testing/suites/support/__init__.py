@@ -1,0 +1,1 @@
+"""Helpers that several suites share, and functions that their ranks run."""

@@ -1,0 +1,65 @@
+"""Samples as first-party tasks see and observe them. Shapes: B samples, S positions, C classes, V words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+#: B.
+SAMPLES = 12
+_POSITIONS, _CLASSES, _WORDS = 7, 5, 13
+_IGNORE = -100
+
+
+def microbatch(samples: slice, *, counted: bool = True) -> dict[str, Tensor]:
+    """Some of twelve samples: the names of language modelling (:mod:`d9d_core.protocols`), ``x``, ``y`` and ``mask``.
+
+    Args:
+        samples: which.
+        counted: ``False`` to let no target, label or sample count.
+    """
+    generator = torch.Generator().manual_seed(7)
+    shape = (SAMPLES, _POSITIONS)
+    tokens = torch.randint(_WORDS, shape, generator=generator)
+    targets = torch.randint(_WORDS, shape, generator=generator)
+    targets[torch.rand(shape, generator=generator) < 0.3] = _IGNORE
+    labels = torch.randint(_CLASSES, (SAMPLES,), generator=generator)
+    labels[::4] = _IGNORE
+    x = torch.randn(SAMPLES, 4, generator=generator)
+    mask = (torch.arange(SAMPLES) % 5 != 1).float()
+    found = {
+        "tokens": tokens,
+        "targets": targets if counted else torch.full_like(targets, _IGNORE),
+        "positions": torch.arange(_POSITIONS).expand(shape),
+        "documents": torch.zeros(shape, dtype=torch.int64),
+        "labels": labels if counted else torch.full_like(labels, _IGNORE),
+        "lengths": torch.full((SAMPLES,), _POSITIONS),
+        "x": x,
+        "y": x.sin(),
+        "mask": mask if counted else torch.zeros_like(mask),
+    }
+    return {name: tensor[samples].clone() for name, tensor in found.items()}
+
+
+def outputs(batch: Mapping[str, Tensor], scale: Tensor) -> dict[str, Tensor]:
+    """What a model returns for a microbatch: ``token_loss``, ``class_logits`` and ``y``, each a function of its sample.
+
+    Args:
+        batch: of :func:`microbatch`.
+        scale: 0-d; every output is proportional to it, so it stands for a parameter.
+    """
+    x = batch["x"]
+    tokens, targets = batch["tokens"].float(), batch["targets"]
+    loss = ((tokens + targets).sin().abs() + 0.1) * (targets != _IGNORE)
+    logits = (tokens.sum(1, keepdim=True) * torch.arange(1.0, _CLASSES + 1)).sin()
+    return {"token_loss": loss * scale, "class_logits": logits * scale, "y": torch.tanh(x) * scale}
+
+
+def observed(samples: slice) -> dict[str, Tensor]:
+    """What first-party tasks observe, and the toy task."""
+    batch = microbatch(samples)
+    found = outputs(batch, torch.ones(()))
+    absolute = (found.pop("y") - batch["y"]).abs()
+    return {**found, "absolute": absolute, "targets": batch["targets"], "labels": batch["labels"]}

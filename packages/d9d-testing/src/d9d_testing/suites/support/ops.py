@@ -1,0 +1,147 @@
+"""Calls of the ops that first-party models make: shapes that are odd on purpose, and how a slot is called.
+
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head; R rows, E experts, I features
+in, O features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from d9d_core.extend import OpSlot
+from d9d_core.plugin import Ref
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op.
+
+    Attributes:
+        name: for messages.
+        inputs: tensors by name; the floating-point ones are differentiated.
+        static: the facts that a slot states about its calls.
+        options: further arguments.
+    """
+
+    name: str
+    inputs: Mapping[str, Tensor]
+    static: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """What is known about an op.
+
+    Attributes:
+        slot: the static facts of a call -> a slot that holds the op's reference.
+        calls: its calls, with float32 inputs.
+        invoke: calls a slot, as models do.
+    """
+
+    slot: Callable[[Mapping[str, Any]], OpSlot]
+    calls: Callable[[], Iterator[Call]]
+    invoke: Callable[[OpSlot, Call], Tensor]
+
+
+def _plain_slot(op: str, reference: str, static: Mapping[str, Any]) -> OpSlot:
+    return OpSlot(op, Ref(reference).load(), **static)
+
+
+def invoke_plainly(slot: OpSlot, call: Call) -> Tensor:
+    """The slot with all inputs in order."""
+    out: Tensor = slot(*call.inputs.values(), **call.options)
+    return out
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Normal numbers, the same in each call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _attention_slot(static: Mapping[str, Any]) -> OpSlot:
+    make = Ref("d9d_nn.ops.attention.slot:AttentionSlot").load()
+    slot: OpSlot = make(**{name: value for name, value in static.items() if name != "causal"})
+    return slot
+
+
+def _attention_calls() -> Iterator[Call]:
+    for samples, length, query_heads, heads, features, window, packed in (
+        (2, 7, 4, 2, 8, None, False),
+        (2, 7, 4, 2, 8, None, True),
+        (1, 1, 2, 2, 8, None, False),
+        (1, 17, 3, 1, 16, 5, False),
+        (3, 9, 6, 3, 8, 4, True),
+    ):
+        inputs = {
+            "query": draw(samples, length, query_heads, features, seed=0),
+            "key": draw(samples, length, heads, features, seed=1),
+            "value": draw(samples, length, heads, features, seed=2),
+        }
+        if packed:
+            inputs["documents"] = (torch.arange(length) >= length // 3).long() + torch.zeros(samples, length).long()
+        static = {"query_heads": query_heads, "key_value_heads": heads, "head_dim": features, "window": window}
+        name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, window {window}"
+        yield Call(f"{name}, {'several documents' if packed else 'one document'}", inputs, {"causal": True, **static})
+
+
+def _invoke_attention(slot: Any, call: Call) -> Tensor:
+    query = call.inputs["query"]
+    mask = slot.prepare(call.inputs.get("documents"), query.shape[1], query.device)
+    out: Tensor = slot(query, call.inputs["key"], call.inputs["value"], mask)
+    return out
+
+
+def _rms_norm_calls() -> Iterator[Call]:
+    for shape in ((3, 5, 16), (1, 2), (7, 33), (2, 3, 1, 8), (0, 8)):
+        inputs = {"x": draw(*shape, seed=0), "weight": draw(shape[-1], seed=1)}
+        yield Call(f"x {list(shape)}", inputs, {"features": shape[-1]}, {"eps": 1e-6})
+
+
+def _silu_mul_calls() -> Iterator[Call]:
+    for shape in ((3, 5, 16), (1,), (7, 33), (0, 8)):
+        yield Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
+
+
+def _grouped_linear_calls() -> Iterator[Call]:
+    features_in, features_out = 16, 24
+    for counts, spare in (
+        ([3, 0, 5, 2], 0),
+        ([3, 0, 5, 2], 3),
+        ([0, 0, 7], 0),
+        ([7, 0, 0], 1),
+        ([4], 0),
+        ([0, 1, 0], 0),
+        ([0, 0], 0),
+    ):
+        inputs = {
+            "x": draw(sum(counts) + spare, features_in, seed=0),
+            "bank": draw(len(counts), features_in, features_out, seed=1),
+            "counts": torch.tensor(counts),
+        }
+        static = {"in_features": features_in, "out_features": features_out, "experts": len(counts)}
+        for spare_rows in (True, False) if not spare else (True,):
+            name = f"rows {counts} and {spare} of nobody, spare_rows={spare_rows}"
+            yield Call(name, inputs, static, {"spare_rows": spare_rows})
+
+
+#: The ops that d9d-nn declares backends for, and its small ones.
+KNOWN_OPS: Mapping[str, Op] = {
+    "attention": Op(_attention_slot, _attention_calls, _invoke_attention),
+    "rms_norm": Op(
+        partial(_plain_slot, "rms_norm", "d9d_nn.ops.rms_norm:rms_norm"), _rms_norm_calls, invoke_plainly
+    ),
+    "silu_mul": Op(
+        partial(_plain_slot, "silu_mul", "d9d_nn.ops.silu_mul:silu_mul"), _silu_mul_calls, invoke_plainly
+    ),
+    "grouped_linear": Op(
+        partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),
+        _grouped_linear_calls,
+        invoke_plainly,
+    ),
+}  # fmt: skip

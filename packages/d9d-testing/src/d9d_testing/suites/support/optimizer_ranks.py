@@ -1,0 +1,68 @@
+"""Steps of an optimizer over drawn parameters, in this process or as DTensors over the ranks of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from d9d_testing.suites.support.component import build_component
+from d9d_testing.suites.support.tensors import bits, differing
+
+
+def draw_parameters(shapes: Mapping[str, Sequence[int]], dtype: str, device: str = "cpu") -> dict[str, nn.Parameter]:
+    """Parameters of these shapes, the same in each call."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = {name: torch.randn(tuple(shape), generator=generator) for name, shape in shapes.items()}
+    return {name: nn.Parameter(tensor.to(device, getattr(torch, dtype))) for name, tensor in drawn.items()}
+
+
+def set_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
+    """Gradients that depend on the step and the order of the parameters; none for those on the meta device."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters.values():
+        drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            parameter.grad = distribute_tensor(drawn, parameter.device_mesh, parameter.placements)
+        elif not parameter.is_meta:
+            parameter.grad = drawn.to(parameter.device)
+
+
+def stepped(optimizer: Any, parameters: Mapping[str, nn.Parameter], steps: Iterable[int], device: str) -> None:
+    """Make these steps with an open gate."""
+    for step in steps:
+        set_gradients(parameters, step)
+        optimizer.step(torch.tensor(True, device=device))
+
+
+def sharded_steps(address: Sequence[Any], shapes: Mapping[str, Sequence[int]], dtype: str) -> dict[str, Any]:
+    """A closed and two open steps over DTensors. Collective over the world.
+
+    Returns:
+        ``refused``: what the closed gate changed; ``facts``: name -> whole shape and dtype of parameters and state;
+        ``parameters``: the whole parameters after the steps.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    placements: list[list[Placement]] = [[Shard(0)], [Replicate()], [Shard(0)], [Shard(0)]]
+    parameters = {
+        name: nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements[index % len(placements)]))
+        for index, (name, parameter) in enumerate(draw_parameters(shapes, dtype).items())
+    }
+    optimizer = build_component(*address, parameters)
+    optimizer.init_state()
+    set_gradients(parameters, 50)
+    before = bits({**parameters, **optimizer.state()})
+    optimizer.step(torch.tensor(False))
+    refused = differing(before, bits({**parameters, **optimizer.state()}))
+    stepped(optimizer, parameters, [0, 1], "cpu")
+    everything = {**parameters, **optimizer.state()}
+    return {
+        "refused": refused,
+        "facts": {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in everything.items()},
+        "parameters": {name: tensor.full_tensor().detach() for name, tensor in parameters.items()},  # type: ignore[attr-defined]
+    }

@@ -1,0 +1,50 @@
+"""Facts about tensors that several suites compare: their bits, and whether the host read a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.extend import local
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_READS = frozenset({"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal"})
+
+
+class HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records operations inside of which the host waits for a value of a tensor, on any device.
+
+    Attributes:
+        found: their names, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the operation and run it."""
+        name = func.name().partition(".")[0]
+        if name in _READS:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the parts that are here, as bytes: NaN equals itself and -0 differs from 0."""
+    here = {name: local(tensor).detach() for name, tensor in tensors.items() if not local(tensor).is_meta}
+    return {name: tensor.clone().contiguous().reshape(-1).view(torch.uint8) for name, tensor in here.items()}
+
+
+def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+    """Names whose tensors are not equal, or that only one of both has."""
+    common = first.keys() & second.keys()
+    changed = {name for name in common if not torch.equal(first[name], second[name])}
+    return sorted(changed | (first.keys() ^ second.keys()))
+
+
+def facts(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> shape and dtype."""
+    return {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}

@@ -1,0 +1,233 @@
+"""Conformance suite of tasks: loss sums, the weights that divide them, and observations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import D9dError, Microbatch, StageInputs
+from torch import Tensor
+
+from d9d_testing.suites.support import observations
+from d9d_testing.suites.support.component import ComponentSuite
+from d9d_testing.suites.support.tensors import HostReads, bits, differing
+from d9d_testing.tolerances import assert_close_values
+
+_Sums = dict[str, Tensor]
+
+
+class TaskSuite(ComponentSuite):
+    """The conformance suite of tasks (:class:`d9d_core.protocols.task.Task`).
+
+    Subclass it and name the task::
+
+        class TestMyTask(TaskSuite):
+            target = "my_task"
+            observes = ("token_loss", "targets")
+            accepts = ({"vocab_size": 8}, {"vocab_size": 8})
+            rejects = (({"vocab_size": 8}, {"vocab_size": 9}),)
+
+    By default microbatches have the names of language modelling, and outputs are ``token_loss`` and ``class_logits``. A
+    task with others overrides ``microbatch`` and ``outputs``.
+
+    Attributes:
+        samples: how many ``microbatch`` can give.
+        observes: names of the observations; by default, whatever there is, as long as it is always the same.
+        accepts: fields of a model's config, and facts of data that goes with it.
+        rejects: such pairs that do not go together.
+    """
+
+    kind = "task"
+
+    samples: ClassVar[int] = observations.SAMPLES
+    observes: ClassVar[Sequence[str] | None] = None
+    accepts: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
+    rejects: ClassVar[Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]] = ()
+
+    # --- what subclasses may say
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        """Some of ``samples`` samples; the same in every call.
+
+        Args:
+            samples: which.
+            counted: ``False`` to mark them such that none counts in any loss term that leaves out samples.
+        """
+        return observations.microbatch(samples, counted=counted)
+
+    def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
+        """What a model's last stage returns: a function of each sample, times the 0-d ``scale``, a parameter."""
+        return observations.outputs(microbatch, scale)
+
+    # --- what holds for all
+
+    def test_weights_depend_on_the_microbatch_alone(self) -> None:
+        """They are known before the first backward, one for each term, on the device."""
+        task, batch = self.build(), self.whole()
+        terms = dict(task.coefficients)
+        assert terms, "coefficients is empty; name each loss term and its coefficient"
+        assert all(isinstance(c, float | int) for c in terms.values()), f"coefficients {terms} must be numbers"
+        with HostReads() as reads:
+            weights = dict(task.weights(batch))
+        assert not reads.found, f"weights() reads values on the host ({', '.join(reads.found)}); return tensors"
+        assert weights.keys() >= terms.keys(), f"weights() lacks {sorted(terms.keys() - weights.keys())}"
+        for term, weight in weights.items():
+            assert isinstance(weight, Tensor), f"the weight of {term} is {weight!r}; return a 0-d tensor"
+            assert weight.ndim == 0, f"the weight of {term} has shape {tuple(weight.shape)}; return a 0-d tensor"
+            assert not weight.requires_grad, f"the weight of {term} carries a graph"
+            assert weight >= 0, f"the weight of {term} is {weight.item():g}; it must not be negative"
+        self.losses(task, batch)
+        again = dict(task.weights(batch))
+        assert not differing(bits(weights), bits(again)), "weights() gives other values after losses()"
+        for term in terms:
+            assert weights[term] > 0, f"the weight of {term} is zero although samples count; see microbatch()"
+
+    def test_losses_are_float32_sums_with_a_graph(self) -> None:
+        """One 0-d tensor for each term, finite."""
+        task, batch = self.build(), self.whole()
+        scale = torch.ones((), requires_grad=True)
+        sums = task.losses(self.outputs(batch, scale), batch)
+        missing = sorted(task.coefficients.keys() - sums.keys())
+        assert not missing, f"losses() lacks the terms {missing} of coefficients"
+        for term, value in sums.items():
+            form = (value.ndim, value.dtype)
+            assert form == (0, torch.float32), f"the loss {term} has {form[0]} dims and {form[1]}; return a 0-d float32"
+            assert value.isfinite(), f"the loss {term} is {value.item()}"
+        torch.autograd.backward([sums[term] for term in task.coefficients])
+        assert scale.grad is not None, "no loss has a graph to the outputs; do not detach them"
+        assert scale.grad.isfinite(), "the gradient of the losses is not finite"
+
+    def test_parts_of_a_batch_add_up_to_the_whole(self) -> None:
+        """Losses and weights are sums, not means: the loop divides once, by the weight over all ranks."""
+        task = self.build()
+        expected = self.sums(task, self.whole())
+        for cut in (1, self.samples // 2, self.samples - 1):
+            parts = [self.sums(task, self.microbatch(part)) for part in (slice(0, cut), slice(cut, self.samples))]
+            for name, value in expected.items():
+                what = f"{name} of {cut} and {self.samples - cut} samples together, against all at once (sum, no mean)"
+                assert_close_values(parts[0][name] + parts[1][name], value, what=what)
+
+    def test_a_batch_twice_has_twice_the_sums(self) -> None:
+        """So that the loss of a step does not depend on the size of its batch."""
+        task, batch = self.build(), self.whole()
+        double = {name: torch.cat([tensor, tensor]) for name, tensor in batch.items()}
+        expected = self.sums(task, batch)
+        for name, value in self.sums(task, double).items():
+            assert_close_values(value, 2 * expected[name], what=f"{name} of a batch twice, against twice that of once")
+
+    def test_weights_count_what_losses_sum(self) -> None:
+        """Of copies of one sample, some of which do not count, the mean loss is that of one."""
+        task = self.build()
+        one = next(
+            slice(i, i + 1)
+            for i in range(self.samples)
+            if all(task.weights(self.microbatch(slice(i, i + 1)))[term] > 0 for term in task.coefficients)
+        )
+        alone = self.means(task, self.microbatch(one))
+        parts = [self.microbatch(one, counted=counted) for counted in (True, False, False, True, False)]
+        mixed = self.means(task, {name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        for term, mean in alone.items():
+            what = (
+                f"the mean of {term} over five equal samples of which two count, against one; weights() must count "
+                "exactly the samples or positions that losses() sums"
+            )
+            assert_close_values(mixed[term], mean, what=what)
+
+    def test_what_does_not_count_has_no_loss_and_no_nan(self) -> None:
+        """Zero weight: a zero loss and a finite gradient of zeros."""
+        task, batch = self.build(), dict(self.microbatch(slice(0, self.samples), counted=False))
+        weights = task.weights(batch)
+        silent = [term for term in task.coefficients if not weights[term]]
+        assert silent, (
+            "no term has zero weight although no sample counts; if each sample always counts, override microbatch()"
+        )
+        scale = torch.ones((), requires_grad=True)
+        sums = task.losses(self.outputs(batch, scale), batch)
+        for term in task.coefficients:
+            value = sums[term].item()
+            assert math.isfinite(value), f"the loss {term} is {value} where nothing counts; sum, do not divide"
+        for term in silent:
+            assert sums[term] == 0, f"{term} has zero weight and a loss of {sums[term].item():g}; it must be zero"
+        torch.autograd.backward([sums[term] for term in silent])
+        assert scale.grad is None or scale.grad == 0, f"terms of zero weight have a gradient of {scale.grad}"
+
+    def test_inputs_are_what_the_microbatch_has(self) -> None:
+        """The first stage gets something, and nothing is changed."""
+        task, batch = self.build(), self.whole()
+        before = bits(batch)
+        inputs = task.inputs(batch)
+        assert isinstance(inputs, StageInputs), f"inputs() returns a {type(inputs).__name__}; return StageInputs"
+        assert inputs.first, "inputs() gives the first stage nothing"
+        both = sorted(inputs.first.keys() & inputs.shared.keys())
+        assert not both, f"inputs() gives {both} to the first stage and to all; name each once"
+        for name, tensor in {**inputs.first, **inputs.shared}.items():
+            assert isinstance(tensor, Tensor), f"input {name} is a {type(tensor).__name__}; inputs are tensors"
+        self.losses(task, batch)
+        task.observations(self.outputs(batch, torch.ones(())), batch)
+        changed = differing(before, bits(batch))
+        assert not changed, f"the task writes into {changed} of the microbatch"
+
+    def test_tokens_are_counted_from_shapes_alone(self) -> None:
+        """The host knows the throughput without waiting for values."""
+        task, batch = self.build(), self.whole()
+        shapes = {name: tensor.to("meta") for name, tensor in batch.items()}
+        count = task.count(shapes)
+        assert type(count) is int, f"count() returns a {type(count).__name__}; return an int from shapes"
+        assert count > 0, f"count() is {count}"
+        assert count == task.count(batch), "count() depends on values; use shapes alone"
+
+    def test_observations_are_detached_tensors_of_fixed_names(self) -> None:
+        """Metrics find them by name in every microbatch."""
+        task = self.build()
+        names = set()
+        for part in (slice(0, self.samples), slice(0, 1), slice(2, 5)):
+            batch = self.microbatch(part)
+            seen = task.observations(self.outputs(batch, torch.ones((), requires_grad=True)), batch)
+            names.add(tuple(sorted(seen)))
+            for name, value in seen.items():
+                assert isinstance(value, Tensor), f"observation {name} is a {type(value).__name__}; observe tensors"
+                assert not value.requires_grad, f"observation {name} carries a graph; detach it"
+        assert len(names) == 1, f"observations have different names: {sorted(names)}"
+        if self.observes is not None:
+            (found,) = names
+            assert set(found) == set(self.observes), f"observed are {list(found)}, declared {sorted(self.observes)}"
+
+    def test_check_takes_what_fits_and_facts_that_are_unknown(self) -> None:
+        """While a job is planned, nothing is known about the data."""
+        model, known = self.accepts
+        for facts in (known, {}):
+            self.build().check(SimpleNamespace(**model), dict(facts))
+
+    def test_check_refuses_what_it_cannot_use(self) -> None:
+        """Before anything is built."""
+        if not self.rejects:
+            pytest.skip(f"{type(self).__name__}.rejects names no model and data that do not go together")
+        for model, known in self.rejects:
+            with pytest.raises(D9dError) as refusal:
+                self.build().check(SimpleNamespace(**model), dict(known))
+            assert str(refusal.value), f"a model with {dict(model)} is refused without a reason"
+
+    # --- what subclasses may use
+
+    def whole(self) -> dict[str, Tensor]:
+        """All samples."""
+        return dict(self.microbatch(slice(0, self.samples)))
+
+    def losses(self, task: Any, batch: Microbatch) -> _Sums:
+        """The loss sums."""
+        sums = task.losses(self.outputs(batch, torch.ones((), requires_grad=True)), batch)
+        return {term: sums[term].detach() for term in task.coefficients}
+
+    def sums(self, task: Any, batch: Microbatch) -> _Sums:
+        """Losses and weights by what messages call them."""
+        weights, losses = task.weights(batch), self.losses(task, batch)
+        return {f"the loss {t}": losses[t] for t in losses} | {f"the weight of {t}": weights[t].float() for t in losses}
+
+    def means(self, task: Any, batch: Microbatch) -> _Sums:
+        """Loss over weight."""
+        weights = task.weights(batch)
+        return {term: value / weights[term] for term, value in self.losses(task, batch).items()}

@@ -1,0 +1,251 @@
+"""Conformance suite of trackers: a run's life cycle, resume, tables, and backends that fail."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import RunInfo, Table, TakesTables
+from d9d_engine.testing import TrackerHub
+
+from d9d_testing.suites.support.component import ComponentSuite, plain_json
+
+_VALUES = {"loss": 1.5, "lr": 1e-3, "eval/loss": math.nan, "grad_norm": math.inf}
+#: Step -> series -> value, as a backend gives them back.
+Logged = Mapping[int, Mapping[str, float | None]]
+
+
+class TrackerSuite(ComponentSuite):
+    """The conformance suite of trackers (:class:`d9d_core.protocols.tracker.Tracker`).
+
+    Subclass it, name the tracker, and say how to read back what it logged::
+
+        class TestMyTracker(TrackerSuite):
+            target = "my_tracker"
+
+            def fields(self, directory):
+                return {"path": str(directory / "log")}
+
+            def logged(self, directory):
+                return {entry["step"]: entry["values"] for entry in read(directory / "log")}
+
+    Each run has ``directory`` as its run directory.
+
+    Attributes:
+        patience: seconds that a call may take, also when the backend does not answer.
+    """
+
+    kind = "tracker"
+
+    patience: ClassVar[float] = 2.0
+
+    # --- what subclasses may say
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
+        """Fields of the config."""
+        return {}
+
+    def broken_fields(self, directory: Path) -> Mapping[str, Any]:
+        """Fields with which the backend fails or does not answer, such as a closed port.
+
+        By default those of ``fields``; the run's directory cannot be made then.
+        """
+        return self.fields(directory)
+
+    def logged(self, directory: Path) -> Logged | None:  # noqa: ARG002 - for subclasses
+        """What the backend has of the run, by step; ``None`` if it keeps nothing that can be read."""
+        return None
+
+    def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]] | None:  # noqa: ARG002 - for subclasses
+        """Names of the tables that the backend has of the run, by step; ``None`` if they cannot be read."""
+        return None
+
+    # --- what holds for all
+
+    @pytest.mark.parametrize("status", ["finished", "stopped", "failed"])
+    def test_a_run_is_opened_written_and_closed(self, tmp_path: Path, status: Any) -> None:
+        """Whatever the values are, and also without any."""
+        for steps in ((), (1, 5, 5)):
+            hub, notes = self.hub(self.fields(tmp_path))
+            hub.open(self.run_info(tmp_path), {})
+            for step in steps:
+                hub.write(step, _VALUES)
+                hub.write(step, {})
+            hub.flush()
+            hub.state()
+            hub.close(status)
+            assert not notes, f"with writes after steps {list(steps)}, closed as {status}: {notes[0]}"
+
+    def test_what_is_written_is_kept(self, tmp_path: Path) -> None:
+        """All series of each step, as they were when they were written."""
+        run = self.opened(tmp_path)
+        for step in (1, 2, 3):
+            values = {"loss": float(step), "lr": 0.5 * step}
+            run.write(step, values)
+            assert values == {"loss": float(step), "lr": 0.5 * step}, (
+                f"write() changes the values it is given: {values}"
+            )
+            values.update(loss=-1.0)
+        run.close("finished")
+        logged = self.read(tmp_path)
+        expected = {step: {"loss": float(step), "lr": 0.5 * step} for step in (1, 2, 3)}
+        assert logged == expected, f"logged are {logged}, written were {expected}"
+
+    def test_a_flush_keeps_what_was_written(self, tmp_path: Path) -> None:
+        """Whoever reads then has everything, because a crash may follow."""
+        run = self.opened(tmp_path)
+        run.write(1, {"loss": 1.0})
+        run.flush()
+        logged = self.read(tmp_path)
+        run.close("finished")
+        assert logged == {1: {"loss": 1.0}}, f"after flush(), logged are {logged}; write buffers out"
+
+    def test_a_resumed_run_drops_what_came_after_the_checkpoint(self, tmp_path: Path) -> None:
+        """It crashed some steps later, which are repeated; what the checkpoint knows stays."""
+        run = self.opened(tmp_path)
+        for step in (1, 2, 3, 4):
+            run.write(step, {"loss": 1.0})
+        run.flush()
+        state = plain_json(run.state(), "state()")
+        for step in (5, 6):
+            run.write(step, {"loss": 1.0})
+        again = self.opened(tmp_path, resumed_step=4, state=state)
+        assert plain_json(again.state(), "state()") == state, (
+            f"a resumed run has state {again.state()!r}, saved was {state!r}; continue the run whose state open() gets"
+        )
+        again.write(5, {"loss": 2.0})
+        again.close("finished")
+        logged = self.logged(tmp_path)
+        _bury(run)
+        if logged is None:
+            pytest.skip(f"{type(self).__name__}.logged does not say how to read back what was logged")
+        expected = {step: {"loss": 2.0 if step == 5 else 1.0} for step in (1, 2, 3, 4, 5)}
+        assert logged == expected, (
+            f"resumed at step 4, logged are {logged}, expected {expected}; remove entries after RunInfo.resumed_step"
+        )
+
+    def test_a_new_run_begins_empty(self, tmp_path: Path) -> None:
+        """Even where an earlier one was."""
+        for loss in (1.0, 2.0):
+            run = self.opened(tmp_path)
+            run.write(int(loss), {"loss": loss})
+            run.close("failed")
+        logged = self.read(tmp_path)
+        assert logged == {2: {"loss": 2.0}}, f"a new run at step 0 has {logged}; resumed_step = 0 starts anew"
+
+    def test_writes_after_close_are_refused_or_lost(self, tmp_path: Path) -> None:
+        """They raise or do nothing; closing twice does no harm either."""
+        run = self.opened(tmp_path)
+        run.write(1, {"loss": 1.0})
+        run.close("finished")
+        before = self.logged(tmp_path)
+        for call in (lambda: run.write(2, {"loss": 2.0}), run.flush, lambda: run.close("failed")):
+            with suppress(Exception):
+                call()
+        after = self.logged(tmp_path)
+        assert after == before, f"after close(), writes change what was logged from {before} to {after}"
+
+    def test_state_is_plain_data(self, tmp_path: Path) -> None:
+        """A checkpoint keeps it, before the first write and later."""
+        run = self.opened(tmp_path)
+        for step in (0, 1):
+            if step:
+                run.write(step, _VALUES)
+            state = plain_json(run.state(), "state()")
+            assert isinstance(state, dict), f"state() is {state!r}; return names and values, or {{}}"
+        run.close("finished")
+
+    def test_a_backend_that_fails_never_ends_training(self, tmp_path: Path) -> None:
+        """Nor does it hold it up: what it raises is caught by the loop, what it waits for is not."""
+        file = tmp_path / "no directory"
+        file.write_text("")
+        hub, notes = self.hub(self.broken_fields(tmp_path))
+        calls: dict[str, Callable[[], object]] = {
+            "open": lambda: hub.open(self.run_info(file), {}),
+            "write": lambda: hub.write(1, _VALUES),
+            "write_tables": lambda: hub.write_tables(1, {"load": _table()}),
+            "flush": hub.flush,
+            "state": hub.state,
+            "close": lambda: hub.close("failed"),
+        }
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            try:
+                call()
+            except BaseException as error:
+                raise AssertionError(
+                    f"{name}() ends the training with {error!r}; raise an Exception, which switches the tracker off"
+                ) from error
+            seconds = time.perf_counter() - begin
+            assert seconds <= self.patience, (
+                f"{name}() takes {seconds:.1f} s although the backend does not answer, training waits meanwhile; "
+                f"give it a time limit below {self.patience:g} s"
+            )
+        assert len(notes) <= 1, f"it is reported {len(notes)} times: {notes}"
+
+    def test_tables_are_taken_as_they_are(self, tmp_path: Path) -> None:
+        """With holes and names of rows; tables are not changed, and those of later steps are dropped on resume."""
+        run: Any = self.opened(tmp_path)
+        takes_tables = isinstance(run, TakesTables)
+        if not takes_tables:
+            run.close("finished")
+            pytest.skip("the tracker takes no tables")
+        table = _table()
+        before = table.values.clone()
+        for step in (1, 2):
+            run.write(step, {"loss": 1.0})
+            run.write_tables(step, {"router/load": table, "other": Table(torch.ones(1, 3))})
+        run.flush()
+        state = plain_json(run.state(), "state()")
+        again = self.opened(tmp_path, resumed_step=1, state=state)
+        again.write(2, {"loss": 1.0})
+        again.write_tables(2, {"router/load": table})
+        again.close("finished")
+        assert torch.equal(before.nan_to_num(-1), table.values.nan_to_num(-1)), "write_tables() changes the table"
+        logged = self.logged_tables(tmp_path)
+        _bury(run)
+        if logged is not None:
+            found, expected = (
+                {k: sorted(v) for k, v in logged.items()},
+                {1: ["other", "router/load"], 2: ["router/load"]},
+            )
+            assert found == expected, f"resumed at step 1, tables are {found}, expected {expected}"
+
+    # --- what subclasses may use
+
+    def hub(self, fields: Mapping[str, Any]) -> tuple[TrackerHub, list[str]]:
+        """The loop's hub over this tracker, and the lines it prints."""
+        notes: list[str] = []
+        return TrackerHub({self.target: self.build(**fields)}, notes.append), notes
+
+    def opened(self, directory: Path, *, resumed_step: int = 0, state: Any = None) -> Any:
+        """A run in a directory."""
+        return self.build(**self.fields(directory)).open(self.run_info(directory, resumed_step), state)
+
+    def run_info(self, directory: Path, resumed_step: int = 0) -> RunInfo:
+        """A run of ten steps."""
+        return RunInfo("suite", directory, "a run of the suite", {"steps": 10}, 10, resumed_step)
+
+    def read(self, directory: Path) -> Logged:
+        """What was logged; skips the test where nothing can be read."""
+        logged = self.logged(directory)
+        if logged is None:
+            pytest.skip(f"{type(self).__name__}.logged does not say how to read back what was logged")
+        return logged
+
+
+def _bury(run: Any) -> None:
+    """Close a run whose process is meant to have died, for the sake of its open files; only once all was read."""
+    with suppress(Exception):
+        run.close("failed")
+
+
+def _table() -> Table:
+    values = torch.tensor([[1.0, math.nan], [0.5, 2.0]])
+    return Table(values, row="layer", column="expert", unit="load", neutral=1.0, rows=("0", "2"))

@@ -1,0 +1,101 @@
+"""A toy fine-tuning method: low-rank terms beside linear layers (Hu et al. 2021, "LoRA", section 4.1).
+
+Legend: O features out, I features in, R rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from d9d_core.extend import BuildError
+from torch import Tensor, nn
+
+from d9d_testing.toy.config import ToyAdapterConfig
+
+
+class LowRank(nn.Module):
+    """``up down x``; zero at the start, so that training starts from the model as it is."""
+
+    def __init__(self, weight_OI: Tensor, rank: int) -> None:
+        super().__init__()
+        features_out, features_in = weight_OI.shape
+        self.down = nn.Parameter(weight_OI.new_empty(rank, features_in))
+        self.up = nn.Parameter(weight_OI.new_empty(features_out, rank))
+
+    def reset_parameters(self) -> None:
+        """A random ``down`` and a zero ``up``."""
+        nn.init.normal_(self.down, std=self.down.shape[1] ** -0.5)
+        nn.init.zeros_(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return x @ self.down.T @ self.up.T
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with a low-rank term; its own parameters keep their names."""
+
+    adapter: LowRank
+
+    @classmethod
+    def around(cls, linear: nn.Linear, rank: int) -> AdaptedLinear:
+        """The layer with a new term, on its device."""
+        adapted = cast("AdaptedLinear", _copy(linear, cls))
+        adapted.adapter = LowRank(linear.weight, rank)
+        return adapted
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        term: Tensor = self.adapter(x)
+        return super().forward(x) + term
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """A plain layer with the term in its weight."""
+        self.weight.add_(self.adapter.up @ self.adapter.down)
+        return _copy(self, nn.Linear)
+
+
+class ToyAdapter:
+    """Replaces each matching ``torch.nn.Linear``."""
+
+    def __init__(self, config: ToyAdapterConfig) -> None:
+        self._config = config
+
+    def inject(self, stage: nn.Module) -> frozenset[str]:
+        """Add the terms, which train.
+
+        Raises:
+            BuildError: no linear layer matches.
+        """
+        found = [(name, m) for name, m in _linears(stage) if fnmatch.fnmatchcase(name, self._config.match)]
+        if not found:
+            names = ", ".join(name for name, _ in _linears(stage)) or "none"
+            raise BuildError(
+                f"peft.match: no linear layer is called like '{self._config.match}'; the model has: {names}"
+            )
+        for name, linear in found:
+            stage.set_submodule(name, AdaptedLinear.around(linear, self._config.rank))
+        return frozenset(f"{name}.adapter.{leaf}" for name, _ in found for leaf in ("down", "up"))
+
+    def merge(self, stage: nn.Module) -> None:
+        """Put plain layers back."""
+        for name, linear in list(_linears(stage)):
+            if isinstance(linear, AdaptedLinear):
+                stage.set_submodule(name, linear.merged())
+
+
+def _linears(stage: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((name, module) for name, module in stage.named_modules() if isinstance(module, nn.Linear))
+
+
+def _copy(linear: nn.Linear, kind: type[nn.Linear]) -> nn.Linear:
+    """A layer of another class with the same parameters."""
+    made = kind(linear.in_features, linear.out_features, bias=False, device="meta", dtype=linear.weight.dtype)
+    made.weight = linear.weight
+    made.bias = linear.bias
+    made.training = linear.training
+    return made

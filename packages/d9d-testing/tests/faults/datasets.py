@@ -1,0 +1,154 @@
+"""Datasets with one fault each, over the toy tokens."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from d9d_core.extend import DataContext, DataError, Pack, State
+from d9d_testing.suites.dataset import DatasetSuite
+from d9d_testing.toy.config import ToyTokensConfig
+from d9d_testing.toy.data import ToyTokens
+
+LIVES = itertools.count()
+
+
+class Faulty(ToyTokens):
+    """Sound; knows its data by the size of the vocabulary."""
+
+    def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
+        super().__init__(config, context)
+        self.life = next(LIVES)
+
+    def state(self) -> State:
+        return {**super().state(), "vocab_size": self._config.vocab_size}
+
+    def load_state(self, state: State) -> None:
+        if state["vocab_size"] != self._config.vocab_size:
+            raise DataError("other data")
+        super().load_state(state)
+
+
+class DrawsFromTheGlobalGenerator(Faulty):
+    def next_pack(self) -> Pack:
+        return [{**m, "tokens": m["tokens"] + torch.randint(2, m["tokens"].shape)} for m in super().next_pack()]
+
+
+class IgnoresTheSeed(Faulty):
+    def __init__(self, config: ToyTokensConfig, context: DataContext) -> None:
+        super().__init__(config, DataContext(0, context.batch_size, context.microbatch_size, context.cache_dir,
+                                             context.rank, context.ranks))  # fmt: skip
+
+
+class DependsOnTheProcess(Faulty):
+    def next_pack(self) -> Pack:
+        return [{**m, "tokens": m["tokens"] + self.life} for m in super().next_pack()]
+
+
+class EveryRankTheSame(Faulty):
+    def next_pack(self) -> Pack:
+        rank, context = self._context.rank, self._context
+        object.__setattr__(context, "rank", 0)
+        pack = super().next_pack()
+        object.__setattr__(context, "rank", rank)
+        return pack
+
+
+class ShufflesPerRank(Faulty):
+    def next_pack(self) -> Pack:
+        step = self._packs
+        seed = torch.Generator().manual_seed(17 * self._context.rank + step)
+        return [{**m, "tokens": m["tokens"][:, torch.randperm(8, generator=seed)]} for m in super().next_pack()]
+
+
+class OrderDependsOnTheMicrobatch(Faulty):
+    def next_pack(self) -> Pack:
+        return [{**m, "tokens": m["tokens"] + index} for index, m in enumerate(super().next_pack())]
+
+
+class ResumesOnePackLate(Faulty):
+    def load_state(self, state: State) -> None:
+        super().load_state(state)
+        self._packs += 1
+
+
+class ForgetsItsPlace(Faulty):
+    def load_state(self, state: State) -> None:
+        pass
+
+
+class OnlyGoesForward(Faulty):
+    def load_state(self, state: State) -> None:
+        before = self._packs
+        super().load_state(state)
+        self._packs = max(before, self._packs)
+
+
+class StateWithTensors(Faulty):
+    def state(self) -> State:
+        return {**super().state(), "packs": torch.tensor(self._packs)}  # type: ignore[dict-item]
+
+
+class StateOfTheRank(Faulty):
+    def state(self) -> State:
+        return {**super().state(), "rank": self._context.rank}
+
+
+class TakesOtherState(Faulty):
+    def load_state(self, state: State) -> None:
+        ToyTokens.load_state(self, state)
+
+
+class ReusesMemory(Faulty):
+    kept: Any = None
+
+    def next_pack(self) -> Pack:
+        pack = super().next_pack()
+        if self.kept is None:
+            self.kept = pack
+        for mine, new in zip(self.kept, pack, strict=True):
+            for name, tensor in new.items():
+                mine[name].copy_(tensor)
+        return self.kept
+
+
+class DropsTheLastMicrobatch(Faulty):
+    def next_pack(self) -> Pack:
+        return super().next_pack()[:-1] or super().next_pack()
+
+
+class FactsWithTensors(Faulty):
+    @property
+    def facts(self) -> State:
+        return {"vocab_size": torch.tensor(3)}  # type: ignore[dict-item]
+
+
+class Sound(DatasetSuite):
+    target = "faulty"
+    plugin = "d9d_testing.toy.plugin"
+    other = {"vocab_size": 32}
+    workers = None
+    made_of: type[Faulty] = Faulty
+
+    def build(self, *arguments: Any, **fields: Any) -> Faulty:
+        return self.made_of(ToyTokensConfig(**fields), *arguments)
+
+
+FAULTS = {
+    "draws from the global generator": ({"made_of": DrawsFromTheGlobalGenerator}, ""),
+    "ignores the seed": ({"made_of": IgnoresTheSeed}, "another seed gives the same order"),
+    "depends on the process": ({"made_of": DependsOnTheProcess}, "opened again with the same seed"),
+    "every rank reads the same": ({"made_of": EveryRankTheSame}, "form packs globally"),
+    "shuffles per rank": ({"made_of": ShufflesPerRank}, "form packs globally"),
+    "depends on the microbatch": ({"made_of": OrderDependsOnTheMicrobatch}, "form packs globally"),
+    "resumes one pack late": ({"made_of": ResumesOnePackLate}, ""),
+    "forgets its place": ({"made_of": ForgetsItsPlace}, ""),
+    "only goes forward": ({"made_of": OnlyGoesForward}, "back at pack"),
+    "state has tensors": ({"made_of": StateWithTensors}, "must be what JSON can hold"),
+    "state is of one rank": ({"made_of": StateOfTheRank}, "has state"),
+    "takes the state of other data": ({"made_of": TakesOtherState}, "keep what identifies the data in state()"),
+    "reuses memory of packs": ({"made_of": ReusesMemory}, "after two more packs"),
+    "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
+    "facts have tensors": ({"made_of": FactsWithTensors}, "must be what JSON can hold"),
+}

@@ -1,0 +1,169 @@
+"""Metrics with one fault each: a mean, a maximum and a count of what a task observes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.extend import Table
+from d9d_testing.suites.metric import MetricSuite
+from torch import Tensor
+
+
+class Statistics:
+    """Mean and largest absolute error."""
+
+    reductions: Mapping[str, str] = {"sum": "sum", "count": "sum", "largest": "max"}
+
+    def __init__(self) -> None:
+        self.values = {
+            "sum": torch.zeros((), dtype=torch.float64),
+            "count": torch.zeros((), dtype=torch.float64),
+            "largest": torch.zeros((), dtype=torch.float64),
+        }
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        seen = observations["absolute"].double()
+        self.values = {
+            "sum": self.values["sum"] + seen.sum(),
+            "count": self.values["count"] + seen.numel(),
+            "largest": torch.maximum(self.values["largest"], seen.max()),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self.values)
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.values = dict(state)
+
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        mean = self.values["sum"] / self.values["count"].clamp(min=1)
+        return {"mean": mean, "largest": self.values["largest"], "table": Table(mean.reshape(1, 1))}
+
+    def reset(self) -> None:
+        self.values = {name: torch.zeros_like(value) for name, value in self.values.items()}
+
+
+class MeanOfMeans(Statistics):
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        super().update({"absolute": observations["absolute"].mean().reshape(1)})
+
+
+class AddsMaxima(Statistics):
+    reductions = {"sum": "sum", "count": "sum", "largest": "sum"}
+
+
+class StartsAtOne(Statistics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values["count"] = torch.ones((), dtype=torch.float64)
+
+
+class ForgetsToResetTheMaximum(Statistics):
+    def reset(self) -> None:
+        self.values = {**self.values, "sum": torch.zeros(()).double(), "count": torch.zeros(()).double()}
+
+
+class RemembersBesideTheState(Statistics):
+    seen = 0
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        super().update(observations)
+        self.seen += 1
+
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        return {**super().compute(), "updates": torch.tensor(float(self.seen > 1))}
+
+
+class GrowsItsState(Statistics):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.values["largest"]
+        self.first = True
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        self.values.setdefault("largest", torch.zeros(()).double())
+        super().update(observations)
+
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        return {"mean": self.values["sum"] / self.values["count"].clamp(min=1)}
+
+
+class WidensItsState(Statistics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = {name: value.float() for name, value in self.values.items()}
+
+
+class ResetsInCompute(Statistics):
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        computed = super().compute()
+        self.reset()
+        return computed
+
+
+class NamesSeriesByValue(Statistics):
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        count = self.values["count"].item()
+        return {f"mean_of_{count:g}": self.values["sum"] / max(count, 1)}
+
+
+class ReturnsVectors(Statistics):
+    def compute(self) -> Mapping[str, Tensor | Table]:
+        return {"all": torch.stack(list(self.values.values()))}
+
+
+class ReadsOnTheHost(Statistics):
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        if observations["absolute"].max() >= 0:
+            super().update(observations)
+
+
+class WritesIntoObservations(Statistics):
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        super().update({"absolute": observations["absolute"].add_(1.0).sub(1.0)})
+
+
+class LoadsHalf(Statistics):
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self.values = {**self.values, "sum": state["sum"], "count": state["count"]}
+
+
+class UnknownReduction(Statistics):
+    reductions = {"sum": "sum", "count": "sum", "largest": "maximum"}
+
+
+class CountsInFloat32(Statistics):
+    """Exact up to 2**24 samples, which takes no suite a second to reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values["count"] = torch.zeros(())
+
+
+class Sound(MetricSuite):
+    target = "statistics"
+    made_of: type[Statistics] = Statistics
+
+    def build(self, *arguments: Any, **fields: Any) -> Statistics:
+        return self.made_of()
+
+
+FAULTS = {
+    "mean of means": ({"made_of": MeanOfMeans}, "in shards of"),
+    "adds maxima": ({"made_of": AddsMaxima}, "largest is"),
+    "starts from one": ({"made_of": StartsAtOne}, ""),
+    "forgets to reset a value": ({"made_of": ForgetsToResetTheMaximum}, ""),
+    "remembers beside the state": ({"made_of": RemembersBesideTheState}, ""),
+    "state grows with the first update": ({"made_of": GrowsItsState}, ""),
+    "state changes its dtype": ({"made_of": WidensItsState}, "it must stay the same"),
+    "computing resets": ({"made_of": ResetsInCompute}, ""),
+    "series are named by value": ({"made_of": NamesSeriesByValue}, ""),
+    "values are vectors": ({"made_of": ReturnsVectors}, "return 0-d tensors"),
+    "reads values on the host": ({"made_of": ReadsOnTheHost}, "reads values on the host"),
+    "writes into observations": ({"made_of": WritesIntoObservations}, ""),
+    "loads half of the state": ({"made_of": LoadsHalf}, ""),
+    "counts in float32": ({"made_of": CountsInFloat32}, ""),
+    "unknown reduction": ({"made_of": UnknownReduction}, ""),
+}

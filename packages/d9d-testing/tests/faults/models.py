@@ -1,0 +1,181 @@
+"""Models with one fault each: Qwen3 (taken from d9d-qwen3), without a reference implementation to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from d9d_core.extend import HasOps, modules_with
+from d9d_core.plugin import ModelSpec, Ref
+from d9d_testing.suites.model import ModelSuite
+from torch import Tensor, nn
+from torch.nn import functional
+
+Change = Callable[[nn.Module], None]
+
+
+class Changed(Ref):
+    """Builds the model and changes it."""
+
+    change: Change
+
+    def load(self) -> Callable[..., nn.Module]:
+        build = Ref(self.target).load()
+
+        def changed(*args: Any) -> nn.Module:
+            model: nn.Module = build(*args)
+            type(self).change(model)
+            return model
+
+        return changed
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    return list(model.get_submodule("layers").children())
+
+
+class InOut(nn.Linear):
+    """A linear layer whose weight is [in, out]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=getattr(self, "std", 1.0))
+
+
+def holds_a_square_in_out(model: nn.Module) -> None:
+    for block in _blocks(model):
+        old = block.attention.o_proj
+        block.attention.o_proj = InOut(old.in_features, old.out_features, bias=False)
+        block.attention.o_proj.std = old.std
+
+
+def starts_attention_too_large(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.attention.o_proj.std = 0.02
+
+
+def starts_feed_forward_too_large(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.ffn.down_proj.std = 0.02
+
+
+def leaves_a_norm(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.ffn_norm.reset_parameters = lambda: None
+
+
+def _attend(model: nn.Module, function: Callable[..., Tensor]) -> None:
+    for module in modules_with(model, HasOps).values():
+        for slot in module.op_slots().values():
+            if slot.op == "attention":
+                slot.bind("faulty", function)
+
+
+def sees_later_tokens(model: nn.Module) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        mask = None if documents is None else (documents[:, None, :, None] == documents[:, None, None, :])
+        return functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    _attend(model, attend)
+
+
+def sees_other_documents(model: nn.Module) -> None:
+    def attend(query: Tensor, key: Tensor, value: Tensor, _documents: Tensor | None) -> Tensor:
+        parts = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return functional.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    _attend(model, attend)
+
+
+def skips_a_norm(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.ffn_norm.forward = lambda x: x
+
+
+def mixes_samples(model: nn.Module) -> None:
+    for block in _blocks(model):
+        block.register_forward_hook(lambda _m, _i, out: out + 0.1 * out.mean(0, keepdim=True))
+
+
+def reads_a_value(model: nn.Module) -> None:
+    def read(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        float(inputs[0].sum())
+
+    for block in _blocks(model):
+        block.register_forward_pre_hook(read)
+
+
+class _Format:
+    """The format of Qwen3 with one fault."""
+
+    def __init__(self) -> None:
+        self._inner = Ref("d9d_qwen3.hugging_face.dense:Qwen3HuggingFace").load()()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class ForgetsAField(_Format):
+    def config_json(self, config: Any, dtype: str) -> dict[str, Any]:
+        return {k: v for k, v in self._inner.config_json(config, dtype).items() if k != "rope_theta"} | {
+            "rms_norm_eps": 0.5
+        }
+
+
+class Plain(Ref):
+    """A reference to what is here."""
+
+    value: Any
+
+    def load(self) -> Any:
+        return type(self).value
+
+
+class Sound(ModelSuite):
+    plugin = "d9d_qwen3.plugin"
+    target = "qwen3"
+    changes: Mapping[str, Any] = {}
+    claims: str | None = None
+    test_every_data_parallel_layout_computes_the_same = None  # of the plugin itself, whatever is changed here
+
+    @pytest.fixture
+    def spec(self) -> ModelSpec:
+        pytest.importorskip("d9d_qwen3")
+        specs = Ref("d9d_qwen3.plugin:d9d_models").load()()
+        (found,) = [spec for spec in specs if spec.name == self.target]
+        provides = found.provides | ({self.claims} if self.claims else set())
+        return replace(found, provides=provides, **self.changes)
+
+
+def _model(change: Change, text: str) -> tuple[dict[str, Any], str]:
+    kind = type("Changed", (Changed,), {"change": staticmethod(change)})
+    return {"changes": {"build": kind("d9d_qwen3.model:Qwen3")}}, text
+
+
+def _part(text: str, **parts: Any) -> tuple[dict[str, Any], str]:
+    made = {name: type("Plain", (Plain,), {"value": staticmethod(value)})("of:this") for name, value in parts.items()}
+    return {"changes": made}, text
+
+
+FAULTS = {
+    "a square matrix is exported untransposed": _model(holds_a_square_in_out, "transpose it in the exporter"),
+    "attention writes too much at the start": _model(starts_attention_too_large, "residual stream of 18 blocks"),
+    "feed-forward writes too much at the start": _model(starts_feed_forward_too_large, "residual stream of 18 blocks"),
+    "a norm is not initialised": _model(leaves_a_norm, "not filled by any reset_parameters()"),
+    "sees later tokens": _model(sees_later_tokens, ""),
+    "sees other documents": _model(sees_other_documents, ""),
+    "a norm is idle": _model(skips_a_norm, "without gradient"),
+    "mixes samples": _model(mixes_samples, ""),
+    "reads a value on the host": _model(reads_a_value, ""),
+    "config.json leaves something out": _part("", hugging_face=ForgetsAField),
+    "counts ten times the FLOPs": _part("", flops=lambda config, length: 10.0 * 6 * 40_000),
+    "claims a trait that it lacks": (
+        {"claims": "model:experts"},
+        "no module implements it: ['model:experts']",
+    ),
+}

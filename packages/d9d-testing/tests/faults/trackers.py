@@ -1,0 +1,203 @@
+"""Trackers with one fault each: one line of JSON per write, in a file of the run's directory."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from d9d_core.extend import RunInfo, State, Table
+from d9d_testing.suites.tracker import TrackerSuite
+
+
+class Tracker:
+    """Sound."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.fields = fields
+
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        self.run = run
+        self.path = run.directory / "log"
+        self.lines = self.read() if run.resumed_step else []
+        self.lines = [line for line in self.lines if line["step"] <= run.resumed_step]
+        self.identity = (state or {}).get("id", "run-1" if state is None else "lost")
+        self.save()
+        return self
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+    def save(self) -> None:
+        self.path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.lines.append({"step": step, "values": dict(values)})
+        self.save()
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        self.lines += [{"step": step, "table": name} for name in tables]
+        self.save()
+
+    def flush(self) -> None:
+        self.save()
+
+    def state(self) -> State:
+        return {"id": self.identity}
+
+    def close(self, status: str) -> None:
+        self.write = self.flush = lambda *_: None  # type: ignore[method-assign]
+
+
+class KeepsLaterSteps(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        kept = json.dumps([]) if not run.resumed_step else (run.directory / "log").read_text()
+        super().open(run, state)
+        if run.resumed_step:
+            self.path.write_text(kept)
+            self.lines = self.read()
+        return self
+
+
+class CutsOneStepTooMany(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        super().open(run, state)
+        self.lines = [line for line in self.lines if line["step"] < run.resumed_step]
+        self.save()
+        return self
+
+
+class AlwaysStartsAnew(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        super().open(run, state)
+        self.lines = []
+        self.save()
+        return self
+
+
+class NeverStartsAnew(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        before = (run.directory / "log").exists() and not run.resumed_step
+        self.path = run.directory / "log"
+        kept = self.read() if before else []
+        super().open(run, state)
+        self.lines = kept + self.lines
+        self.save()
+        return self
+
+
+class ForgetsTheRunsIdentity(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        super().open(run, None)
+        self.identity = f"run-{time.monotonic_ns()}"
+        return self
+
+
+class RefusesNan(Tracker):
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        json.dumps(values, allow_nan=False)
+        super().write(step, values)
+
+
+class KeepsTheMapping(Tracker):
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self.lines.append({"step": step, "values": values})
+
+
+class FlushesNothing(Tracker):
+    def save(self) -> None:
+        if not getattr(self, "lines", None) or getattr(self, "closing", False):
+            super().save()
+
+    def close(self, status: str) -> None:
+        self.closing = True
+        self.save()
+        super().close(status)
+
+
+class WritesAfterClose(Tracker):
+    def close(self, status: str) -> None:
+        pass
+
+
+class StateIsNoJson(Tracker):
+    def state(self) -> State:
+        return {"id": self.path}  # type: ignore[dict-item]
+
+
+class ExitsOnFailure(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        try:
+            return super().open(run, state)
+        except OSError as error:
+            raise SystemExit("the backend is gone") from error
+
+
+class WaitsForever(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        try:
+            return super().open(run, state)
+        except OSError:
+            time.sleep(0.4)
+            raise
+
+
+class ChangesTables(Tracker):
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        for table in tables.values():
+            table.values.nan_to_num_()
+        super().write_tables(step, tables)
+
+
+class ChangesValues(Tracker):
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        super().write(step, {name.replace("/", "_"): value for name, value in values.items()})
+        if isinstance(values, dict):
+            values["step"] = step
+
+
+class Sound(TrackerSuite):
+    target = "faulty"
+    patience = 0.3
+    made_of: type[Tracker] = Tracker
+
+    def build(self, *arguments: Any, **fields: Any) -> Tracker:
+        return self.made_of(**fields)
+
+    def logged(self, directory: Path) -> Mapping[int, Mapping[str, float | None]]:
+        found: dict[int, dict[str, Any]] = {}
+        for line in _lines(directory):
+            if "values" in line:
+                found.setdefault(line["step"], {}).update(line["values"])
+        return found
+
+    def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]]:
+        found: dict[int, list[str]] = {}
+        for line in _lines(directory):
+            if "table" in line:
+                found.setdefault(line["step"], []).append(line["table"])
+        return found
+
+
+def _lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "log").read_text().splitlines()]
+
+
+FAULTS = {
+    "keeps steps after the checkpoint": ({"made_of": KeepsLaterSteps}, ""),
+    "cuts one step too many": ({"made_of": CutsOneStepTooMany}, "remove entries after RunInfo.resumed_step"),
+    "always starts anew": ({"made_of": AlwaysStartsAnew}, "remove entries after RunInfo.resumed_step"),
+    "never starts anew": ({"made_of": NeverStartsAnew}, "starts anew"),
+    "forgets the run's identity": ({"made_of": ForgetsTheRunsIdentity}, "continue the run whose state"),
+    "refuses NaN": ({"made_of": RefusesNan}, "failed and is switched off"),
+    "keeps the mapping it was given": ({"made_of": KeepsTheMapping}, "logged are"),
+    "flush keeps nothing": ({"made_of": FlushesNothing}, "write buffers out"),
+    "writes after close": ({"made_of": WritesAfterClose}, "after close(), writes change"),
+    "state is no JSON": ({"made_of": StateIsNoJson}, ""),
+    "exits where the backend fails": ({"made_of": ExitsOnFailure}, "ends the training with SystemExit"),
+    "waits for a backend that fails": ({"made_of": WaitsForever}, "training waits meanwhile"),
+    "changes tables": ({"made_of": ChangesTables}, "changes the table"),
+    "changes values": ({"made_of": ChangesValues}, "changes the values it is given"),
+}

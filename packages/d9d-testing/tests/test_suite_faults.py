@@ -1,0 +1,68 @@
+"""The suites pass what is sound, catch what is not, and the table in the README says so."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).parents[3] / "tools" / "suite_faults.py"
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("suite_faults", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["suite_faults"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(*kinds: str) -> None:
+    done = subprocess.run([sys.executable, str(TOOL), "--check", *kinds], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
+
+
+def test_faults_are_caught_by_the_suites_of_their_kind(tool: ModuleType) -> None:
+    """All that need not start many processes."""
+    present = [
+        kind
+        for kind in tool.KINDS
+        if kind not in tool.LONG and (kind not in tool.NEEDS or importlib.util.find_spec(tool.NEEDS[kind]))
+    ]
+    assert len(present) >= 10
+    check(*present)
+
+
+@pytest.mark.slow
+def test_the_whole_table_is_that_of_the_readme(tool: ModuleType) -> None:
+    for kind, package in tool.NEEDS.items():
+        pytest.importorskip(package, reason=f"the suite of {kind} is tested with it")
+    check()
+
+
+def test_every_suite_has_faults(tool: ModuleType) -> None:
+    suites = {suite.__mro__[1].__name__ for suite, _, _ in tool.faults(list(tool.KINDS)).values()}
+    folder = Path(tool.ROOT) / "packages" / "d9d-testing" / "src" / "d9d_testing" / "suites"
+    written = {
+        line.removeprefix("class ").partition("(")[0].partition(":")[0]
+        for file in (*folder.glob("*.py"), *folder.glob("moe/*.py"))
+        for line in file.read_text().splitlines()
+        if line.startswith("class ") and line.rstrip(":").partition("(")[0].endswith("Suite")
+    }
+    assert written - suites == {"PluginSuite"}  # tested in test_plugin_suite.py, in processes of its own
+
+
+def test_a_sound_implementation_that_fails_and_a_fault_that_passes_are_noticed(tool: ModuleType) -> None:
+    recorder = tool.Recorder()
+    recorder.failures["TestMetrics00"] = ("test_a", "E   wrong")
+    everything, missed, problems = tool.judge(["metrics"], recorder)
+    assert missed == everything
+    assert problems == ["metrics: the sound one fails test_a:\nE   wrong"]
+    assert "| metrics | 15 | 0 |" in tool.table(everything, missed)

@@ -1,0 +1,57 @@
+"""Optimizers and learning-rate schedules keep what holds for every one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+from d9d_testing.suites.lr_schedule import LrScheduleSuite
+from d9d_testing.suites.optimizer import OptimizerSuite
+
+
+class TestAdamW(OptimizerSuite):
+    target = "adamw"
+
+
+class TestAdamWWithGroups(OptimizerSuite):
+    target = "adamw"
+    config: ClassVar = {"lr": 0.01, "state_dtype": "float32", "groups": [{"match": "embed.*", "lr_scale": 0.1}]}
+
+
+class TestSGD(OptimizerSuite):
+    target = "sgd"
+    config: ClassVar = {"lr": 0.1, "weight_decay": 0.01}
+
+
+class TestSGDWithMomentum(OptimizerSuite):
+    target = "sgd"
+    config: ClassVar = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
+
+
+@pytest.mark.gpu
+class TestAdamWOnCuda(TestAdamWWithGroups):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestSGDOnCuda(TestSGD):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestSGDWithMomentumOnCuda(TestSGDWithMomentum):
+    device = "cuda"
+
+
+class TestConstant(LrScheduleSuite):
+    target = "constant"
+
+
+class TestCosine(LrScheduleSuite):
+    target = "cosine"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestPiecewise(LrScheduleSuite):
+    target = "piecewise"
+    config: ClassVar = {"phases": [{"steps": 5, "to": 1.0}, {"until": 0.5, "to": 1.0}, {"to": 0.1, "curve": "poly"}]}

@@ -1,0 +1,28 @@
+"""The table of options says what the command line really takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def check() -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/option_table.py", "--check"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_table_of_options_is_up_to_date() -> None:
+    done = check()
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_says_that_verify_takes_overrides_and_that_diff_takes_no_plugins() -> None:
+    page = (ROOT / "packages/d9d-core/README.md").read_text()
+    rows = page.partition("<!-- options: begin")[2].partition("<!-- options: end")[0].splitlines()
+    (overrides,) = [row for row in rows if row.startswith("| `--set FIELD=VALUE`")]
+    (plugin,) = [row for row in rows if row.startswith("| `--plugin FILE`")]
+    assert "`verify`" in overrides
+    assert "all but `state diff`" in plugin

@@ -1,0 +1,147 @@
+"""``d9d new plugin``: every kind installs, passes its suite and trains, as its README says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import PluginError
+from d9d_core.scaffold.kinds import KINDS
+from d9d_core.scaffold.package import plugin_files, write_plugin
+
+ROOT = Path(__file__).parents[1]
+HOOKS_WITHOUT_TEMPLATE = {"d9d_views", "d9d_health_checks", "d9d_job_checks", "d9d_commands", "d9d_capabilities"}
+
+
+def name_of(kind: str) -> str:
+    return f"acme-{kind.replace('_', '-')}"
+
+
+@pytest.fixture(scope="module")
+def scaffolds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a package of each kind."""
+    directory = tmp_path_factory.mktemp("scaffolds")
+    for kind in KINDS:
+        write_plugin(directory / name_of(kind), name_of(kind), kind)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def installed(scaffolds: Path) -> dict[str, str]:
+    """Environment of a Python in which all of them are installed, from wheels, beside the packages of this one."""
+    wheels, site = scaffolds / "wheels", scaffolds / "site"
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "UV_PYTHON")}
+    for kind in KINDS:
+        command = ["uv", "build", "--quiet", "--wheel", "--out-dir", str(wheels), str(scaffolds / name_of(kind))]
+        subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+    paths = [str(wheel) for wheel in sorted(wheels.glob("*.whl"))]
+    command = [
+        "uv",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--python",
+        sys.executable,
+        "--target",
+        str(site),
+        *paths,
+    ]
+    subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
+    return {**environ, "PYTHONPATH": str(site)}
+
+
+def test_there_is_a_template_of_every_kind_that_a_job_file_selects() -> None:
+    from d9d_core.plugin import KINDS as HOOKS
+
+    assert {kind.hook for kind in KINDS.values()} == {hook.hook for hook in HOOKS} - HOOKS_WITHOUT_TEMPLATE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scaffold_is_complete_and_small(kind: str) -> None:
+    files = plugin_files("Acme-Thing", kind)
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "job.yaml",
+        "src/acme_thing/plugin.py",
+        "src/acme_thing/py.typed",
+    } <= files.keys()
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    assert project["entry-points"]["d9d"] == {"acme_thing": "acme_thing.plugin"}
+    for path, text in files.items():
+        assert "$" not in text, path
+        if path.endswith(".py"):
+            ast.parse(text)
+            assert max(map(len, text.splitlines()), default=0) <= 120, path
+    assert "Ref(" in files["src/acme_thing/plugin.py"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "complaint"),
+    [
+        ("acme", "metrics", "--kind metrics: there is no template of that kind; kinds: metric, tracker"),
+        ("9lives", "metric", "'9lives' is no name of a package"),
+        ("d9d-mine", "metric", "names that begin with d9d- are those of first-party packages"),
+    ],
+)
+def test_what_cannot_be_scaffolded_is_refused(tmp_path: Path, name: str, kind: str, complaint: str) -> None:
+    with pytest.raises(PluginError, match=re.escape(complaint)):
+        write_plugin(tmp_path / "new", name, kind)
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(PluginError, match="is not empty"):
+        write_plugin(tmp_path, "acme", "metric")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_scaffolds_are_formatted_linted_and_typed(scaffolds: Path, installed: dict[str, str]) -> None:
+    sources = [str(scaffolds / name_of(kind)) for kind in KINDS]
+    config = ["--config", str(ROOT / "pyproject.toml")]
+    # As the configuration has it for our own tests.
+    tests = ["--extend-per-file-ignores", ",".join(f"test_*.py:{rule}" for rule in ("ARG", "D", "PLR", "S"))]
+    for command in (["ruff", "format", "--check", *config], ["ruff", "check", *config, *tests]):
+        done = subprocess.run([*command, *sources], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+    packages = [word for kind in KINDS for word in ("-p", name_of(kind).replace("-", "_"))]
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *packages]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=installed, cwd=scaffolds)
+    assert done.returncode == 0, done.stdout
+
+
+def test_every_kind_passes_its_suite(scaffolds: Path, installed: dict[str, str]) -> None:
+    tests = [str(scaffolds / name_of(kind) / "tests") for kind in KINDS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=installed, cwd=scaffolds)
+    assert done.returncode == 0, done.stdout
+
+
+TRAIN = """
+import os, sys
+from d9d_engine.api import Job
+for kind in sys.argv[1:]:
+    directory = f"acme-{kind.replace('_', '-')}"
+    os.chdir(directory)
+    outcome = Job.load("job.yaml", overrides=["steps=4", "logging.every=2"]).build(note=lambda text: None).train()
+    print(kind, outcome.status, outcome.step)
+    os.chdir("..")
+"""
+
+
+def test_every_kind_trains_with_its_job(scaffolds: Path, installed: dict[str, str]) -> None:
+    command = [sys.executable, "-c", TRAIN, *KINDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=installed, cwd=scaffolds)
+    assert done.returncode == 0, done.stderr
+    for kind in KINDS:
+        assert f"{kind} finished 4" in done.stdout
+    assert (scaffolds / "acme-tracker/runs/acme_tracker/acme_tracker.csv").exists()
+    assert (scaffolds / "acme-subscriber/runs/acme_subscriber/acme_subscriber.jsonl").exists()
