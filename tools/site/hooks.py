@@ -83,7 +83,7 @@ def linked_sources(root: Path, origins: Any) -> set[str]:
         for link, _ in _LINK.findall(_FENCE.sub("", (root / origin).read_text("utf-8")))
         if not is_foreign(link)
         and page_of(path := posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))) is None
-        and (root / path).is_file()
+        and (root / path).exists()
     }
 
 
@@ -93,9 +93,12 @@ def is_foreign(link: str) -> bool:
 
 
 def as_page(root: Path, path: str) -> str:
-    """A file of the repository as a page."""
+    """A file of the repository, or the list of files of a directory, as a page."""
     language = _LANGUAGES.get(Path(path).suffix, "text")
     meta = "---\nsearch:\n  exclude: true\n---\n"
+    if (root / path).is_dir():
+        names = sorted(file.name for file in (root / path).iterdir() if file.is_file())
+        return f"{meta}# {path}\n\n" + "".join(f"- `{name}`\n" for name in names)
     return f"{meta}# {path}\n\n~~~~~~{language}\n{(root / path).read_text('utf-8')}~~~~~~\n"
 
 
