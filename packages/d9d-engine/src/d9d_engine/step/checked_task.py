@@ -18,7 +18,7 @@ Returned = TypeVar("Returned")
 
 
 class CheckedTask:
-    """The task as the loop sees it. Later calls of a method cost one look into a set.
+    """Task as the loop sees it: each method is checked on its first call, and later ones go straight to the task.
 
     Args:
         chosen: the task's record.
@@ -28,7 +28,6 @@ class CheckedTask:
     def __init__(self, chosen: Chosen, task: Task) -> None:
         self._chosen = chosen
         self._task = task
-        self._checked: set[str] = set()
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -41,28 +40,27 @@ class CheckedTask:
 
     def count(self, microbatch: Microbatch) -> int:
         """Tokens (or samples) of this microbatch."""
-        return self._once("count()", self._task.count(microbatch), self._check_count)
+        return self._checked("count", self._task.count(microbatch), self._check_count)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Term -> its weight in this microbatch."""
-        return self._once("weights()", self._task.weights(microbatch), self._check_terms)
+        return self._checked("weights", self._task.weights(microbatch), self._check_terms)
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """The keyword arguments of the model."""
-        return self._once("inputs()", self._task.inputs(microbatch), self._check_inputs)
+        """Keyword arguments of the model."""
+        return self._checked("inputs", self._task.inputs(microbatch), self._check_inputs)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Term -> its sum over this microbatch."""
-        return self._once("losses()", self._task.losses(outputs, microbatch), self._check_terms)
+        return self._checked("losses", self._task.losses(outputs, microbatch), self._check_terms)
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observation -> what metrics may look at."""
-        return self._once("observations()", self._task.observations(outputs, microbatch), self._check_observations)
+        """Observation -> detached tensor that metrics may read."""
+        return self._checked("observations", self._task.observations(outputs, microbatch), self._check_observations)
 
-    def _once(self, call: str, value: Returned, check: Callable[[str, object], None]) -> Returned:
-        if call not in self._checked:
-            check(call, value)
-            self._checked.add(call)
+    def _checked(self, method: str, value: Returned, check: Callable[[str, object], None]) -> Returned:
+        check(f"{method}()", value)
+        setattr(self, method, getattr(self._task, method))  # later calls go straight to the task
         return value
 
     def _check_count(self, call: str, value: object) -> None:
