@@ -119,7 +119,7 @@ def test_a_failing_export_leaves_the_model_too(tuned: Callable[..., Job]) -> Non
     trainer = quiet(run)
     trainer.train()
     before = bits(trainer.stage)
-    trainer.feed.stream.save_assets = lambda _directory: (_ for _ in ()).throw(CheckpointError("full"))  # type: ignore[method-assign]
+    trainer.prefetcher.stream.save_assets = lambda _directory: (_ for _ in ()).throw(CheckpointError("full"))  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="full"):
         trainer.export()  # type: ignore[misc]
     assert_identical(before, bits(trainer.stage))

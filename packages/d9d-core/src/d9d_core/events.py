@@ -228,6 +228,7 @@ class TrainingFailed:
     error: BaseException
 
 
+#: Types of all events, in the order in which a run emits them first.
 CATALOGUE: tuple[type[Any], ...] = (
     JobConfigured,
     DataReady,

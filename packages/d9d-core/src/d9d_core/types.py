@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 #: Tensors of one microbatch by name.
 Microbatch = Mapping[str, "Tensor"]
-#: The microbatches of one optimizer step, for one data-parallel rank.
+#: Microbatches of one optimizer step, for one data-parallel rank.
 Pack = Sequence[Microbatch]
-#: What JSON can hold; all state outside tensors.
+#: Value that JSON can hold.
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
+#: State outside of tensors, by name.
 State = Mapping[str, Json]
 
 

@@ -31,7 +31,7 @@ def keep_fsdp_gradients(root: FSDPModule) -> None:
     """
     for group in _fsdp_groups(root):
         for parameter in group.fsdp_params:
-            # Newer than 2.11: whole parameters say themselves in which format autograd adds up.
+            # Newer than 2.11: full parameters say themselves in which format autograd adds up.
             if hasattr(parameter, "to_accumulated_grad_if_needed") and hasattr(parameter, "_unsharded_param"):
                 # What the end of a backward does in 2.11, `FSDPParamGroup.post_backward` without reduction.
                 parameter.accumulate_unsharded_grad_if_needed()
@@ -81,7 +81,7 @@ def _with_grad_dtype(group: Any, init_mp_dtypes: Callable[[], None]) -> None:
 
 
 def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
-    # A unit that never ran a forward has no whole parameters yet, on any rank.
+    # A unit that never ran a forward has no full parameters yet, on any rank.
     if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
         return
     if group.reduce_grads:

@@ -112,11 +112,14 @@ def new_plugin(
     kind: Annotated[
         str,
         typer.Option(
+            metavar="KIND",
             help="metric, tracker, optimizer, lr_schedule, task, dataset, model, strategy, schedule, peft, kernel or "
-            "subscriber."
+            "subscriber.",
         ),
     ],
-    directory: Annotated[Path | None, typer.Option(help="Where to write it; by default ./NAME.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Where to write it; by default ./NAME.")
+    ] = None,
 ) -> None:
     """Write a complete plugin that works: declaration, implementation, tests with its conformance suite, and a job."""
     from d9d_core.cli.new import new_plugin as write

@@ -36,7 +36,7 @@ _PROTOCOLS: Mapping[str, type] = {
 
 
 def subject(chosen: Chosen) -> str:
-    """How messages call a component: its place in the job, its kind, its name and its distribution."""
+    """Name of a component in messages: its field in the job, its kind, its name and its distribution."""
     return f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
 
 

@@ -40,6 +40,7 @@ PROJECT = "d9d"
 API_VERSION = 1
 
 hookspec = pluggy.HookspecMarker(PROJECT)
+#: Marks the functions of a plugin.py that implement a hook.
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
@@ -60,6 +61,7 @@ class Kind:
     section: str | None
 
 
+#: Extension points: every kind of record, with its hook and its section of the job file.
 KINDS = (
     Kind("model", "d9d_models", records.ModelSpec, "model"),
     Kind("strategy", "d9d_strategies", records.StrategySpec, "parallel"),

@@ -77,6 +77,7 @@ class StepState:
     evaluated: Callable[[Mapping[str, Tensor], Microbatch], None] | None = None
 
 
+#: Runs an action of one type in a step.
 Handler = Callable[[Action, StepState], None]
 
 

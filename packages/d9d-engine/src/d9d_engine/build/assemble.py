@@ -40,7 +40,7 @@ class Assembly:
     Attributes:
         pipeline: all stages, and who runs them.
         stages: those of this rank by index, with all strategies applied.
-        whole: all stages of the model as one module; those of other ranks stay on the meta device.
+        full_model: all stages of the model as one module; those of other ranks stay on the meta device.
         outlines: all stages but the last, without strategies and on the meta device, to be asked what they hand on.
         kernels: what the ops run with.
         applied: each strategy and what it changed, in order of application.
@@ -54,7 +54,7 @@ class Assembly:
 
     pipeline: Pipeline
     stages: Mapping[int, nn.Module]
-    whole: nn.Module
+    full_model: nn.Module
     outlines: Sequence[nn.Module]
     kernels: Sequence[KernelChoice]
     applied: Sequence[tuple[Chosen, Applied]]
@@ -73,7 +73,7 @@ class Assembly:
     @property
     def all_stages(self) -> list[nn.Module]:
         """All stages of the model, in order."""
-        return list(self.whole.stages) if isinstance(self.whole, JoinedStages) else [self.whole]
+        return list(self.full_model.stages) if isinstance(self.full_model, JoinedStages) else [self.full_model]
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Trained parameters of the full model; those of other ranks stay on the meta device.
@@ -81,7 +81,7 @@ class Assembly:
         So the rules of an optimizer mean the same on every rank.
         """
         here = dict(self.model.named_parameters())
-        everything = {name: here.get(name, parameter) for name, parameter in self.whole.named_parameters()}
+        everything = {name: here.get(name, parameter) for name, parameter in self.full_model.named_parameters()}
         return {name: parameter for name, parameter in everything.items() if name in self.trainable}
 
     @property
@@ -104,7 +104,7 @@ class Assembly:
         holders: dict[str, int] = {}
         for host, stage in zip(self.pipeline.hosts, self.all_stages, strict=True):
             holders = dict.fromkeys(model_tensors(stage), host) | holders
-        return StageHolders(specs_of(model_tensors(self.whole)), holders, group, topology.device)
+        return StageHolders(specs_of(model_tensors(self.full_model)), holders, group, topology.device)
 
     def unsplittable(self) -> frozenset[str]:
         """Names of the modules whose backward cannot be split, because it recomputes or was compiled."""
@@ -116,7 +116,7 @@ class Assembly:
         )
 
 
-#: Anchors of strategies after which the backward of a module is one piece.
+#: Anchors of strategies after which the backward of a module cannot be split.
 _UNSPLITTABLE = ("checkpointing", "compile")
 
 
@@ -134,20 +134,20 @@ def assemble(
     """
     pipeline = plan_pipeline(job, selection)
     everything = build_stages(job, selection, pipeline)
-    whole = joined_stages(everything)
-    check_divisibility(whole, job.mesh.sizes())
+    full_model = joined_stages(everything)
+    check_divisibility(full_model, job.mesh.sizes())
     peft: PeftMethod | None = None
-    trainable = frozenset(name for name, parameter in whole.named_parameters() if parameter.requires_grad)
-    before = model_tensors(whole).keys()
+    trainable = frozenset(name for name, parameter in full_model.named_parameters() if parameter.requires_grad)
+    before = model_tensors(full_model).keys()
     if selection.peft and job.peft:
         peft = instantiate(selection.peft, job.peft)
         assert peft is not None
         with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
-            trainable = _inject(peft, selection.peft, whole)
+            trainable = _inject(peft, selection.peft, full_model)
         for stage in everything:  # each has its own copy of what several share
             for name, parameter in stage.named_parameters():
                 parameter.requires_grad_(name in trainable)
-    injected = frozenset(model_tensors(whole).keys() - before)
+    injected = frozenset(model_tensors(full_model).keys() - before)
     shared = shared_names(everything)
     stages = {index: everything[index] for index in pipeline.stages_of(topology.coordinate["pp"])}
     # What stages hand on must not depend on which rank asks, so strategies get no hold of these.
@@ -163,12 +163,12 @@ def assemble(
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
-    kernels = bind_kernels(whole, registry, job.kernels, topology.device.type, compute, judge.verdicts)
+    kernels = bind_kernels(full_model, registry, job.kernels, topology.device.type, compute, judge.verdicts)
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)
     return Assembly(
-        pipeline, stages, whole, outlines, kernels, applied, reducers, peft, trainable, ownership, shared, injected
+        pipeline, stages, full_model, outlines, kernels, applied, reducers, peft, trainable, ownership, shared, injected
     )
 
 

@@ -97,7 +97,7 @@ def build(
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
     beside_weights: Mapping[str, bytes] = {}
-    with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as pretrained:
+    with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as pretrained:
         for stage in assembly.stages.values():
             materialise(stage, assembly.on_host, job.seed, topology.device)
         model = assembly.model
@@ -111,7 +111,7 @@ def build(
     here = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
     share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
-    note(f"model: {sum(p.numel() for p in assembly.whole.parameters()):,} parameters on {topology.device}{share}")
+    note(f"model: {sum(p.numel() for p in assembly.full_model.parameters()):,} parameters on {topology.device}{share}")
 
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
@@ -126,7 +126,7 @@ def build(
         accumulate=accumulate,
         ties=ties,
     )
-    added = AuxiliaryLosses(assembly.stages, assembly.whole, task)
+    added = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
     tallies = Tallies(assembly.stages, data_ranks)
     interrupts = Interrupts()
     executor = Executor(
@@ -223,7 +223,7 @@ def _statistics(
     for chosen, config in selection.metrics:
         metrics[_unique(chosen, selection.metrics)] = instantiate(chosen, config)
     statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=group, device=topology.device)
-    statistics.attach(assembly.whole)
+    statistics.attach(assembly.full_model)
     for (chosen, _), metric in zip(selection.metrics, metrics.values(), strict=True):
         check_metric(chosen, metric)
     return statistics
@@ -262,7 +262,7 @@ def _tied(stage: nn.Module) -> dict[str, str]:
 
 
 def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]:
-    """What a microbatch draws depends on the step, its first sample's place in the batch and the stage, on no rank."""
+    """Seed the draws of a microbatch from the step, its first sample's position in the batch and the stage."""
     first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
 
     def seed(step: int, index: int, stage: int) -> int:
@@ -315,9 +315,9 @@ def _exporter(
     layout = spec.hugging_face.load()()
 
     def export() -> None:
-        with merged(assembly.peft, assembly.whole):
+        with merged(assembly.peft, assembly.full_model):
             tensors = model_tensors(assembly.model)
-            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.whole)))
+            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
             config = layout.config_json(job.model, job.precision.parameters)
             files = ModelFiles(config, beside_weights, stream.save_assets)
             writer = ModelWriter(job.run.directory / "model", graph.specs)

@@ -19,8 +19,8 @@ from d9d_engine.step.randomness import derive_seed, generators_kept
 def initialise(stage: nn.Module, seed: int, device: torch.device) -> None:
     """Fill all parameters and buffers of a stage on ``device``, each module from a seed of its own name.
 
-    A sharded parameter is drawn whole and cut, so every layout starts from the same values; no more than one module's
-    parameters are whole at a time.
+    A sharded parameter is drawn as a full tensor and cut, so every layout starts from the same values; no
+    more than one module's parameters are full at a time.
 
     Raises:
         BuildError: a module owns parameters but does not say how to fill them.
@@ -50,8 +50,8 @@ def _full_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
     own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
     sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
     for name, parameter in sharded.items():
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        own[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        own[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     try:
         yield
         for name, parameter in sharded.items():

@@ -82,11 +82,11 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         instantiate(chosen, config)
     metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
     assembly = assemble(job, selection, registry, topology, circumstances)
-    with pretrained_weights(job, selection, assembly.whole, assembly.injected, topology) as weights:
+    with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
     for chosen, metric in metrics:
         if isinstance(metric, StageMetric):
-            metric.attach(assembly.whole)
+            metric.attach(assembly.full_model)
         check_metric(chosen, metric)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
@@ -102,7 +102,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         selection=selection,
         verdicts=resolution.verdicts,
         assembly=assembly,
-        parameters=(sum(p.numel() for p in assembly.whole.parameters()), sum(p.numel() for p in trained.values())),
+        parameters=(sum(p.numel() for p in assembly.full_model.parameters()), sum(p.numel() for p in trained.values())),
         memory=memory,
         flops_per_token=_flops(job, selection),
         program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),

@@ -35,7 +35,7 @@ from torch.futures import Future
 from d9d_engine.checkpoint.manifest import VALUES, manifest_bytes, tensors_file
 
 #: Where a shard is: file, key in it, bytes of the file, checksum of the file.
-_Place = tuple[str, str, int, str]
+_Location = tuple[str, str, int, str]
 
 
 class ShardPlanner(SavePlanner):
@@ -146,8 +146,8 @@ class CheckpointWriter(StorageWriter):
             CheckpointError: a rank's file is not where this one looks for it.
         """
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-        places: list[_Place] = list(metadata.storage_data.values())
-        files = {file: Written(size, digest) for file, _, size, digest in places}
+        locations: list[_Location] = list(metadata.storage_data.values())
+        files = {file: Written(size, digest) for file, _, size, digest in locations}
         for file, written in files.items():
             if self._draft.size(file) != written.bytes:
                 raise CheckpointError(

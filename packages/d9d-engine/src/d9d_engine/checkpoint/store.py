@@ -6,7 +6,7 @@
         state.json                   data position, tracker runs, ...
 
 The tensor table lists, for each tensor, its global shape and the shards it consists of, so any layout of ranks can load
-what any other saved. What is there is there whole: a directory appears by one rename, and where there is none, the
+what any other saved. A checkpoint is complete or absent: a directory appears by a rename, and where there is none, the
 manifest makes the checkpoint exist. A file damaged later is found by its checksum.
 """
 

@@ -157,7 +157,7 @@ def _described(
         raise CheckpointError(f"{tensors.location} does not say which model it is of: no job saved it")
     if job.get("peft") or tensors.manifest.get("left_out"):
         raise CheckpointError(
-            f"{tensors.location} is of a fine-tuning run and holds no whole model: "
+            f"{tensors.location} is of a fine-tuning run and holds no full model: "
             "resume the run with export: true, which merges and writes it"
         )
     layout, model = _model_of(job, registry, tensors.location)

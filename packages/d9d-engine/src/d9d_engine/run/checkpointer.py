@@ -56,7 +56,7 @@ def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
     """Open the checkpoint store that the job asks for. Collective over all ranks.
 
     Raises:
-        CheckpointError: the place cannot be written.
+        CheckpointError: the directory cannot be written.
         JobError: the best checkpoint is chosen by something that is never logged.
     """
     wanted = job.checkpoint.best

@@ -18,20 +18,20 @@ class AuxiliaryLosses:
 
     Args:
         stages: those of this rank, materialised, by index.
-        whole: the whole model, on any device: all ranks have to agree about the terms.
+        model: the full model, on any device: all ranks have to agree about the terms.
         task: makes the model's inputs, whose shapes are the weights of these terms, and has terms of its own.
 
     Raises:
         BuildError: two modules mean different things by one term, or a module and the task share a name.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], whole: nn.Module, task: Task) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], model: nn.Module, task: Task) -> None:
         self._task = task
         self._modules: dict[int, list[AddsLosses]] = {
             index: list(modules_with(stage, AddsLosses).values()) for index, stage in stages.items()
         }
         self.terms: dict[str, LossTerm] = {}
-        for name, module in whole.named_modules():
+        for name, module in model.named_modules():
             if not isinstance(module, AddsLosses):
                 continue
             for term, meant in module.loss_terms().items():

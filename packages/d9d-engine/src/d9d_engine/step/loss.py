@@ -16,7 +16,7 @@ from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
 class LossScale:
     """Scale of each loss sum, so that gradients need no scaling pass.
 
-    A term's factor is its coefficient over its weight in the whole pack. A term without weight gets the factor zero.
+    A term's factor is its coefficient over its weight in all ranks' packs. A term without weight gets the factor zero.
 
     Args:
         task: declares the terms and their weights.
@@ -30,7 +30,7 @@ class LossScale:
         self._group = group
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
-        """Factors of the terms: 1 / (weight in the pack of all ranks), 0-d float32 on the device; zero without weight.
+        """Factors of the terms: 1 / (weight in all ranks' packs), 0-d float32 on the device; zero without weight.
 
         Collective over the group.
         """

@@ -134,9 +134,9 @@ def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bo
     spanned = {"pp"}
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        place = mesh.get_coordinate()
-        assert place is not None
-        if any(placement.is_replicate() and at for placement, at in zip(parameter.placements, place, strict=True)):
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        if any(placement.is_replicate() and at for placement, at in zip(parameter.placements, coordinate, strict=True)):
             return False
         others = [grid.coordinate(rank) for rank in mesh.mesh.flatten().tolist()]
         spanned |= {axis for axis in own if any(other[axis] != own[axis] for other in others)}

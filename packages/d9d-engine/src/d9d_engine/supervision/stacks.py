@@ -37,7 +37,7 @@ class Doing:
 
 
 def doing(torch_home: Path, waited_for: threading.Thread | None = None) -> Doing:
-    """What the main thread does, or another one does for it: a collective of its backward, or what it waits for.
+    """Activity of the main thread, or of one that works for it: a collective of its backward, or what it waits for.
 
     Args:
         torch_home: the directory of the torch package.
@@ -59,19 +59,19 @@ def _doing(frame: FrameType, torch_home: Path) -> Doing:
     frames = list(traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False))  # innermost first
     inside = list(takewhile(lambda one: Path(one.filename).is_relative_to(torch_home), frames))
     caller = frames[min(len(inside), len(frames) - 1)]
-    place = f"{_short(caller.filename)}:{caller.lineno} ({caller.name})"
+    line = f"{_short(caller.filename)}:{caller.lineno} ({caller.name})"
     stack = "".join(traceback.StackSummary.from_list(frames[_SHOWN::-1]).format())
     distributed = [one.name for one in inside if Path(one.filename).is_relative_to(torch_home / "distributed")]
     if distributed:
         # The innermost function of torch.distributed is the collective, or what FSDP waits for.
         name = next((name for name in distributed if name not in _WRAPPERS), distributed[0])
-        return Doing(f"waits in {name}, called at {place}", True, stack)
+        return Doing(f"waits in {name}, called at {line}", True, stack)
     if inside:
-        return Doing(f"in torch's {inside[0].name}, called at {place}", False, stack)
+        return Doing(f"in torch's {inside[0].name}, called at {line}", False, stack)
     # What is implemented in C++ has no frame; only the line tells.
     if match := _WAITING.search(caller.line or ""):
-        return Doing(f"waits in {match[0]}...) at {place}", True, stack)
-    return Doing(f"not in a collective, but at {place}", False, stack)
+        return Doing(f"waits in {match[0]}...) at {line}", True, stack)
+    return Doing(f"not in a collective, but at {line}", False, stack)
 
 
 def _short(filename: str) -> str:

@@ -27,7 +27,7 @@ class Measurement:
         losses: of each step.
         grad_norms: of each step, as the step itself measured them.
         weights: the initial parameters, by name.
-        gradients: of each step, whole, after all reductions.
+        gradients: of each step, as full tensors, after all reductions.
         trained: the parameters after the last step, by name.
     """
 
@@ -101,7 +101,7 @@ class Witness:
         self.measurement.grad_norms.append(event.result.grad_norm.item())
 
     def _whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # Cloned: on a CPU, a whole tensor may be the very one that the next step overwrites.
+        # Cloned: on a CPU, a full tensor may be the very one that the next step overwrites.
         return {n: t.clone() for n, t in gathered(tensors, self._topology.is_main, self._stage_holders).items()}
 
 

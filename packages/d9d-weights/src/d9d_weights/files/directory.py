@@ -27,7 +27,7 @@ class OpenFile(Source, Protocol):
 
 
 class Directory(Protocol):
-    """A directory to read from. All methods raise :class:`CheckpointError` with the reason if it cannot be read."""
+    """Directory to read from. All methods raise :class:`~d9d_core.errors.CheckpointError` if it cannot be read."""
 
     def names(self) -> list[str]:
         """Names of the files directly in the directory, sorted."""

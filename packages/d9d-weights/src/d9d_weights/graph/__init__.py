@@ -1,8 +1,8 @@
 """State graphs: how the tensors of one checkpoint layout become those of another.
 
-A :class:`Mapper` is a description, composed of elementary ones. Bound to the names and shapes of a checkpoint it
-becomes a :class:`StateGraph`, which knows before any tensor is read what each output consists of, which outputs belong
-together and in which order they come. Most mappers invert by themselves::
+A :class:`~d9d_weights.graph.base.Mapper` is a description, composed of elementary ones. Bound to names and shapes of a
+checkpoint it becomes a :class:`~d9d_weights.graph.graph.StateGraph`, which knows before any tensor is read what each
+output consists of, which outputs belong together and in which order they come. Most mappers invert by themselves::
 
     def from_hugging_face(layers: int) -> Mapper:
         return Parallel(

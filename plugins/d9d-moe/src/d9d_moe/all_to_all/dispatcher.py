@@ -30,7 +30,7 @@ class AllToAllDispatcher:
     take the same way. Sums have a fixed order, so the same input gives the same bits.
 
     Dispatch takes three collectives (sizes, labels, tokens), combine one, and the backward of both three. On a GPU the
-    host waits once for the sizes, in :meth:`~d9d_moe.dispatch.local.Transfer.wait` of the dispatch, so after what was
+    host waits once for the sizes, in :meth:`~d9d_core.extend.Transfer.wait` of the dispatch, so after what was
     launched in between; with ``Routing.limit`` sizes follow from shapes, rows are padded, and nothing waits.
 
     Args:

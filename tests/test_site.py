@@ -1,0 +1,216 @@
+"""The documentation site builds strictly, a dead link or an undocumented public name fails, and search works."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import http.server
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: What the site is built from.
+PARTS = (
+    "mkdocs.yml",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs",
+    "packages",
+    "plugins",
+    "examples",
+    "tools",
+)
+DECLARED = ("d9d_core.plugin", "d9d_core.extend", "d9d_weights", "d9d_engine.api", "d9d_engine.extend")
+
+
+def build(tree: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    done = build(ROOT, directory)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def test_every_page_is_there_with_its_content(site: Path) -> None:
+    first = (site / "index.html").read_text()
+    assert "What do you want to do?" in first
+    for page in ROOT.glob("docs/*.md"):
+        assert (site / f"{page.stem}.html").exists()
+    for readme in [*ROOT.glob("packages/*/README.md"), *ROOT.glob("plugins/*/README.md")]:
+        assert (site / readme.parent.parent.name / f"{readme.parent.name}.html").exists()
+    assert "--max-restarts" in (site / "packages/d9d-core.html").read_text()
+    assert "fsdp 4, ep 2, checkpointed" in (site / "layouts.html").read_text()
+
+
+@pytest.mark.parametrize("module", DECLARED)
+def test_the_reference_has_every_public_name(site: Path, module: str) -> None:
+    import importlib
+
+    text = (site / f"api/{module}.html").read_text()
+    names = importlib.import_module(module).__all__
+    assert [name for name in names if not re.search(rf"\b{name}\b", text)] == []
+    assert len(re.findall(r'class="doc doc-heading"', text)) > 2 or module == "d9d_engine.extend"
+
+
+def test_the_reference_has_every_suite(site: Path) -> None:
+    text = (site / "api/d9d_testing.suites.html").read_text()
+    files = (ROOT / "packages/d9d-testing/src/d9d_testing/suites").rglob("*.py")
+    suites = {name for file in files for name in re.findall(r"^class (\w+Suite)\b", file.read_text(), re.MULTILINE)}
+    assert suites >= {"PluginSuite", "ModelSuite"}
+    assert {name for name in suites if f'.{name}"' not in text} == set()
+
+
+def test_no_page_needs_another_host(site: Path) -> None:
+    fetched = re.compile(r'(?:<(?:script|img|iframe)\b[^>]*\bsrc|<link\b[^>]*\bhref)="?(https?:[^">\s]+)')
+    assert {url for page in site.rglob("*.html") for url in fetched.findall(page.read_text())} == set()
+
+
+def test_dead_links_and_undocumented_names_fail(tmp_path: Path) -> None:
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        ignored = {"ignore": shutil.ignore_patterns("__pycache__", "tests")} if (ROOT / part).is_dir() else {}
+        copy(ROOT / part, tmp_path / part, **ignored)
+    with (tmp_path / "docs/launching.md").open("a") as page:
+        page.write("\n[a](nowhere.md) [b](../packages/d9d-core/src/nothing.py) [c](checkpoints.md#no-such-title)\n")
+    with (tmp_path / "plugins/d9d-optim/README.md").open("a") as page:
+        page.write("\n[d](../../docs/gone.md)\n\n```text\n[e](in-a-fence.md)\n```\n")
+    plugin = tmp_path / "packages/d9d-core/src/d9d_core/extend.py"
+    added = [
+        "class Bare:\n    pass\n",
+        'class Half:\n    """Half."""\n\n    def method(self) -> None: ...\n',
+        '__all__ = ["Bare", "Half",',
+    ]
+    plugin.write_text(plugin.read_text().replace("__all__ = [", "\n\n".join(added)))
+
+    done = build(tmp_path, tmp_path / "site")
+
+    assert done.returncode == 1
+    for message in (
+        "docs/launching.md: the link nowhere.md leads nowhere",
+        "docs/launching.md: the link ../packages/d9d-core/src/nothing.py leads nowhere",
+        "no-such-title",
+        "plugins/d9d-optim/README.md: the link ../../docs/gone.md leads nowhere",
+        "d9d_core.extend: the public name d9d_core.extend.Bare has no docstring",
+        "d9d_core.extend: the public name d9d_core.extend.Half.method has no docstring",
+    ):
+        assert message in done.stderr, done.stderr
+    assert "in-a-fence" not in done.stderr
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------------
+
+
+class Browser:
+    """A page of headless Chromium, driven through its debugging pipe."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
+        self._numbers = itertools.count(1)
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
+        self._write.write(json.dumps(message).encode() + b"\0")
+        self._write.flush()
+        while True:
+            answer = json.loads(b"".join(iter(lambda: self._read.read(1), b"\0")))
+            if answer.get("id") == number:
+                assert "error" not in answer, answer
+                result: dict[str, Any] = answer["result"]
+                return result
+
+    def open(self, url: str) -> None:
+        self.send("Page.navigate", self._session, url=url)
+
+    def evaluate(self, expression: str) -> Any:
+        return self.send("Runtime.evaluate", self._session, expression=expression)["result"].get("value")
+
+    def wait_for(self, expression: str, seconds: float = 60) -> Any:
+        end = time.monotonic() + seconds
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() < end, f"never true: {expression}"
+            time.sleep(0.1)
+        return value
+
+    def close(self) -> None:
+        for pipe in (self._read, self._write):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def screenshot(self) -> bytes:
+        return base64.b64decode(self.send("Page.captureScreenshot", self._session)["data"])
+
+
+@contextlib.contextmanager
+def chromium(program: str, profile: Path) -> Iterator[Browser]:
+    from_browser, to_us = os.pipe()
+    from_us, to_browser = os.pipe()
+    options = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --window-size=1400,1000"
+    # Chromium reads from descriptor 3 and writes to 4.
+    command = f'exec "{program}" {options} --user-data-dir="{profile}" 3<&{from_us} 4>&{to_us}'
+    process = subprocess.Popen(["bash", "-c", command], pass_fds=(from_us, to_us), stderr=subprocess.DEVNULL)
+    os.close(from_us)
+    os.close(to_us)
+    try:
+        with contextlib.closing(Browser(from_browser, to_browser)) as browser:
+            yield browser
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def address(site: Path) -> Iterator[str]:
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    log_message: Callable[..., None] = lambda *_: None  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_site_and_its_search_finds_pages(address: str, tmp_path: Path) -> None:
+    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if program is None:
+        pytest.skip("no Chromium; with Debian: apt-get install chromium")
+    with chromium(program, tmp_path / "profile") as browser:
+        browser.open(f"{address}/index.html?q=checkpoint")
+        results = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href).join(' ')"
+        found = browser.wait_for(results)
+        assert "checkpoints.html" in found
+        searching = browser.screenshot()
+        browser.open(f"{address}/api/d9d_core.extend.html#d9d_core.protocols.task.Task")
+        assert browser.wait_for("document.querySelector('h3[id=\"d9d_core.protocols.task.Task\"]')?.innerText")
+        broken = "[...document.images].filter(image => image.complete && !image.naturalWidth).length"
+        assert browser.evaluate(broken) == 0
+        reference = browser.screenshot()
+    for name, picture in (("search", searching), ("reference", reference)):
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 20_000, "an empty page is smaller"
+        (tmp_path / f"{name}.png").write_bytes(picture)
