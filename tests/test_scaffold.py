@@ -63,6 +63,12 @@ def test_there_is_a_template_of_every_kind_that_a_job_file_selects() -> None:
     assert {kind.hook for kind in KINDS.values()} == {hook.hook for hook in HOOKS} - HOOKS_WITHOUT_TEMPLATE
 
 
+def test_the_documentation_quotes_the_templates() -> None:
+    command = [sys.executable, "tools/template_page.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scaffold_is_complete_and_small(kind: str) -> None:
     files = plugin_files("Acme-Thing", kind)
