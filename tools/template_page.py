@@ -2,6 +2,8 @@
 
 uv run python tools/template_page.py           write docs/plugin-templates.md
 uv run python tools/template_page.py --check   exit with 1 if it is out of date
+
+Readers see the same code that authors get.
 """
 
 from __future__ import annotations

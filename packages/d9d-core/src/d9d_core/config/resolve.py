@@ -18,7 +18,7 @@ Part = tuple[Chosen, PluginConfig]
 
 @dataclass(frozen=True)
 class Selection:
-    """Records behind a job's names.
+    """Records that the names of a job resolve to.
 
     Attributes:
         model, task, dataset, optimizer, lr_schedule, schedule, peft: one record each, where the job has one.
@@ -91,7 +91,7 @@ def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: 
 
 
 def select(job: JobConfig, registry: Registry) -> Selection:
-    """Look up every name of the job.
+    """Resolve every name of the job to its record.
 
     Raises:
         PluginError: a config object names a plugin that the registry does not have.
@@ -138,7 +138,7 @@ def check_capabilities(selection: Selection, registry: Registry, circumstances: 
 
 
 def check_parts(job: JobConfig, selection: Selection) -> None:
-    """Check that what the job asks for is possible with the components it names.
+    """Check that each mesh axis is used by a component of the resolved job, and that its model can be exported.
 
     Raises:
         JobError: a mesh axis has several ranks that would all do the same, the model cannot be exported, or a metric

@@ -21,7 +21,7 @@ _HEAVY = ("torch", "pydantic")
 
 
 class Collector:
-    """Collects the records of one plugin at a time, so that a broken one leaves nothing behind."""
+    """Collector of records, one plugin at a time, so that a broken one leaves nothing behind."""
 
     def __init__(self, known: KnownPlugins) -> None:
         self.known = known

@@ -13,7 +13,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True)
 class KnownPlugins:
-    """Table of names by kind, and the versions it was made with.
+    """Names that first-party packages offer, by kind, and the versions of these packages.
 
     Attributes:
         homes: kind -> name -> distribution.

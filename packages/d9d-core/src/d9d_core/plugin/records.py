@@ -37,7 +37,7 @@ def _tokens(value: Iterable[str], what: str = "capability tokens") -> frozenset[
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Base of all records.
+    """Base of the records that a plugin declares.
 
     Attributes:
         name: how a job file selects it: lower case, digits, underscores, optionally ``.v2``.

@@ -29,7 +29,7 @@ Channel = tuple[int, int]
 
 @dataclass
 class ProgramIndex:
-    """Index of all actions by number.
+    """Index of a program's actions by number, with what each waits for.
 
     Attributes:
         programs: of all ranks.

@@ -40,7 +40,7 @@ class Visit:
 
 @dataclass
 class StepState:
-    """State that the actions of one step share.
+    """State of one step that a program's actions share while a runner interprets them.
 
     Attributes:
         step: 0-based.
@@ -82,7 +82,7 @@ Handler = Callable[[Action, StepState], None]
 
 
 class StageRunner(Protocol):
-    """The interpreter of programs as handlers of further action types see it; the engine's executor implements it.
+    """Runner of a program's actions as handlers of further action types see it; the engine's executor implements it.
 
     Handlers take what :class:`StepState` holds and put into it what the next action needs.
     """

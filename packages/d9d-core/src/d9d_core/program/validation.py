@@ -31,7 +31,7 @@ def validate(
     training: bool = True,
     buffers: int | None = 1,
 ) -> list[str]:
-    """Problems of the programs of all ranks together, deadlocks included; an empty list if there are none.
+    """Validate the programs of all ranks together, deadlocks included: the problems, an empty list if there are none.
 
     Every stage runs each microbatch forward once and backward once, in one action or as gradients of inputs and then of
     weights, after what it depends on and on one rank, and reduces once, after its last gradients. What crosses ranks is

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 @contextmanager
 def merged(peft: PeftMethod | None, model: nn.Module) -> Iterator[None]:
-    """Have the model merged inside the block; afterwards it is what it was, so training goes on with its adapters.
+    """Merge a fine-tuning method into the model inside the block; afterwards training goes on with its adapters.
 
     A copy of a tensor is made in the host's memory when merging is about to write into it, of this rank's shard only.
 

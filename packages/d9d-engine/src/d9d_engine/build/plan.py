@@ -68,7 +68,7 @@ class Plan:
 
 
 def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances) -> Plan:
-    """Check everything that can be checked before anything is allocated.
+    """Plan a job: check everything that can be checked before anything is allocated.
 
     Raises:
         D9dError: the job cannot run; the text says why.

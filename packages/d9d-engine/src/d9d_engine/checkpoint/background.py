@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """Function in a thread of its own, which does not keep the process alive.
+    """Background thread of one function; it does not keep the process alive.
 
     Args:
         work: the function.

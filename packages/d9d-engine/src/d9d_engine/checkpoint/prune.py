@@ -26,7 +26,7 @@ def steps_in(storage: DirectoryStore) -> list[int]:
 
 
 class Pruner:
-    """Remover of old checkpoints, on one rank only.
+    """Pruner: removes old checkpoints, on one rank only.
 
     Args:
         storage: where they lie.

@@ -18,7 +18,7 @@ from d9d_engine.checkpoint.manifest import VALUES
 
 
 class Checkpoint:
-    """A complete, verified checkpoint.
+    """Saved checkpoint, complete and verified.
 
     Args:
         storage: where it lies.

@@ -178,7 +178,7 @@ def _model_of(job: Mapping[str, Any], registry: Registry, location: str) -> tupl
 
 
 def diff_states(left: str, right: str, tolerance: float, as_json: bool) -> bool:
-    """Print how two checkpoints differ; whether they agree.
+    """Print how the tensors of two checkpoints differ; returns whether they agree.
 
     Raises:
         CheckpointError: one cannot be read.

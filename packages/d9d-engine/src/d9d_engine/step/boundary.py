@@ -15,7 +15,7 @@ _Shapes = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 class Boundaries:
-    """Boundaries between stages, for microbatches of any shape.
+    """Boundary tensors between pipeline stages, for microbatches of any shape.
 
     Args:
         stages: all of the model but the last, on any device, equal on all ranks; with the trait ``PipelineStage``.

@@ -21,7 +21,7 @@ DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 
 @dataclass(frozen=True)
 class Ownership:
-    """Owners of all reductions.
+    """Ownership of gradient reductions: the owner of each parameter along each mesh axis.
 
     Attributes:
         owners: parameter -> axis (or dimension of its view) -> owner; only those with more than one rank.

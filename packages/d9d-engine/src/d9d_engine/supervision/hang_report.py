@@ -20,7 +20,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status that one rank publishes. Ranks with equal phase, step and ``where`` do the same.
+    """Status of a rank in a hang report. Ranks with equal phase, step and ``where`` do the same.
 
     Attributes:
         who: rank, coordinates and machine.
@@ -41,7 +41,7 @@ class Status:
 
 
 class Alarm:
-    """Alarm raised by a rank that is late and answered by all; that rank withdraws it, or ends the run.
+    """Alarm of a hang: raised by a rank that is late, answered by all; that rank withdraws it, or ends the run.
 
     Alarms are numbered; one that was withdrawn is followed by the next.
 
@@ -135,7 +135,7 @@ class Alarm:
 
 
 def report(answers: Mapping[int, Status], world_size: int, own: Status) -> str:
-    """Report what ranks do, the odd one out first, followed by its stack.
+    """Hang report: what the ranks do, the odd one out first, followed by its stack.
 
     Args:
         answers: rank -> status, of those that answered.

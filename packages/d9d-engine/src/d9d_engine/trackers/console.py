@@ -26,7 +26,7 @@ class ConsoleTracker:
 
 
 class ConsoleRun:
-    """An open console.
+    """Open run of the tracker ``console``.
 
     Args:
         total_steps: of the run.

@@ -28,7 +28,7 @@ class JsonlTracker:
 
 
 class JsonlRun:
-    """Open files of a run."""
+    """Open run of the tracker ``jsonl``: its files."""
 
     def __init__(self, run: RunInfo, picture: bool) -> None:
         self._run = run

@@ -33,7 +33,7 @@ from d9d_engine.job import Job
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a job over processes.
+    """Layout that is verified: a mesh, strategies and overrides of a job.
 
     Attributes:
         name: how people call it.

@@ -120,7 +120,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def scaling_from_hugging_face(
     parameters: Mapping[str, Any], max_positions: int
 ) -> LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | None:
-    """Read the scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
+    """Read the rope scaling from ``rope_parameters`` (before transformers 5: ``rope_scaling``) of a config.json.
 
     Args:
         parameters: that mapping, empty if there is none. A ``rope_theta`` in it is left to the caller.

@@ -17,7 +17,7 @@ from d9d_weights.files.failures import unreadable
 
 
 class LocalDirectory:
-    """A directory of this machine.
+    """Local directory of files.
 
     Args:
         path: of the directory.
@@ -46,7 +46,7 @@ class LocalDirectory:
 
 
 class LocalFile:
-    """A file that is read at a position given with each read, so threads do not wait for each other."""
+    """Local file that is read at a position given with each read, so threads do not wait for each other."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class LocalFile:
 
 
 class LocalDraft:
-    """Hidden directory beside the target that replaces it when it is complete.
+    """Local draft: a hidden directory beside the target that replaces it when it is complete.
 
     Args:
         target: replaced if it exists.
@@ -126,7 +126,7 @@ class LocalDraft:
 
 
 class LocalStore:
-    """A directory of directories on a file system with atomic renames.
+    """Local store of directories on a file system with atomic renames.
 
     Args:
         directory: created by :meth:`prepare` or by the first draft.

@@ -26,7 +26,7 @@ _DAMAGED = "damaged"
 
 
 class RemoteDirectory:
-    """Prefix of an object store, or any other address that fsspec reaches.
+    """Remote directory: a prefix of an object store, or any other address that fsspec reaches.
 
     Args:
         url: such as ``s3://bucket/model``.
@@ -60,7 +60,7 @@ class RemoteDirectory:
 
 
 class RemoteFile:
-    """A file with one position, so one thread reads at a time."""
+    """Remote file; it has one position, so one thread reads at a time."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file: Any = file
@@ -84,7 +84,7 @@ class RemoteFile:
 
 
 class RemoteDraft:
-    """Files under an address that mean nothing until the last one is there.
+    """Draft of a directory behind an fsspec address: its files mean nothing until the last one is there.
 
     Args:
         files: fsspec file system.
@@ -198,7 +198,7 @@ def remove_directory(files: Any, root: str) -> None:
 
 
 class RemoteStore:
-    """A prefix of an object store that holds directories.
+    """Remote store of directories below a prefix of an object store.
 
     Nobody can lock such a store. So whoever opens it last owns it, by a file with a random token, and whoever opened it
     before is told so before anything of theirs appears.

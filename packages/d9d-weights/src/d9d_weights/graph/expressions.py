@@ -31,7 +31,7 @@ class TensorSource(Protocol):
 
 
 class Value(ABC):
-    """A tensor that does not exist yet."""
+    """Expression for a tensor that is not computed yet."""
 
     spec: TensorSpec
 
@@ -205,7 +205,7 @@ class Sliced(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Value):
-    """Several values, one after the other along a dimension."""
+    """Expression of several values joined along a dimension."""
 
     of: tuple[Value, ...]
     dim: int
@@ -252,7 +252,7 @@ class Joined(Value):
 
 @dataclass(frozen=True, slots=True)
 class Converted(Unary):
-    """Value in another number format."""
+    """Expression of a value in another number format."""
 
     of: Value
     dtype: torch.dtype

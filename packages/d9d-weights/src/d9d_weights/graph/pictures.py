@@ -28,7 +28,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 @dataclass
 class Line:
-    """Line of outputs that differ in indices only.
+    """Line of a printed graph: outputs that differ in indices only.
 
     Attributes:
         value: the first of them.

@@ -38,7 +38,7 @@ def blocks(shape: Sequence[int], limit: int) -> Iterator[tuple[tuple[int, ...], 
 
 
 class BlockBuffer:
-    """A buffer for each thread, allocated when it first asks.
+    """Buffer for blocks of tensors, one for each thread, allocated when it first asks.
 
     Args:
         limit: bytes, enough for one element.

@@ -37,7 +37,7 @@ def convert(
     threads: int,
     on_bytes: Callable[[int], None],
 ) -> Sequence[str]:
-    """Write a graph's outputs as a model directory; returns its weight files.
+    """Convert a model: write a graph's outputs as a model directory; returns its weight files.
 
     At most ``threads`` outputs are in memory at a time, and what they are made of.
 

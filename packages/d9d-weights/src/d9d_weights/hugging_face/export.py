@@ -44,7 +44,7 @@ def export_model(
     group: dist.ProcessGroup | None = None,
     stage_holders: StageHolders | None = None,
 ) -> None:
-    """Compute the graph's outputs from tensors in memory and write them. Collective over ``group``.
+    """Export a model: compute a graph's outputs from tensors in memory and write them. Collective over ``group``.
 
     Each rank writes files of its own. Tensors are gathered one after the other, in the graph's order on every rank; no
     more than one group of outputs is in the host's memory at a time.

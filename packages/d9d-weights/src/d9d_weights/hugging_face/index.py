@@ -33,7 +33,7 @@ def read_object(file: str, content: bytes) -> dict[str, Any]:
 
 
 def weight_map(file: str, content: bytes, names: Iterable[str]) -> dict[str, str]:
-    """Read the table of an index, whose files all exist.
+    """Read the weight map of an index file, whose weight files all exist.
 
     Args:
         file: what errors call the index.

@@ -32,7 +32,7 @@ def load_tensors(
     group: dist.ProcessGroup | None = None,
     on_bytes: Callable[[int], None] = lambda _count: None,
 ) -> None:
-    """Fill each target with the graph's output of its name, converted to its dtype.
+    """Load tensors: fill each target with the graph's output of its name, converted to its dtype.
 
     The host's memory holds no more than the source's buffers, one for each thread, unless the graph computes something
     from full tensors.

@@ -12,7 +12,7 @@ from d9d_weights.hugging_face.layout import WEIGHTS
 
 
 def plan_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Assign tensors to files one after the other, in the order given.
+    """Plan the weight files of a model: assign tensors to files one after the other, in the order given.
 
     Args:
         specs: the tensors of a model.

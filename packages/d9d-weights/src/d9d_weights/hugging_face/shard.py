@@ -15,7 +15,7 @@ from d9d_weights.hugging_face.layout import some
 
 
 class ShardWriter:
-    """Writer of a file whose tensors come in any order. For one thread.
+    """Writer of one shard file, whose tensors come in any order. For one thread.
 
     Args:
         file: empty, can be positioned.

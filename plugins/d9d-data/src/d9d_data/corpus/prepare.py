@@ -28,7 +28,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One split of a prepared corpus.
+    """Prepared corpus, one split of it: tokens and where documents begin.
 
     Attributes:
         tokens: [N] token ids, memory-mapped.

@@ -34,7 +34,7 @@ class Document(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileDocument:
-    """Document of a UTF-8 file."""
+    """Source document: the text of a UTF-8 file."""
 
     path: Path
 
@@ -76,7 +76,7 @@ class FileDocument:
 
 @dataclass(frozen=True, slots=True)
 class LineDocument:
-    """Document of one line of a ``.jsonl`` file: a JSON object with the text in its field ``text``.
+    """Source document in one line of a ``.jsonl`` file: a JSON object with the text in its field ``text``.
 
     Attributes:
         path: the file.

@@ -113,7 +113,7 @@ class PendingDispatch:
 
 
 class PendingCombine:
-    """Combine that was started."""
+    """Combine that an all-to-all dispatcher has started."""
 
     __slots__ = ("_exchange", "_group", "_handle", "_pending")
 

@@ -34,7 +34,7 @@ class Sizes:
 
 
 class PendingRows:
-    """Rows in flight. Neither what leaves nor what arrives may be touched before :meth:`wait`.
+    """Pending rows of an all-to-all: neither what is sent nor what is received may be touched before :meth:`wait`.
 
     Args:
         leaving: kept alive until then.

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Plan:
-    """Make a plan from shapes and device values alone; the host reads nothing.
+    """Make the plan of an all-to-all dispatch from shapes and device values alone; the host reads nothing.
 
     Args:
         indices: int64 [T, k], experts, or their number for nobody.

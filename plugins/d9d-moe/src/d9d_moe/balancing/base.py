@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
 @runtime_checkable
 class BalancingLoss(Protocol):
-    """Loss term of a router."""
+    """Balancing loss of a router: its contract."""
 
     @property
     def term(self) -> str:

@@ -36,7 +36,7 @@ def as_arrived(arrived: Tensors, _saved: Tensors) -> Tensors:
 
 
 class AsyncExchange:
-    """Exchange of tensors, and the computation of their gradients from what comes back.
+    """Asynchronous exchange of tensors, and of their gradients in the backward.
 
     Args:
         tensors: tensors that may have gradients.

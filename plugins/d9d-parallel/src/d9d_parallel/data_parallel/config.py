@@ -11,7 +11,7 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class DataParallelConfig(PluginConfig):
-    """Shared fields of all three strategies."""
+    """Shared fields of the data-parallel strategies ``replicate``, ``fsdp`` and ``hsdp``."""
 
     compute_dtype: Dtype | None = None
     """Format of parameters and inputs in forward and backward; that of ``precision.parameters`` if absent."""

@@ -18,7 +18,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one schedule in a comparison.
+    """Row of the report on schedules: the result of one of them.
 
     Attributes:
         name: name of the schedule.

@@ -17,7 +17,7 @@ from d9d_core.extend import (
 
 
 def live(program: Program, weights: Sequence[float], training: bool = True) -> float:
-    """Most activations held at a time.
+    """Peak memory of a simulated step: most activations held at a time.
 
     They are held from a forward to the end of its backward, or of its weight gradients if those come apart; without
     training, while the forward runs.
