@@ -97,7 +97,7 @@ class HasExperts(Protocol):
 
 
 class Routing(Protocol):
-    """Experts that a router chose for the tokens of a microbatch: T tokens, E experts, k experts of a token."""
+    """Protocol, beside the trait of experts, of a routing: T tokens, E experts, k experts of a token."""
 
     @property
     def indices(self) -> Tensor:

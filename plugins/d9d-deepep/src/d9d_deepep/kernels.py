@@ -32,7 +32,7 @@ class PendingTensors:
 
 
 class Handle:
-    """DeepEP's handle of a dispatch, a tuple that only the library understands.
+    """Handle of a dispatch by DeepEP's kernels, a tuple that only the library understands.
 
     Its tensors can be taken out, so that autograd saves them, and put in again.
 

@@ -23,7 +23,7 @@ from d9d_qwen3.stages import layers_of
 
 
 class Qwen3Backbone(nn.Module):
-    """Layers of one pipeline stage, with the embedding on the first and the final norm on the last.
+    """Backbone of one pipeline stage: its layers, the embedding on the first and the final norm on the last.
 
     Layers are keyed by their index in the whole model, so parameter names do not depend on the stages.
 

@@ -15,7 +15,7 @@ from d9d_qwen3.presets import Presets, fill, sizes_or_preset
 
 
 class Qwen3Base(ModelConfig):
-    """Fields of attention, embeddings, norms and heads; each model adds its feed-forward layers."""
+    """Base config: fields of attention, embeddings, norms and heads; each model adds its feed-forward layers."""
 
     model_config = ConfigDict(json_schema_extra=sizes_or_preset)
 

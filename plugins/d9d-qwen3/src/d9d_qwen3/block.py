@@ -19,7 +19,7 @@ from d9d_qwen3.moe_config import AnyQwen3Config
 
 
 class Qwen3Block(nn.Module):
-    """Attention, then feed-forward, each normalised before and added to the residual stream.
+    """Block of attention, then feed-forward, each normalised before and added to the residual stream.
 
     Args:
         config: config of the whole model.

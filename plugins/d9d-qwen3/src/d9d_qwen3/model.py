@@ -14,7 +14,7 @@ from d9d_qwen3.moe_config import AnyQwen3Config
 
 
 class Qwen3(Qwen3Backbone):
-    """Backbone of one pipeline stage, with the heads on the last.
+    """Model of one pipeline stage: its backbone, and the heads on the last.
 
     Parameters are called ``embedding.weight``, ``layers.<index>...``, ``norm.weight`` and ``heads.<name>.weight``. A
     tied causal_lm head has none: it takes the embedding's. If that is on another stage, the last one has a copy, under

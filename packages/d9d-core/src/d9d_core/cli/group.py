@@ -23,7 +23,7 @@ from d9d_core.plugin.registry import Registry
 
 
 class PluginGroup(typer.core.TyperGroup):
-    """Commands of core, of the rest of the foundation, and of plugins. Those of the foundation always win."""
+    """Group of the commands of core, of the rest of the foundation, and of plugins; the foundation's always win."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names in the order in which help shows them; a name of several plugins with its distributions."""

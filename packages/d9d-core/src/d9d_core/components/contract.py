@@ -41,7 +41,7 @@ def subject(chosen: Chosen) -> str:
 
 
 def check_component(chosen: Chosen, component: object) -> None:
-    """Compare what a record's ``build`` returned with the protocol of its kind.
+    """Compare a component with its contract, the protocol of its kind.
 
     Raises:
         BuildError: it lacks a member, a method takes other arguments, or what it tells of itself is of another type.
@@ -182,7 +182,7 @@ def _check_subscriber(chosen: Chosen, subscriber: Any) -> None:
 
 
 def check_metric(chosen: Chosen, metric: Metric) -> None:
-    """Compare the state of a metric, which has seen the model if it wants to, with its reductions.
+    """Compare a metric with its contract: state, once it has seen the model, and reductions.
 
     Raises:
         BuildError: a reduction is unknown, or states and reductions differ.

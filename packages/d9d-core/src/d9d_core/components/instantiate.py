@@ -12,7 +12,7 @@ from d9d_core.plugin.records import ConfiguredSpec
 
 
 def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
-    """Call a record's ``build`` reference, and compare what it returns with the protocol of its kind.
+    """Instantiate a component: call its record's ``build`` reference, and check what it returns.
 
     Raises:
         BuildError: its module cannot be imported, it takes other arguments, or it builds something else.

@@ -42,7 +42,7 @@ def _bools_read(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Itera
 
 
 class Section(BaseModel):
-    """A frozen part of the job file that refuses unknown fields, and true and false where a number belongs."""
+    """Base of the job file's sections: frozen; refuses unknown fields, and true and false where a number belongs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 

@@ -18,7 +18,7 @@ from d9d_core.errors import JobError
 
 @dataclass(frozen=True)
 class Document:
-    """Values of a job file, and the line of each.
+    """Job file as a document: its values, and the line of each.
 
     Attributes:
         values: mappings, lists and scalars.

@@ -12,7 +12,7 @@ from d9d_core.plugin.ref import FOREIGN_FAILURES
 
 
 def load_config(entry: Entry) -> type[PluginConfig]:
-    """Load the config class of a record that has one.
+    """Look up the config class of a record that has one.
 
     Raises:
         PluginError: the reference does not load, or is no ``PluginConfig`` named like the record.

@@ -23,7 +23,7 @@ PLACEHOLDER = "x-d9d-kind"
 
 
 class Named:
-    """Resolves a bare name, or a mapping with ``name``, to the config of the record with that name.
+    """Open union of configs: a bare name, or a mapping with ``name``, becomes the config of the record of that name.
 
     Args:
         kind: the extension point, for example ``optimizer``.

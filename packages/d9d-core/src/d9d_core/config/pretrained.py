@@ -16,7 +16,7 @@ from d9d_core.plugin.ref import FOREIGN_FAILURES
 
 
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of the job file, and for all others those of the published model.
+    """Fields of a model with ``pretrained``: those of the job file, and for all others those of the published model.
 
     Args:
         entry: the model's record.

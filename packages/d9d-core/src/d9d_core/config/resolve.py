@@ -70,7 +70,7 @@ class Resolution:
 
 
 def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: Circumstances) -> Resolution:
-    """Look up the names of a job and make every check that needs no tensors; the one sequence of these checks.
+    """Resolve a job: look up its names and make every check that needs no tensors.
 
     Args:
         job: validated.

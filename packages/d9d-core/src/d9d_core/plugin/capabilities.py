@@ -104,7 +104,7 @@ def order(strategies: Iterable[Chosen]) -> list[Chosen]:
 
 
 class Judge:
-    """Judges records in the company of the chosen ones.
+    """Judge of the capabilities that records require, in the company of the chosen ones.
 
     Args:
         chosen: the records of the job.

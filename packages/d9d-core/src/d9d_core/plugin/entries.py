@@ -14,7 +14,7 @@ Record = Spec | CapabilitySpec
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a plugin: distribution or file, and version.
+    """Origin of a registry entry: distribution or file of the plugin, and version.
 
     Attributes:
         distribution: normalised name of the distribution, or the path of a single-file plugin.

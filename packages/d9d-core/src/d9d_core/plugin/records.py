@@ -121,7 +121,7 @@ class ModelSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class StrategySpec(ConfiguredSpec):
-    """A parallel strategy. ``build(config) -> Strategy``.
+    """Record of a parallel strategy. ``build(config) -> Strategy``.
 
     Attributes:
         anchor: the point in :data:`ANCHORS` it belongs to.
@@ -291,7 +291,7 @@ class ViewSpec(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class CapabilitySpec:
-    """A capability token of a plugin's own, so that it is not taken for a typing error.
+    """Record of a capability token of a plugin's own, so that it is not taken for a typing error.
 
     Attributes:
         token: ``namespace:word``. The namespace is the plugin's own, or ``model`` for something that models of several

@@ -29,7 +29,7 @@ from d9d_core.protocols.model import Stage
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Pipeline of a model: its stages, their ranks, and the programs that run them.
+    """Placement of a model's stages on pipeline ranks, and the programs that run them.
 
     Attributes:
         schedule: generates the programs.
@@ -74,7 +74,7 @@ class Pipeline:
 
 
 def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
-    """Plan the pipeline of a job's model; one stage by default.
+    """Plan the placement of the stages of a job's model; one stage by default.
 
     Raises:
         BuildError: the mesh has pipeline ranks, but the job names no schedule; the schedule is wrong; or it asks for

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A logged value with two dimensions, such as the load of each expert of each layer.
+    """Table of a metric: a logged value with two dimensions, such as the load of each expert of each layer.
 
     Attributes:
         values: [rows, columns]; NaN where there is nothing.
@@ -41,7 +41,7 @@ class Table:
 
 
 class Metric(Protocol):
-    """A statistic whose state can be merged over ranks and saved."""
+    """Protocol of a metric: a statistic whose state can be merged over ranks and saved."""
 
     @property
     def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:

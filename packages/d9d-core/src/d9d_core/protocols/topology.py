@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Topology(Protocol):
-    """Sizes of the mesh axes, this process's coordinates and device, and its device meshes and process groups.
+    """Protocol of the topology: mesh axes, this process's coordinates and device, its device meshes and groups.
 
     Groups exist once something asks for them, so all ranks ask for the same ones in the same order.
     """

@@ -35,7 +35,7 @@ from d9d_engine.step.ownership import Ownership, settle
 
 @dataclass(frozen=True)
 class Assembly:
-    """Stages of this rank on the meta device, with what the strategies did to them.
+    """Assembly of this rank's stages on the meta device, with what the strategies did to them.
 
     Attributes:
         pipeline: all stages, and who runs them.
@@ -123,7 +123,7 @@ _UNSPLITTABLE = ("checkpointing", "compile")
 def assemble(
     job: JobConfig, selection: Selection, registry: Registry, topology: Topology, circumstances: Circumstances
 ) -> Assembly:
-    """Build the stages, inject the fine-tuning method, apply strategies in the order of their anchors, bind kernels.
+    """Assemble the stages: build them, inject the fine-tuning method, apply strategies in order, bind kernels.
 
     Stages of other ranks are built on the meta device too: their names and shapes are what all ranks must agree about.
 
@@ -173,7 +173,7 @@ def assemble(
 
 
 def build_stages(job: JobConfig, selection: Selection, pipeline: Pipeline) -> list[nn.Module]:
-    """All stages of the model on the meta device, without strategies.
+    """Stages to assemble: all of the model, on the meta device, without strategies.
 
     Raises:
         BuildError: the model cannot be cut like that, or two stages have a tensor in common that is no parameter.

@@ -64,7 +64,7 @@ def build(
     note: Callable[[str], None],
     observers: Sequence[Subscriber] = (),
 ) -> Trainer:
-    """Build everything a run needs. Nothing is looked up by name afterwards. Collective over all ranks.
+    """Compose everything a run needs; nothing is looked up by name afterwards. Collective over all ranks.
 
     Args:
         job: validated.

@@ -49,7 +49,7 @@ def bind_kernels(
     dtype: str,
     judge: Judgement,
 ) -> list[KernelChoice]:
-    """Bind a backend to every op slot of the stage.
+    """Choose a kernel for every op slot of the stage and bind it.
 
     Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0.
 

@@ -31,7 +31,7 @@ from d9d_engine.run.progress import ByteBar
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Published weights, checked against the model.
+    """Pretrained weights, checked against the model.
 
     Attributes:
         directory: where they lie, opened.

@@ -116,7 +116,7 @@ class WindowPlanner(LoadPlanner):
 
 
 class WindowReader(StorageReader):
-    """Storage reader of windows of a checkpoint's files.
+    """Storage reader that loads windows of a checkpoint's files.
 
     Args:
         storage: where it lies.

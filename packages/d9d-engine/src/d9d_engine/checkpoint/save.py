@@ -101,7 +101,7 @@ class ShardPlanner(SavePlanner):
 
 
 class CheckpointWriter(StorageWriter):
-    """Storage writer of a checkpoint: one file per rank, then, on the first rank, the values and the manifest.
+    """Storage writer that saves a checkpoint: one file per rank, then, on the first rank, the values and the manifest.
 
     Args:
         draft: the folder to fill.

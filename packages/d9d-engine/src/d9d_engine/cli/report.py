@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def print_plan(job: Job, plan: Plan) -> None:
-    """Print the numbers of a plan."""
+    """Report the numbers of a plan."""
     from d9d_engine.cli.stages import pipeline_line  # imports torch, which a wrong job never needs
 
     console = console_for()
@@ -51,7 +51,7 @@ def print_plan(job: Job, plan: Plan) -> None:
 
 
 def print_explanation(job: Job, plan: Plan) -> None:
-    """Print where each component comes from, what was done with it, and why."""
+    """Report where each component of a plan comes from, what was done with it, and why."""
     from d9d_engine.cli.stages import pipeline_line, print_stages
 
     console = console_for()

@@ -20,7 +20,7 @@ from d9d_engine.supervision.watchdog import Watchdog
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the mesh axes, this process's coordinates, its device, and the groups it belongs to.
+    """Device meshes and process groups of this process, its coordinates on the mesh axes and its device.
 
     Groups exist once something asks for them; ranks that all build the same job ask in the same order. Two dimensions
     of two views that join the same ranks share one group.

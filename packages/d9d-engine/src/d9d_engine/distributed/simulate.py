@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def simulated_world(size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process rank ``rank`` of ``size`` inside the block. Collectives return at once, with nonsense.
+    """Simulate a world inside the block: this process is rank ``rank`` of ``size``, and collectives do nothing.
 
     Within a real world of that size the block changes nothing.
 

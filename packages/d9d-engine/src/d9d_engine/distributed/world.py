@@ -51,7 +51,7 @@ def joined(
     timeouts: Mapping[str, float],
     reporter: FailureReporter | None = None,
 ) -> Iterator[World]:
-    """Join a process group inside the block. Collective over all ranks.
+    """Join the world of all ranks inside the block, as a process group. Collective over all ranks.
 
     First the ranks compare what they are about to run; only then are communicators made. A default process group that
     exists already is used as it is, and left.

@@ -35,7 +35,7 @@ _OWN_KILL_SECONDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch of processes on this machine.
+    """Launch of processes on this machine by an elastic agent.
 
     Attributes:
         arguments: of the Python interpreter.
@@ -126,7 +126,7 @@ def _run_agent(launch: Launch, channel: Channel) -> Failure | None:
 
 
 def cause(failures: Mapping[int, ProcessFailure], name_of: Callable[[int], str]) -> Failure:
-    """Cause among failures: the one that led to the others.
+    """Cause among the failures that the agent saw: the one that led to the others.
 
     Args:
         failures: rank -> what the agent knows about it.

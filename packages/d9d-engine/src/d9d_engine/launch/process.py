@@ -73,7 +73,7 @@ class Process:
 
 @contextlib.contextmanager
 def running(env: ProcessEnv, environ: Mapping[str, str]) -> Iterator[Process]:
-    """Run a process of a job inside the block: an error that leaves it ends the process, and is reported once.
+    """Run as a launched process of a job inside the block: an error that leaves it ends the process, reported once.
 
     A process that nobody started as one of several just runs the block.
     """

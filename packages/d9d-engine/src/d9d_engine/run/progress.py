@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 class ProgressBar:
-    """Bar of steps done, loss, and the time that remains, on standard error if it is a terminal; else nothing.
+    """Progress bar of steps, loss, and the time that remains, on standard error if it is a terminal; else nothing.
 
     Args:
         total: steps of the whole run.
@@ -67,7 +67,7 @@ class ProgressBar:
 
 
 class ByteBar:
-    """Bar of the bytes of a long transfer, on standard error if it is a terminal; else nothing. Any thread may add.
+    """Progress bar of the bytes of a long transfer, on a terminal's standard error; else nothing. Any thread may add.
 
     Args:
         what: in a word.

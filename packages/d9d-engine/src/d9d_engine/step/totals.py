@@ -18,7 +18,7 @@ from d9d_engine.step.executor import StageLoss
 
 
 class Clipper:
-    """Clipper of gradients: measures the global norm and scales them down to ``max_norm``.
+    """Clipper of gradients and the step's totals: measures the global norm and scales gradients to ``max_norm``.
 
     Each rank takes the norm of its own part of every gradient. A part that several ranks hold is counted by the first
     of them only; so parameters on different meshes, sharded over several axes or over none add up, which torch's own

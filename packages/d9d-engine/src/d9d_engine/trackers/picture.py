@@ -15,7 +15,7 @@ class _Style(TypedDict, total=False):
 
 
 def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """Draw training and evaluation loss over steps, with the learning rate behind, as SVG.
+    """Draw a picture of training and evaluation loss over steps, with the learning rate behind, as SVG.
 
     Args:
         lines: logged values, each with ``step``; those without a loss are passed over.

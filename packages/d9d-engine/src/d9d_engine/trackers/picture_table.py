@@ -18,7 +18,7 @@ _PATHS = 1500
 
 
 def draw_table(history: TableHistory, path: Path, title: str) -> None:
-    """Draw the mean over the logged steps beside the last one, in the same colours, as SVG.
+    """Draw a picture of a table: its mean over the logged steps beside the last one, as SVG.
 
     With a neutral value, it is white, less is blue and more is red; cells without a value are grey.
     """

@@ -19,7 +19,7 @@ GROWTH = 8.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a layout: how far it is from the reference.
+    """Verdict of comparing a layout with the reference: how far it is.
 
     Attributes:
         layout: how the layout is called.

@@ -99,7 +99,7 @@ def parse_layout(text: str, job: Job) -> Layout:
 
 
 def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
-    """Values of the resolved job, scaled down: tiny sizes, a short batch, no clipping, evaluation or trackers.
+    """Job values scaled down for verified layouts: tiny sizes, a short batch, no clipping, evaluation or trackers.
 
     Clipping would hide a gradient of the wrong length. Every layout gets the same batch and the same microbatches,
     enough for its pipeline. Layers are divided evenly over stages: what the job says of them is for its own sizes.

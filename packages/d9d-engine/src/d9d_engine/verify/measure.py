@@ -62,7 +62,7 @@ class Measurement:
 
 
 class Witness:
-    """Recorder of weights and gradients during a run; a subscriber. Collective, as gathering them is.
+    """Measuring subscriber: records weights and gradients during a run. Collective, as gathering them is.
 
     Args:
         topology: this process among others; only the main one keeps anything.
@@ -106,7 +106,7 @@ class Witness:
 
 
 def measure(job: Job, topology: Topology, steps: int) -> Measurement:
-    """Run the first steps of a job, without checkpoints, logs or export; only the main rank's result holds tensors.
+    """Measure the first steps of a job, without checkpoints, logs or export; only the main rank's result has tensors.
 
     Collective over all ranks.
 

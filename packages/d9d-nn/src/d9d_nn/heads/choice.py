@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
-    """Config of the head that a task reads; ``None`` if the model's config states no heads.
+    """Choose the head that a task reads, as its config; ``None`` if the model's config states no heads.
 
     Args:
         model: the model's config, with heads by name in ``heads`` if it has several kinds.

@@ -20,7 +20,7 @@ _HINTS = 3
 
 
 class Scope:
-    """Values that a mapper may take, by name, and the list of problems.
+    """Base of every application of a mapper: the values that it may take, by name, and the list of problems.
 
     Args:
         values: in the order in which they come.
@@ -91,7 +91,7 @@ class Effect:
 
 
 class Mapper(ABC):
-    """Description of how named tensors become other named tensors. Frozen; knows nothing of files, ranks or models."""
+    """Base of mappers: how named tensors become others. Frozen; knows nothing of files, ranks or models."""
 
     @abstractmethod
     def apply(self, scope: Scope) -> Effect:
@@ -115,7 +115,7 @@ class Mapper(ABC):
 
 
 class Parallel(Mapper):
-    """Mappers side by side. Each takes its own tensors: none may be taken twice, none made twice.
+    """Base composition of mappers, in parallel: each takes its own tensors: none may be taken twice, none made twice.
 
     Args:
         mappers: in any order; results come in this order.
@@ -147,7 +147,7 @@ class Parallel(Mapper):
 
 
 class Sequential(Mapper):
-    """Mappers one after the other. What one of them does not take passes it by.
+    """Base composition of mappers, in sequence: what one of them does not take passes it by.
 
     Args:
         mappers: in order of application.

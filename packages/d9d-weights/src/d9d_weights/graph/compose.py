@@ -10,7 +10,7 @@ from d9d_weights.graph.groups import group_values
 
 
 class Prefix(Mapper):
-    """A mapper for the tensors below a prefix: ``Prefix("model.layers.0.", "layers.0.", layer)``.
+    """Composition: a mapper for the tensors below a prefix: ``Prefix("model.layers.0.", "layers.0.", layer)``.
 
     Args:
         source: what their names start with, dot included.
@@ -36,7 +36,7 @@ class Prefix(Mapper):
 
 
 class Connect(Mapper):
-    """Mappers that are connected by names alone: each may take what another one makes, in whatever order they come.
+    """Composition of mappers that are connected by names: each may take what another makes, in whatever order.
 
     Args:
         mappers: whose inputs and outputs do not depend on what else there is.
@@ -77,7 +77,7 @@ class Connect(Mapper):
 
 
 class Shard(Mapper):
-    """One of several workers' share of a mapper: complete groups of outputs, about equally many bytes for each worker.
+    """Composition: one worker's share of a mapper, complete groups of outputs of about equally many bytes.
 
     Args:
         mapper: of all.

@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Computed(Value):
-    """Result of a function over full tensors; even a window of it needs all its inputs."""
+    """Computed value: the result of a function over full tensors; even a window of it needs all its inputs."""
 
     call: Call
     output: str
@@ -77,7 +77,7 @@ def _leaves(value: Value) -> Iterator[Source]:
 
 @dataclass(frozen=True)
 class Compute(Mapper):
-    """Any function of full tensors, such as folding an adapter into its weight.
+    """Compute any function of full tensors, such as folding an adapter into its weight.
 
     Attributes:
         inputs: names it takes.

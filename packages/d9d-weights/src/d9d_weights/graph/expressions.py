@@ -102,7 +102,7 @@ class Unary(Value):
 
 @dataclass(frozen=True, slots=True)
 class Permuted(Unary):
-    """Value with its dimensions in another order: dimension ``k`` is ``dims[k]`` of the original."""
+    """Expression of a value with permuted dimensions: dimension ``k`` is ``dims[k]`` of the original."""
 
     of: Value
     dims: tuple[int, ...]
@@ -129,7 +129,7 @@ class Permuted(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Unsqueezed(Unary):
-    """Value with a dimension of size one more."""
+    """Expression of a value with a dimension of size one more."""
 
     of: Value
     dim: int
@@ -154,7 +154,7 @@ class Unsqueezed(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Squeezed(Unary):
-    """Value without a dimension of size one."""
+    """Expression of a value without a dimension of size one."""
 
     of: Value
     dim: int
@@ -177,7 +177,7 @@ class Squeezed(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Sliced(Unary):
-    """Slice of a value: indices ``start`` to ``start + length`` of a dimension."""
+    """Expression of a slice of a value: indices ``start`` to ``start + length`` of a dimension."""
 
     of: Value
     dim: int
@@ -298,7 +298,7 @@ class Whole(Unary):
 
 @dataclass(frozen=True, slots=True)
 class Placed(Unary):
-    """Value sharded over a mesh. Nothing is communicated: each rank keeps its shard."""
+    """Expression of a value sharded over a mesh. Nothing is communicated: each rank keeps its shard."""
 
     of: Value
     mesh: DeviceMesh

@@ -75,7 +75,7 @@ class PerTensor(Mapper):
 
 @dataclass(frozen=True)
 class Identity(Mapper):
-    """Keep tensors as they are: those named, or all that its neighbours leave.
+    """Mapper that keeps tensors as they are: those named, or all that its neighbours leave.
 
     Attributes:
         names: which; none means the rest.
@@ -97,7 +97,7 @@ class Identity(Mapper):
 
 @dataclass(frozen=True)
 class Rename(PerTensor):
-    """Give a tensor another name.
+    """Mapper that gives a tensor another name.
 
     Attributes:
         name: the old one, or a pattern.
@@ -122,7 +122,7 @@ class Rename(PerTensor):
 
 @dataclass(frozen=True)
 class Transpose(PerTensor):
-    """Reorder the dimensions of a tensor.
+    """Mapper that reorders the dimensions of a tensor.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -150,7 +150,7 @@ class Transpose(PerTensor):
 
 @dataclass(frozen=True)
 class Squeeze(PerTensor):
-    """Remove a dimension of size one.
+    """Mapper that removes a dimension of size one.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -175,7 +175,7 @@ class Squeeze(PerTensor):
 
 @dataclass(frozen=True)
 class Unsqueeze(PerTensor):
-    """Add a dimension of size one.
+    """Mapper that adds a dimension of size one.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -200,7 +200,7 @@ class Unsqueeze(PerTensor):
 
 @dataclass(frozen=True)
 class Cast(PerTensor):
-    """Convert a tensor to another number format.
+    """Mapper that converts a tensor to another number format.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -248,7 +248,7 @@ class Gather(PerTensor):
 
 @dataclass(frozen=True)
 class Distribute(PerTensor):
-    """Shard a tensor over a mesh: the result is a DTensor, of which each rank computes its shard. Must come last.
+    """Mapper that shards a tensor over a mesh: each rank computes its shard of a DTensor. Must come last.
 
     Attributes:
         name: of the tensor, or a pattern.

@@ -12,7 +12,7 @@ from d9d_weights.graph.simplify import joined, sliced, squeezed, unsqueezed
 
 @dataclass(frozen=True)
 class Stack(Mapper):
-    """Stack equally shaped tensors along a new dimension.
+    """Merging of equally shaped tensors: they are stacked along a new dimension.
 
     Attributes:
         names: of the tensors, in order.
@@ -44,7 +44,7 @@ class Stack(Mapper):
 
 @dataclass(frozen=True)
 class Unstack(Mapper):
-    """Split a tensor into one for each index of a dimension, which disappears.
+    """Inverse of merging by a stack: a tensor becomes one for each index of a dimension, which disappears.
 
     Attributes:
         name: of the tensor.
@@ -76,7 +76,7 @@ class Unstack(Mapper):
 
 @dataclass(frozen=True)
 class Concatenate(Mapper):
-    """Concatenate tensors along a dimension.
+    """Merging of tensors: they are concatenated along a dimension.
 
     Attributes:
         names: of the tensors, in order.
@@ -110,7 +110,7 @@ class Concatenate(Mapper):
 
 @dataclass(frozen=True)
 class Chunk(Mapper):
-    """Cut a tensor into consecutive chunks along a dimension.
+    """Inverse of merging by concatenation: a tensor is cut into consecutive chunks along a dimension.
 
     Attributes:
         name: of the tensor.

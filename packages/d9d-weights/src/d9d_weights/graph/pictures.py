@@ -28,7 +28,7 @@ _INDEX = re.compile(r"(?<=\.)\d+(?=\.|\b)")
 
 @dataclass
 class Line:
-    """Line of a printed graph: outputs that differ in indices only.
+    """Line of a graph's picture in text: outputs that differ in indices only.
 
     Attributes:
         value: the first of them.
@@ -78,7 +78,7 @@ def graph_text(graph: StateGraph) -> str:
 
 
 def graph_mermaid(graph: StateGraph) -> str:
-    """Mermaid flow chart of a graph, from the checkpoint's tensors to the model's."""
+    """Picture of a graph as a Mermaid flow chart, from the checkpoint's tensors to the model's."""
     nodes: dict[str, str] = {}
     edges: dict[str, None] = {}
 

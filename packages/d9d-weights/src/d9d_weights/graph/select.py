@@ -13,7 +13,7 @@ from d9d_weights.graph.pattern import Pattern
 
 @dataclass(frozen=True)
 class Share(Mapper):
-    """Give one tensor several names, such as an embedding that is also the head.
+    """Selection of one tensor under several names, such as an embedding that is also the head.
 
     Attributes:
         name: of the tensor.
@@ -59,7 +59,7 @@ class Select(Mapper):
 
 @dataclass(frozen=True)
 class Drop(Mapper):
-    """Drop tensors that nobody needs, such as a copy of a tied head. Its inverse does nothing.
+    """Selection that drops tensors that nobody needs, such as a copy of a tied head. Its inverse does nothing.
 
     Attributes:
         name: of the tensor, or a pattern.
@@ -103,7 +103,7 @@ class Fresh(Mapper):
 
 
 class Either(Mapper):
-    """Use the first of several mappers that finds all its tensors: for checkpoints that come in more than one layout.
+    """Selection of the first of several mappers that finds all its tensors, for checkpoints in more than one layout.
 
     If none does, the complaints are those of the one that finds most of its tensors. What the others would have taken
     is left, so a checkpoint that holds two layouts at once is refused. A mapper whose tensors may all be absent always

@@ -34,7 +34,7 @@ _LFS_BYTES = 1024
 
 
 class ModelDirectory:
-    """A model in Hugging Face layout: config.json, safetensors files with or without an index. Get one by :meth:`open`.
+    """Directory of a model in Hugging Face layout: config.json and safetensors files. Get one by :meth:`open`.
 
     Args:
         directory: of the files.

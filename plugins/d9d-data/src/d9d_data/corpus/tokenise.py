@@ -31,7 +31,7 @@ _BATCH_CHARACTERS = 2_000_000
 
 
 def tokenise(config: CorpusConfig, documents: Sequence[Document], directory: Path) -> dict[str, Any]:
-    """Make the tokenizer, encode all documents, and write everything into ``directory``.
+    """Tokenise a corpus: make the tokenizer, encode all documents, and write everything into ``directory``.
 
     Returns:
         The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token.

@@ -42,7 +42,7 @@ def docstrings() -> list[Document]:
 
 
 class DocstringsOf:
-    """Docstrings of one Python file, in the order of its source, found without importing it."""
+    """Source document of the docstrings of one Python file, found without importing it."""
 
     def __init__(self, file: FileDocument) -> None:
         self._file = file

@@ -13,7 +13,7 @@ from d9d_data.stream.reader import PackReader, PackSource
 
 
 class CorpusStream:
-    """Endless stream of packs; see :class:`d9d_core.protocols.data.DataStream`.
+    """Base of the streams of packs; see :class:`d9d_core.protocols.data.DataStream`.
 
     Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
     any pack from that number alone.

@@ -25,7 +25,7 @@ def sample_count(tokens: int, sequence_length: int) -> int:
 def pack(
     tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int
 ) -> Mapping[str, Int64]:
-    """Cut a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
+    """Pack a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
 
     Args:
         tokens: [N] all documents, each with its end-of-text token.

@@ -25,7 +25,7 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream:
 
 
 class TextStream(CorpusStream):
-    """Stream of samples of equal length, packed with documents.
+    """Stream of the dataset ``text``: samples of equal length, packed with documents.
 
     A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of it, cut
     into microbatches. So neither ranks nor microbatch size have a say in what is trained on when.

@@ -50,7 +50,7 @@ class LocalHandle(NamedTuple):
 
 
 class LocalDispatcher:
-    """Dispatcher that sorts the rows of one process by expert, within an expert by token.
+    """Local dispatcher: sorts the rows of one process by expert, within an expert by token.
 
     The host reads nothing, so a GPU is never waited for. Gradients are sums in a fixed order, without atomics: the
     same input gives the same bits.

@@ -20,7 +20,7 @@ _ROUTER = frozenset({"expert_tokens", "tokens", "entropy"})
 
 
 class RouterMetric:
-    """Load, violation of balance, entropy and dropped rows since the last reset.
+    """Metric of routers: load, violation of balance, entropy and dropped rows since the last reset.
 
     Series: ``router/entropy``, nats per position, the mean over layers; ``router/max_violation`` and
     ``router/mean_violation``, the maximum and the mean over layers of how far the fullest expert is above the mean

@@ -29,7 +29,7 @@ class CosineConfig(PluginConfig):
 
 
 class Phase(Section):
-    """One phase of a piecewise schedule. Without ``steps`` and ``until`` it takes the rest."""
+    """Config of one phase of a piecewise schedule. Without ``steps`` and ``until`` it takes the rest."""
 
     steps: int | None = Field(default=None, ge=1)
     """Length in steps."""

@@ -25,7 +25,7 @@ _JOB_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 
 @dataclass(frozen=True)
 class SelectedSchedule:
-    """A schedule with the numbers of ranks and microbatches of a step.
+    """Selected schedule, with the numbers of ranks and microbatches of a step.
 
     Attributes:
         name: name of the record.

@@ -11,7 +11,7 @@ from d9d_pipeline.schedule.ideal_timing import ideal_starts
 
 
 def fill_bubbles(orders: Sequence[Sequence[Action]]) -> list[list[Action]]:
-    """Move weight gradients to where a rank would wait; everything else keeps its order.
+    """Fill bubbles: move weight gradients to where a rank would wait; everything else keeps its order.
 
     Activations are held for long, so this is for when there is memory for all of them.
 

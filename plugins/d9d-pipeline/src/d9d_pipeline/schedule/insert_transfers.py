@@ -27,7 +27,7 @@ from d9d_pipeline.schedule.placement import Placement
 
 
 def insert_transfers(orders: Sequence[Iterable[Action]], placement: Placement) -> list[Program]:
-    """Add sends, receives and reductions to the orders of computation of all ranks.
+    """Insert transfers: add sends, receives and reductions to the orders of computation of all ranks.
 
     - A tensor is sent right after the action that makes it.
     - Memory for it is offered when it is sent, as far as can be foreseen, and at the latest one computation before the

@@ -14,7 +14,7 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of actions in any unit, the same for all.
+    """Costs of actions: times in any unit, the same for all.
 
     Attributes:
         forward: time of a forward of one microbatch.

@@ -26,7 +26,7 @@ _WIDEST, _BOX = 2400, 17.0
 
 
 def draw(simulation: Simulation, title: str) -> str:
-    """Draw the timeline of a step.
+    """Draw a picture of a step: its timeline, as SVG.
 
     Args:
         simulation: simulated step of all ranks.

@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times and quantities of one step.
+    """Result of a simulation: times and quantities of one step.
 
     Attributes:
         peak_live: rank -> most activations held at a time; 1 is one microbatch through all stages of a rank.

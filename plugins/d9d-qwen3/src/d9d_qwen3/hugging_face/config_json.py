@@ -20,7 +20,7 @@ _OURS = "d9d"
 
 @dataclass(frozen=True)
 class Family:
-    """Names of one model family in transformers.
+    """Names by which ``config.json`` calls one model family of transformers.
 
     Attributes:
         model_type: in ``config.json``.

@@ -41,7 +41,7 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
 
 
 class Sdpa:
-    """Attention by ``scaled_dot_product_attention``.
+    """Sdpa backend of attention: ``scaled_dot_product_attention``.
 
     Args:
         window: number of positions that a query sees, its own included; ``None`` for all.

@@ -21,7 +21,7 @@ from d9d_nn.ops.attention.sdpa import Sdpa
 
 @dataclass(frozen=True, slots=True)
 class PinnedKernel:
-    """Kernel of PyTorch's attention, and the signatures that it computes.
+    """Pinned kernel of PyTorch's sdpa, and the signatures that it computes.
 
     Attributes:
         name: name of the kernel, as people say it.
