@@ -31,6 +31,7 @@ def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path
     assert shown == _rows(rows), _STALE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "spread"),
     [("float32", True), pytest.param("float32", False, marks=SLOW), pytest.param("bfloat16", None, marks=SLOW)],
