@@ -119,12 +119,14 @@ def verdicts(table: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_caught(verdicts: dict[tuple[str | None, str], Verdict], fault: str) -> None:
     layout, meaning = FAULTS[fault]
     assert not verdicts[fault, layout].passed, meaning
 
 
+@pytest.mark.thorough
 def test_the_layouts_of_the_faults_pass_without_one(verdicts: dict[tuple[str | None, str], Verdict]) -> None:
     sound = [verdict for (fault, _), verdict in verdicts.items() if fault is None]
     assert len(sound) == 8

@@ -29,8 +29,8 @@ def check(*kinds: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
 
 
-def test_faults_of_metrics_are_caught_by_their_suite() -> None:
-    check("metrics")
+def test_faults_of_learning_rate_schedules_are_caught_by_their_suite() -> None:
+    check("learning-rate schedules")
 
 
 @pytest.mark.thorough
