@@ -372,4 +372,5 @@ def test_a_member_passes_its_tests_alone(member: Member, tmp_path: Path) -> None
 
     run("uv", "sync", "--exact", "--python", sys.executable, "--package", str(member), "--package", "d9d-testing")
     run("uv", "pip", "install", "--python", str(python), f"hypothesis=={version('hypothesis')}")
-    run(str(python), "-m", "pytest", str(member.path / "tests"), "-q", "-p", "no:cacheprovider")
+    every = ("-m", "not slow and not gpu")
+    run(str(python), "-m", "pytest", str(member.path / "tests"), *every, "-q", "-p", "no:cacheprovider")

@@ -240,6 +240,7 @@ def test_a_directory_in_use_is_refused_by_all_ranks_and_told_once(
 # --- under the launcher ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_rank_that_hangs_in_its_data_is_named_with_the_place_and_what_the_others_wait_in(
     troubled: Write, start: Start
 ) -> None:
@@ -277,6 +278,7 @@ def test_a_full_disk_on_one_rank_ends_the_run_and_harms_no_earlier_checkpoint(
     assert found.step == int(full[1]) - 2
 
 
+@pytest.mark.thorough
 def test_after_ctrl_c_and_the_loss_of_a_shard_a_run_ends_as_one_that_torchrun_started(
     small_job: Write, start: Start, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path
     assert shown == _rows(rows), _STALE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "spread"),
     [("float32", True), pytest.param("float32", False, marks=SLOW), pytest.param("bfloat16", None, marks=SLOW)],
@@ -118,12 +119,14 @@ def verdicts(table: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_seeded_fault_is_caught(verdicts: dict[tuple[str | None, str], Verdict], fault: str) -> None:
     layout, meaning = FAULTS[fault]
     assert not verdicts[fault, layout].passed, meaning
 
 
+@pytest.mark.thorough
 def test_the_layouts_of_the_faults_pass_without_one(verdicts: dict[tuple[str | None, str], Verdict]) -> None:
     sound = [verdict for (fault, _), verdict in verdicts.items() if fault is None]
     assert len(sound) == 8

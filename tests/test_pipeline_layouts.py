@@ -15,6 +15,7 @@ from d9d_testing.world import World
 STALE = "docs/layouts.md shows other rows; run tools/layout_table.py pipelines"
 
 
+@pytest.mark.thorough
 def test_pipelines_compute_what_one_process_does(table: ModuleType, tmp_path: Path) -> None:
     cases = table.covering_pipelines()
     rows = table.run_pipelines(tmp_path / "corpus", cases, steps=2)

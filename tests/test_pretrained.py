@@ -58,6 +58,7 @@ def values(published: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 def test_every_layout_starts_from_the_same_weights(published: Path) -> None:
     once = ("loading.read=once",)
     layouts = [

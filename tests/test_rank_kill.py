@@ -191,6 +191,7 @@ def log_of(run: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
+@pytest.mark.thorough
 def test_two_killed_ranks_change_nothing(small_job: Write, world: type[World], tmp_path: Path) -> None:
     layout = {"mesh": {"dp_shard": 2}, "parallel": ["fsdp"]}
     # The main rank while it writes, the other one while it waits for it in a step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,18 +50,40 @@ def d9d_strategies():
 '''
 
 
-def test_sound_layouts_pass_and_a_wrong_strategy_fails(small_job: Write, tmp_path: Path, d9d: Command) -> None:
+@pytest.fixture
+def verified(small_job: Write, tmp_path: Path, d9d: Command) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
+    """Exit status and verdicts of ``d9d verify`` on a large job with a wrong strategy, in these layouts."""
     plugin = tmp_path / "twice.py"
     plugin.write_text(TWICE)
     job = small_job(
         mesh={"dp_shard": 16}, parallel=["fsdp", "twice"], batch={"size": 64}, model=LARGE, pipeline="dual_pipe_v"
     )
-    layouts = ("--layout", "dp_shard=2:fsdp", "--layout", "dp_shard=2:fsdp,twice", "--layout", "pp=2")
-    status, out, err = d9d("verify", str(job), "--plugin", str(plugin), "--steps", "2", "--json", *layouts)
-    assert status == 1, err
-    good, bad, staged = json.loads(out)
+
+    def run(*layouts: str) -> tuple[int, list[dict[str, Any]]]:
+        chosen = [word for layout in layouts for word in ("--layout", layout)]
+        status, out, err = d9d("verify", str(job), "--plugin", str(plugin), "--steps", "2", "--json", *chosen)
+        assert out, err
+        return status, json.loads(out)
+
+    return run
+
+
+@pytest.mark.thorough
+def test_sound_layouts_pass_and_a_wrong_strategy_fails(verified: Any) -> None:
+    status, (good, bad, staged) = verified("dp_shard=2:fsdp", "dp_shard=2:fsdp,twice", "pp=2")
+    assert status == 1
     assert good["passed"], good
     assert staged["passed"], staged
+    assert_twice_as_long(bad)
+
+
+def test_a_wrong_strategy_fails(verified: Any) -> None:
+    status, (bad,) = verified("dp_shard=2:fsdp,twice")
+    assert status == 1
+    assert_twice_as_long(bad)
+
+
+def assert_twice_as_long(bad: dict[str, Any]) -> None:
     assert not bad["passed"]
     assert bad["diverged"][0] == 0
     assert bad["norm"][0] == pytest.approx(0.5, abs=0.01)  # twice as long

@@ -85,6 +85,7 @@ def load(directory: str, cases: list[dict[str, Any]]) -> dict[str, int]:
     return checkpoint.values()
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=6,
     deadline=None,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import d9d_testing.toy.plugin as toy
 import pytest
+from d9d_core.cli.main import main
 
 JOB = """\
 run: {name: toy, dir: RUNS}
@@ -36,6 +37,26 @@ def d9d(tmp_path: Path) -> Run:
         )
         command = [sys.executable, "-c", code, *arguments, *extra]
         return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in this process, with the toy plugin only, where the process is not what is tested."""
+    (tmp_path / "job.yaml").write_text(JOB.replace("RUNS", str(tmp_path / "runs")))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, plugins: bool = True) -> subprocess.CompletedProcess[str]:
+        command = ["d9d", *arguments, *(["--no-plugins", "--plugin", toy.__file__] if plugins else [])]
+        monkeypatch.setattr("sys.argv", command)
+        capsys.readouterr()
+        try:
+            main()
+            status = 0
+        except SystemExit as stop:
+            status = int(stop.code or 0)
+        return subprocess.CompletedProcess(command, status, *capsys.readouterr())
 
     return run
 
@@ -88,8 +109,8 @@ def test_the_traceback_of_a_plugin_shows_its_own_frames_only(d9d: Run, tmp_path:
     assert "broken.py" in frames[0]
 
 
-def test_check_reports_the_numbers_of_a_job_without_training(d9d: Run, tmp_path: Path) -> None:
-    result = d9d("check", "job.yaml", "--set", "batch.microbatch=8")
+def test_check_reports_the_numbers_of_a_job_without_training(here: Run, tmp_path: Path) -> None:
+    result = here("check", "job.yaml", "--set", "batch.microbatch=8")
     assert result.returncode == 0, result.stderr
     assert "33 parameters, 33 of them train" in result.stdout
     assert "F0.0 B0.0 F0.1 B0.1 R0" in result.stdout
@@ -108,8 +129,8 @@ def test_check_compares_the_mesh_with_the_world_size(d9d: Run) -> None:
     assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_explain_says_where_everything_comes_from_and_what_was_applied(d9d: Run) -> None:
-    result = d9d("explain", "job.yaml")
+def test_explain_says_where_everything_comes_from_and_what_was_applied(here: Run) -> None:
+    result = here("explain", "job.yaml")
     assert result.returncode == 0, result.stderr
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert any(line.startswith("model toy_model") and "toy/plugin.py" in line for line in lines)
@@ -118,31 +139,31 @@ def test_explain_says_where_everything_comes_from_and_what_was_applied(d9d: Run)
     assert "all: lr 0.05: unused, layers.0.weight, layers.1.weight" in lines
 
 
-def test_plugins_list_names_everything_and_has_a_json_form(d9d: Run) -> None:
-    assert "toy_optimizer" in d9d("plugins", "list").stdout
-    records = json.loads(d9d("plugins", "list", "--json").stdout.rpartition("]")[0] + "]")
+def test_plugins_list_names_everything_and_has_a_json_form(here: Run) -> None:
+    assert "toy_optimizer" in here("plugins", "list").stdout
+    records = json.loads(here("plugins", "list", "--json").stdout.rpartition("]")[0] + "]")
     assert {"kind": "tracker", "name": "jsonl"}.items() <= next(r for r in records if r["name"] == "jsonl").items()
 
 
-def test_plugins_show_prints_fields_defaults_and_meanings(d9d: Run) -> None:
-    out = d9d("plugins", "show", "toy_optimizer").stdout
+def test_plugins_show_prints_fields_defaults_and_meanings(here: Run) -> None:
+    out = here("plugins", "show", "toy_optimizer").stdout
     assert out.startswith("optimizer toy_optimizer (")
     assert "Base learning rate." in out
     assert "0.05" in out
-    result = d9d("plugins", "show", "nothing")
+    result = here("plugins", "show", "nothing")
     assert result.returncode == 2
     assert "error: nothing is called 'nothing'; names: batch" in result.stderr
 
 
-def test_plugins_check_finds_references_that_do_not_load(d9d: Run, tmp_path: Path) -> None:
-    assert d9d("plugins", "check").returncode == 0
+def test_plugins_check_finds_references_that_do_not_load(here: Run, tmp_path: Path) -> None:
+    assert here("plugins", "check").returncode == 0
     (tmp_path / "dangling.py").write_text(
         "from d9d_core.plugin import *\n"
         "@hookimpl\n"
         "def d9d_tasks():\n"
         "    yield TaskSpec(name='t', summary='s', config=Ref('nowhere:C'), build=Ref('json:nothing'))\n"
     )
-    result = d9d("plugins", "check", "--plugin", "dangling.py")
+    result = here("plugins", "check", "--plugin", "dangling.py")
     assert result.returncode == 1
     assert "dangling.py: task 't': config nowhere:C failed to load: ModuleNotFoundError" in result.stdout
     assert "2 problems" in result.stdout
@@ -161,26 +182,26 @@ def broken(tmp_path: Path) -> Path:
     return tmp_path / "unsound.py"
 
 
-def test_brackets_in_a_plugins_texts_are_shown_as_they_are(d9d: Run, tmp_path: Path) -> None:
+def test_brackets_in_a_plugins_texts_are_shown_as_they_are(here: Run, tmp_path: Path) -> None:
     code = Path(toy.__file__).read_text().replace("Squared error.", "Error [/nats] per [b]token.")
     (tmp_path / "brackets.py").write_text(code)
     for arguments in (["plugins", "list"], ["plugins", "show", "toy_task"], ["explain", "job.yaml"]):
         command = [*arguments, "--no-plugins", "--plugin", "brackets.py"]
-        result = d9d(*command, plugins=False)
+        result = here(*command, plugins=False)
         assert result.returncode == 0, result.stderr
         assert "Error [/nats] per [b]token." in result.stdout
 
 
 @pytest.mark.usefixtures("broken")
-def test_a_record_without_a_config_spoils_no_command(d9d: Run) -> None:
-    result = d9d("schema", "--plugin", "unsound.py")
+def test_a_record_without_a_config_spoils_no_command(here: Run) -> None:
+    result = here("schema", "--plugin", "unsound.py")
     assert result.returncode == 0, result.stderr
     schema = json.loads(result.stdout.rpartition("}")[0] + "}")
     assert schema["properties"]["task"]["anyOf"][0] == {"enum": ["toy_task"]}
     assert "task 'uu' (unsound.py): its config json:loads is no subclass of" in result.stderr
     assert "task 'absent' (unsound.py): its config nowhere:C failed to load" in result.stderr
 
-    result = d9d("plugins", "check", "unsound.py", "--plugin", "unsound.py", "--json")
+    result = here("plugins", "check", "unsound.py", "--plugin", "unsound.py", "--json")
     assert result.returncode == 1, result.stderr
     problems = [finding["problem"] for finding in json.loads(result.stdout.rpartition("}")[0] + "}")["problems"]]
     assert len(problems) == 2
@@ -189,7 +210,7 @@ def test_a_record_without_a_config_spoils_no_command(d9d: Run) -> None:
 
     for arguments in (["plugins", "show", "uu"], ["plugins", "show", "uu", "--json"], ["train", "job.yaml"]):
         override = ["--set", "task=uu"] if arguments[0] == "train" else []
-        result = d9d(*arguments, *override, "--plugin", "unsound.py")
+        result = here(*arguments, *override, "--plugin", "unsound.py")
         assert result.returncode == 2, arguments
         assert "its config json:loads is no subclass of" in result.stderr
         assert "Traceback" not in result.stderr
@@ -203,13 +224,13 @@ def test_an_unknown_kernel_needs_no_torch_to_be_refused(d9d: Run) -> None:
         assert result.stdout.splitlines()[-1] == "False"
 
 
-def test_schema_is_json_and_knows_the_plugins(d9d: Run) -> None:
-    schema = json.loads(d9d("schema").stdout.rpartition("}")[0] + "}")
+def test_schema_is_json_and_knows_the_plugins(here: Run) -> None:
+    schema = json.loads(here("schema").stdout.rpartition("}")[0] + "}")
     assert schema["properties"]["optimizer"]["anyOf"][0] == {"enum": ["toy_optimizer"]}
 
 
-def test_doctor_runs_checks_and_reports_broken_plugins(d9d: Run, tmp_path: Path) -> None:
-    result = d9d("doctor")
+def test_doctor_runs_checks_and_reports_broken_plugins(here: Run, tmp_path: Path) -> None:
+    result = here("doctor")
     assert result.returncode == 0, result.stdout
     assert "ok  torch: torch 2." in result.stdout
     (tmp_path / "sick.py").write_text(
@@ -218,12 +239,12 @@ def test_doctor_runs_checks_and_reports_broken_plugins(d9d: Run, tmp_path: Path)
         "def d9d_health_checks():\n"
         "    yield HealthCheckSpec(name='sick', summary='s', run=Ref('nowhere:f'))\n"
     )
-    result = d9d("doctor", "--plugin", "sick.py")
+    result = here("doctor", "--plugin", "sick.py")
     assert result.returncode == 1
     assert "no  sick: the check failed: ModuleNotFoundError" in result.stdout
 
 
-def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(d9d: Run, tmp_path: Path) -> None:
+def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(here: Run, tmp_path: Path) -> None:
     (tmp_path / "twin.py").write_text(
         "from d9d_core.plugin import *\n"
         "@hookimpl\n"
@@ -235,14 +256,14 @@ def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(d9d: Run, tmp
         "    yield CommandSpec(name='doctor', summary='s', app=Ref('json:loads'))\n"
     )
     for name in ([], ["twin.py"]):
-        result = d9d("plugins", "check", *name, "--plugin", "twin.py")
+        result = here("plugins", "check", *name, "--plugin", "twin.py")
         out = " ".join(result.stdout.split())
         assert result.returncode == 1, out
         assert "task 'toy_task' is declared by" in out
         assert "command 'doctor' (twin.py) is hidden by d9d's own" in out
         assert "2 problems" in out
-    assert "0 problems" in d9d("plugins", "check", "d9d-engine", "--plugin", "twin.py").stdout
-    doctor = " ".join(d9d("doctor", "--plugin", "twin.py").stdout.split())
+    assert "0 problems" in here("plugins", "check", "d9d-engine", "--plugin", "twin.py").stdout
+    doctor = " ".join(here("doctor", "--plugin", "twin.py").stdout.split())
     assert "task 'toy_task' is declared by" in doctor
     assert "command 'doctor' (twin.py) is hidden by d9d's own" in doctor
 

@@ -128,6 +128,7 @@ def test_ctrl_c_during_start_up_says_so(tmp_path: Path) -> None:
     assert result.stderr == "interrupted: during start-up; nothing was trained\n"
 
 
+@pytest.mark.thorough
 def test_a_second_ctrl_c_says_what_it_costs(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "step")
     assert result.returncode == 130

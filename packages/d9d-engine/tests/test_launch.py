@@ -120,6 +120,7 @@ def test_the_traceback_of_the_failing_rank_is_printed_last_and_once(start: Run, 
     assert sorted(line.startswith("rank 1 (dp_shard=1): ") for line in warnings) == [False, True]
 
 
+@pytest.mark.thorough
 def test_plain_torchrun_shows_the_same_cause(start: Run) -> None:
     process = start("raises", launcher="torchrun")
     _, errors = process.communicate(timeout=90)

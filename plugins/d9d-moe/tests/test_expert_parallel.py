@@ -39,6 +39,7 @@ class TestWithFsdp(_Spread):
     large = ({"dp_shard": 64, "ep": 8},)
 
 
+@pytest.mark.thorough
 class TestOverReplicas(_Spread):
     """Fewer experts on each rank than ranks that share them: another dimension is split."""
 

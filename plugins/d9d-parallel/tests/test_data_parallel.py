@@ -30,6 +30,7 @@ class TestFsdp(StrategySuite):
     )
 
 
+@pytest.mark.thorough
 class TestHsdp(StrategySuite):
     plugin = PLUGIN
     target = "hsdp"
@@ -37,6 +38,7 @@ class TestHsdp(StrategySuite):
     settings = ({}, {"defer": "all_reduce"}, {"defer": "everything"}, {"ignore": ["layers.2.*"]})
 
 
+@pytest.mark.thorough
 class TestFsdpWithCheckpointing(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"

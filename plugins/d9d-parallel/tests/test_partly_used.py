@@ -213,6 +213,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     return case_of(layout, defer, form, usage)
 
 
+@pytest.mark.thorough
 @settings(
     max_examples=3,
     deadline=None,

@@ -25,3 +25,7 @@ class TestQwen3Tied(ModelSuite):
     @pytest.fixture
     def config(self, spec: ModelSpec) -> Any:
         return spec.tiny.load()().model_copy(update={"tie_embeddings": True})
+
+    @pytest.mark.thorough
+    def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
+        super().test_every_data_parallel_layout_computes_the_same(config)

@@ -70,3 +70,7 @@ class TestQwen3MoeBalanced(MoeSuite):
             {"name": "bias_update"},
         ],
     }
+
+    @pytest.mark.thorough
+    def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
+        super().test_every_data_parallel_layout_computes_the_same(config)

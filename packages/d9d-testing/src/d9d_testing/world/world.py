@@ -20,7 +20,8 @@ from d9d_testing.world import worker
 from d9d_testing.world.errors import RankFailedError, RankHungError
 from d9d_testing.world.worker import Launch, Report
 
-#: Imported once, by the server that all ranks are forked from. FSDP and DTensor import the last one on first use.
+#: Imported once, by the server that all ranks are forked from; the server skips what is not installed. FSDP and DTensor
+#: import ``torch._dynamo`` on first use. The last one brings d9d-engine, which took each rank half a second.
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor.parallel",
@@ -29,6 +30,7 @@ PRELOAD = (
     "torch._dynamo",
     "d9d_testing.world.wire",
     "d9d_testing.world.worker",
+    "d9d_testing.layouts",
 )
 #: How long other ranks may still report their own failure after the first one did.
 GRACE_SECONDS = 0.2

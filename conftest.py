@@ -1,0 +1,37 @@
+"""A bare ``pytest`` runs on all cores and ends with the ten slowest tests; one with a path stays in its process."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Choose for a whole suite what its caller left open; who debugs names a path, and gets plain pytest."""
+    # Workers come here too, and would start workers of their own.
+    inside = "PYTEST_XDIST_WORKER" in os.environ
+    if inside or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    option = config.option
+    if option.durations is None:
+        option.durations = 10
+    # Without pytest-xdist, tests still run, one after the other.
+    if config.pluginmanager.hasplugin("xdist") and option.numprocesses is None and option.capture != "no":
+        option.numprocesses, option.dist = "auto", "loadfile"
+        # In worlds of many processes, threads that spin while they wait make each other four times slower.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_runtest_setup() -> None:
+    """Spare what lies about from the collection of garbage that each training begins with: half a second each."""
+    gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Collect after each file what was spared."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.unfreeze()
+        gc.collect()
