@@ -20,9 +20,10 @@ def describe(error: D9dError) -> str:
 
 def _foreign_traceback(error: BaseException) -> str:
     """The traceback of an error in a plugin, without d9d's own frames; empty if there are no others."""
-    own = [str(Path(file).parent) for name in _OWN if (file := getattr(sys.modules.get(name), "__file__", None))]
+    own = [Path(file).parent for name in _OWN if (file := getattr(sys.modules.get(name), "__file__", None))]
     found = traceback.TracebackException.from_exception(error)
     # <...> is code without a file: importlib's, and the constructors of records.
-    frames = [f for f in found.stack if not f.filename.startswith((*own, "<"))]
+    frames = [f for f in found.stack if not f.filename.startswith("<")]
+    frames = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in own)]
     found.stack[:] = frames
     return "".join(found.format()) if frames else ""

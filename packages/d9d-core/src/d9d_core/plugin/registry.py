@@ -48,7 +48,7 @@ class Registry:
 
     @classmethod
     def of(cls, *plugins: object, known: KnownPlugins | None = None) -> Registry:
-        """Registry of exactly these plugin modules (or objects with hook methods) and core's own records.
+        """Registry of exactly these plugin modules (or objects with hook methods) and those of the foundation.
 
         Nothing is discovered. Meant for tests and for programs that assemble a job themselves.
 

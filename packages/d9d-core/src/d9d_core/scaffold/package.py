@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import re
+import sys
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -11,6 +13,7 @@ from string import Template
 from d9d_core.errors import PluginError
 from d9d_core.plugin.hooks import API_VERSION
 from d9d_core.plugin.hooks import KINDS as HOOKS
+from d9d_core.plugin.known import KnownPlugins
 from d9d_core.scaffold.kinds import BASE_JOB, BASE_PACKAGES, KINDS, Kind
 
 _VERSIONS = ">=0.1,<0.2"
@@ -24,7 +27,7 @@ def plugin_files(name: str, kind: str) -> dict[str, str]:
         kind: one of :data:`~d9d_core.scaffold.kinds.KINDS`.
 
     Raises:
-        PluginError: there is no such kind, or the name is none.
+        PluginError: there is no such kind, or the name is none that a new plugin may have.
     """
     if kind not in KINDS:
         raise PluginError(f"--kind {kind}: there is no template of that kind; kinds: {', '.join(KINDS)}")
@@ -33,7 +36,12 @@ def plugin_files(name: str, kind: str) -> dict[str, str]:
         raise PluginError(f"'{name}' is no name of a package; use letters, digits and dashes, such as acme-metrics")
     if package.startswith("d9d_"):
         raise PluginError(f"'{name}': names that begin with d9d- are those of first-party packages; use another")
+    if keyword.iskeyword(package) or package in sys.stdlib_module_names:
+        raise PluginError(f"'{name}' is a word or a module of Python itself; use another, such as acme-{package}")
     spec = KINDS[kind]
+    word = next(hook.name for hook in HOOKS if hook.hook == spec.hook)
+    if home := KnownPlugins.shipped().home(word, package):
+        raise PluginError(f"'{name}': the {word} of that name comes from {home}; use another, such as acme-{package}")
     words = _words(package, kind, spec)
     fill = {f"src/{package}/__init__.py": "common/__init__.py", f"src/{package}/plugin.py": "common/plugin.py"}
     fill |= {"pyproject.toml": "common/pyproject.toml", "README.md": "common/README.md"}
@@ -56,15 +64,18 @@ def write_plugin(directory: Path, name: str, kind: str) -> list[Path]:
         The files, in order.
 
     Raises:
-        PluginError: there is no such kind, the name is none, or the directory has files.
+        PluginError: there is no such kind, the name is none, or the directory has files or cannot be written.
     """
     made = plugin_files(name, kind)
-    if directory.exists() and any(directory.iterdir()):
-        raise PluginError(f"{directory} exists and is not empty; give another --directory")
-    for path, text in made.items():
-        file = directory / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
+    try:
+        if directory.exists() and any(directory.iterdir()):
+            raise PluginError(f"{directory} exists and is not empty; give another --directory")
+        for path, text in made.items():
+            file = directory / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, "utf-8")
+    except OSError as error:
+        raise PluginError(f"{directory}: cannot write the package there: {error.strerror}") from error
     return [directory / path for path in sorted(made)]
 
 
@@ -80,7 +91,8 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         record.append(f'config=Ref("{package}.config:{names["Name"]}Config")')
     record.append(f'build=Ref("{package}.{kind}:{_filled(spec.build, names)}")')
     needs = [f"d9d-core{_VERSIONS}", *spec.needs, *(["pydantic>=2.9,<3"] if spec.configured else [])]
-    tests = sorted({"d9d-testing", "pytest", "torch", *BASE_PACKAGES, *spec.tests})
+    tests = {"d9d-testing", "pytest", "torch", *BASE_PACKAGES, *spec.tests}
+    tests -= {re.split("[<>=]", need)[0] for need in needs}
     word = next(hook.name for hook in HOOKS if hook.hook == spec.hook)
     return {
         **names,
@@ -95,7 +107,7 @@ def _words(package: str, kind: str, spec: Kind) -> dict[str, str]:
         "record": "\n".join(f"        {line}," for line in record),
         "section": _filled(spec.section, names),
         "dependencies": "\n".join(f'    "{line}",' for line in sorted(needs)),
-        "test_dependencies": "\n".join(f'    "{line}",' for line in tests),
+        "test_dependencies": "\n".join(f'    "{line}",' for line in sorted(tests)),
     }
 
 

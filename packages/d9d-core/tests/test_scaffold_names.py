@@ -1,0 +1,33 @@
+"""Names that a scaffolded plugin cannot have, and directories that it cannot be written to, are refused with advice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import PluginError
+from d9d_core.scaffold.package import plugin_files, write_plugin
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "says"),
+    [
+        ("class", "metric", "a word or a module of Python itself; use another, such as acme-class"),
+        ("json", "metric", "a word or a module of Python itself"),
+        ("adamw", "optimizer", "the optimizer of that name comes from d9d-optim"),
+        ("d9d-mine", "metric", "first-party"),
+        ("1st", "metric", "is no name of a package"),
+        ("acme", "gizmo", "no template of that kind"),
+    ],
+)
+def test_a_name_that_cannot_work_is_refused(name: str, kind: str, says: str) -> None:
+    with pytest.raises(PluginError, match=says):
+        plugin_files(name, kind)
+
+
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    with pytest.raises(PluginError, match="taken: cannot write the package there: Not a directory"):
+        write_plugin(taken, "acme-bits", "metric")
+    assert taken.read_text() == "mine"
