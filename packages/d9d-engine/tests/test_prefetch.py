@@ -43,8 +43,8 @@ class Counting:
         raise AssertionError
 
 
-def numbers(feed: DevicePrefetcher, count: int) -> list[int]:
-    packs = [feed.next() for _ in range(count)]
+def numbers(prefetcher: DevicePrefetcher, count: int) -> list[int]:
+    packs = [prefetcher.next() for _ in range(count)]
     assert all(len(pack) == 2 and pack[1]["tokens"].item() == -pack[0]["tokens"].item() for pack in packs)
     return [int(pack[0]["tokens"]) for pack in packs]
 
@@ -65,59 +65,59 @@ def no_thread_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 def test_packs_and_states_are_the_same_with_any_prefetch(prefetch: int) -> None:
-    with DevicePrefetcher(Counting(), CPU, prefetch) as feed:
-        assert feed.state() == {"next": 0}
+    with DevicePrefetcher(Counting(), CPU, prefetch) as prefetcher:
+        assert prefetcher.state() == {"next": 0}
         for number in range(8):
-            assert numbers(feed, 1) == [number]
-            assert feed.state() == {"next": number + 1}
-        feed.load_state({"next": 3})
-        assert feed.state() == {"next": 3}
-        assert numbers(feed, 3) == [3, 4, 5]
-        feed.load_state(dict(feed.state()))
-        assert numbers(feed, 1) == [6]
+            assert numbers(prefetcher, 1) == [number]
+            assert prefetcher.state() == {"next": number + 1}
+        prefetcher.load_state({"next": 3})
+        assert prefetcher.state() == {"next": 3}
+        assert numbers(prefetcher, 3) == [3, 4, 5]
+        prefetcher.load_state(dict(prefetcher.state()))
+        assert numbers(prefetcher, 1) == [6]
 
 
 def test_at_most_prefetch_packs_are_taken_ahead() -> None:
     stream = Counting()
-    with DevicePrefetcher(stream, CPU, 3) as feed:
+    with DevicePrefetcher(stream, CPU, 3) as prefetcher:
         assert stream.taken_by == []  # nothing before the first pack is asked for
         for handed_out in (1, 2):
-            feed.next()
+            prefetcher.next()
             until(lambda wanted=handed_out + 3: len(stream.taken_by) >= wanted)
             time.sleep(0.02)
             assert len(stream.taken_by) == handed_out + 3
-        assert feed.state() == {"next": 2}
+        assert prefetcher.state() == {"next": 2}
         assert stream.state() == {"next": 5}
-    assert set(stream.taken_by) == {"d9d-feed"}
+    assert set(stream.taken_by) == {"d9d-prefetch"}
 
 
 def test_without_prefetch_there_is_no_thread() -> None:
     stream = Counting()
-    with DevicePrefetcher(stream, CPU, 0) as feed:
-        feed.next()
+    with DevicePrefetcher(stream, CPU, 0) as prefetcher:
+        prefetcher.next()
     assert stream.taken_by == [threading.current_thread().name]
 
 
 def test_errors_come_in_their_turn_with_the_traceback_of_the_thread() -> None:
-    with DevicePrefetcher(Counting(fails_at=2), CPU) as feed:
-        assert numbers(feed, 2) == [0, 1]
+    with DevicePrefetcher(Counting(fails_at=2), CPU) as prefetcher:
+        assert numbers(prefetcher, 2) == [0, 1]
         for _ in range(2):
             with pytest.raises(DataError, match="pack 2 is missing") as caught:
-                feed.next()
+                prefetcher.next()
             assert "next_pack" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-        assert feed.state() == {"next": 2}  # the last good place can still be saved
-        feed.load_state({"next": 3})
-        assert numbers(feed, 2) == [3, 4]
+        assert prefetcher.state() == {"next": 2}  # the last good place can still be saved
+        prefetcher.load_state({"next": 3})
+        assert numbers(prefetcher, 2) == [3, 4]
 
 
 def test_closing_ends_the_thread_and_keeps_the_state() -> None:
-    feed = DevicePrefetcher(Counting(), CPU, 2)
-    feed.next()
-    feed.close()
-    feed.close()
-    assert feed.state() == {"next": 1}
-    with pytest.raises(RuntimeError, match="this feed is closed"):
-        feed.next()
+    prefetcher = DevicePrefetcher(Counting(), CPU, 2)
+    prefetcher.next()
+    prefetcher.close()
+    prefetcher.close()
+    assert prefetcher.state() == {"next": 1}
+    with pytest.raises(RuntimeError, match="this prefetcher is closed"):
+        prefetcher.next()
 
 
 def test_closing_waits_for_the_pack_that_is_being_prepared() -> None:
@@ -131,8 +131,8 @@ def test_closing_waits_for_the_pack_that_is_being_prepared() -> None:
             return super().next_pack()
 
     stream = Slow()
-    with closing(DevicePrefetcher(stream, CPU, 1)) as feed:
-        feed.next()
+    with closing(DevicePrefetcher(stream, CPU, 1)) as prefetcher:
+        prefetcher.next()
         assert entered.wait(5)
         threading.Timer(0.02, go_on.set).start()
     assert stream.state() == {"next": 2}
@@ -151,7 +151,7 @@ MILLISECONDS = 2_000_000  # cycles of the device, about
 
 
 class Large(Counting):
-    """Packs from number 1 on; their copies start late if ``beside`` is the feed's stream."""
+    """Packs from number 1 on; their copies start late if ``beside`` is the prefetcher's stream."""
 
     beside: torch.Stream | None = None
 
@@ -180,15 +180,15 @@ class TestOnAccelerator:
         pin = torch.Tensor.pin_memory
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or pin(tensor))
         stream = Large()
-        with DevicePrefetcher(stream, torch.device("cuda"), prefetch) as feed:
-            stream.beside = feed._transfer._beside
+        with DevicePrefetcher(stream, torch.device("cuda"), prefetch) as prefetcher:
+            stream.beside = prefetcher._transfer._beside
             for number in range(1, 6):
-                assert extremes(feed.next()).tolist() == [[number, number]] * 3
+                assert extremes(prefetcher.next()).tolist() == [[number, number]] * 3
         assert len(pinned) >= 3 * 5
 
     def test_packs_that_were_dropped_are_not_overwritten_before_they_are_read(self) -> None:
-        with DevicePrefetcher(Large(), torch.device("cuda"), 2) as feed:
-            feed.next()
+        with DevicePrefetcher(Large(), torch.device("cuda"), 2) as prefetcher:
+            prefetcher.next()
             torch.cuda.synchronize()
             seen = []
             for _ in range(8):
@@ -197,7 +197,7 @@ class TestOnAccelerator:
                 behind.record()
                 torch.cuda.set_sync_debug_mode("error")
                 try:
-                    seen.append(extremes(feed.next()))  # the pack is dropped here
+                    seen.append(extremes(prefetcher.next()))  # the pack is dropped here
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 assert not behind.query()  # nobody waited for the device
@@ -207,10 +207,10 @@ class TestOnAccelerator:
     def test_packs_go_to_the_device_that_was_current_when_the_feed_was_made(self) -> None:
         stream = Large()
         with torch.cuda.device(1):
-            feed = DevicePrefetcher(stream, torch.device("cuda"))
-        stream.beside = feed._transfer._beside
-        with feed:
+            prefetcher = DevicePrefetcher(stream, torch.device("cuda"))
+        stream.beside = prefetcher._transfer._beside
+        with prefetcher:
             for number in range(1, 6):
-                pack = feed.next()
+                pack = prefetcher.next()
                 assert pack[0]["tokens"].device == torch.device("cuda", 1)
                 assert extremes(pack).tolist() == [[number, number]] * 3

@@ -1,4 +1,4 @@
-"""A process learns its place from whatever launcher started it, and refuses what does not add up."""
+"""A process learns its rank from whatever launcher started it, and refuses what does not add up."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ SLURM = {
 }
 
 
-def place(environ: dict[str, str], **changes: str | None) -> ProcessEnv:
+def process_env(environ: dict[str, str], **changes: str | None) -> ProcessEnv:
     changed: dict[str, Any] = {**environ, **changes}
     return ProcessEnv.from_environment({name: value for name, value in changed.items() if value is not None})
 
 
 def test_without_a_launcher_there_is_one_process() -> None:
-    alone = place({})
+    alone = process_env({})
     assert (alone.rank, alone.world_size, alone.launcher, alone.master) == (0, 1, None, None)
     assert alone.node
 
 
 def test_torchrun() -> None:
-    found = place(TORCHRUN)
+    found = process_env(TORCHRUN)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (5, 8, 1, 4)
     assert (found.launcher, found.master) == ("torchrun", ("node-a", 29500))
 
 
 def test_torchrun_inside_a_slurm_step_comes_first() -> None:
-    assert place({**SLURM, **TORCHRUN}).launcher == "torchrun"
+    assert process_env({**SLURM, **TORCHRUN}).launcher == "torchrun"
 
 
 def test_a_slurm_step() -> None:
-    found = place(SLURM)
+    found = process_env(SLURM)
     assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (9, 11, 1, 3)
     assert (found.launcher, found.node) == ("slurm", "node03")
     assert found.master == ("node01", 12_000 + 1234567 % 16_000)
@@ -62,7 +62,7 @@ def test_a_slurm_step() -> None:
 
 def test_a_slurm_step_uses_its_own_counts_not_those_of_the_allocation() -> None:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node[02-03]"}
-    found = place({**SLURM, **step}, SLURM_PROCID="1", SLURM_NODEID="1", SLURM_LOCALID="0")
+    found = process_env({**SLURM, **step}, SLURM_PROCID="1", SLURM_NODEID="1", SLURM_LOCALID="0")
     assert (found.world_size, found.local_world_size) == (2, 1)
     assert found.master is not None
     assert found.master[0] == "node02"
@@ -70,11 +70,11 @@ def test_a_slurm_step_uses_its_own_counts_not_those_of_the_allocation() -> None:
 
 def test_slurm_with_equal_nodes_names_one_count() -> None:
     changes = {"SLURM_TASKS_PER_NODE": None, "SLURM_NTASKS_PER_NODE": "4"}
-    assert place(SLURM, **changes).local_world_size == 4
+    assert process_env(SLURM, **changes).local_world_size == 4
 
 
 def test_slurm_can_be_told_where_to_meet() -> None:
-    assert place(SLURM, MASTER_ADDR="head", MASTER_PORT="7000").master == ("head", 7000)
+    assert process_env(SLURM, MASTER_ADDR="head", MASTER_PORT="7000").master == ("head", 7000)
 
 
 @pytest.mark.parametrize(
@@ -86,20 +86,20 @@ def test_slurm_can_be_told_where_to_meet() -> None:
     ],
 )
 def test_slurm_without_several_tasks_is_one_process(changes: dict[str, str | None]) -> None:
-    found = place(SLURM, **changes)
+    found = process_env(SLURM, **changes)
     assert (found.world_size, found.launcher) == (1, None)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
 def test_half_set_variables_are_named(missing: str) -> None:
     with pytest.raises(JobError, match=rf"set, but {missing} is not; torchrun sets"):
-        place(TORCHRUN, **{missing: None})
+        process_env(TORCHRUN, **{missing: None})
 
 
 @pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_JOB_NODELIST"])
 def test_half_set_slurm_variables_are_named(missing: str) -> None:
     with pytest.raises(JobError, match=rf"set, but {missing} is not; srun sets"):
-        place(SLURM, **{missing: None})
+        process_env(SLURM, **{missing: None})
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_half_set_slurm_variables_are_named(missing: str) -> None:
 )
 def test_contradictions_are_errors(changes: dict[str, str], text: str) -> None:
     with pytest.raises(JobError, match=text):
-        place(TORCHRUN, **changes)
+        process_env(TORCHRUN, **changes)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def identity(moe: str = "0.1.0", torch_version: str | None = None, **job: Any) -
     return found if torch_version is None else Identity({"torch": torch_version}, found.plugins, found.job)
 
 
-def place(**changes: Any) -> ProcessEnv:
+def process_env(**changes: Any) -> ProcessEnv:
     """This process of a test world; rank 0 is on node-a, the others on node-b."""
     rank, size = dist.get_rank(), dist.get_world_size()
     values: dict[str, Any] = {"node": "node-b" if rank else "node-a", "launcher": "torchrun", **changes}
@@ -47,7 +47,7 @@ def place(**changes: Any) -> ProcessEnv:
 
 
 def join_with(identities: list[dict[str, Any]]) -> str:
-    here = place()
+    here = process_env()
     try:
         with joined(here, CPU, identity(**identities[here.rank]), sizes(here.world_size), TIMEOUTS):
             total = torch.ones(1)
@@ -170,7 +170,7 @@ def test_an_error_leaves_the_block_and_the_group() -> None:
 
 def join_anew(port: int, directory: Path, fails: bool) -> tuple[str, bool, float]:
     """Meet through a TCP store, as under Slurm."""
-    here = place(launcher="slurm", master=("127.0.0.1", port))
+    here = process_env(launcher="slurm", master=("127.0.0.1", port))
     dist.destroy_process_group()
     limits, outcome = dict(TIMEOUTS), "left"
     reporter = FailureReporter(f"rank {here.rank}", directory / str(here.rank))

@@ -84,7 +84,8 @@ def build(
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = build_lr_schedule(job, selection)
-    task: Task = CheckedTask(selection.task, instantiate(selection.task, job.task))
+    own_task: Task = instantiate(selection.task, job.task)
+    task = CheckedTask(selection.task, own_task)
     store = open_store(job, topology)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
@@ -126,7 +127,7 @@ def build(
         accumulate=accumulate,
         ties=ties,
     )
-    added = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
+    auxiliary_losses = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
     tallies = Tallies(assembly.stages, data_ranks)
     interrupts = Interrupts()
     executor = Executor(
@@ -135,7 +136,7 @@ def build(
         boundaries=Boundaries(assembly.outlines, assembly.compute_dtype),
         topology=topology,
         task=task,
-        added=added,
+        auxiliary_losses=auxiliary_losses,
         tallies=tallies,
         gradients=gradients,
         statistics=statistics,
@@ -146,12 +147,12 @@ def build(
     )
     step = TrainStep(
         task=task,
-        loss_scale=LossScale(task, added, data_ranks),
+        loss_scale=LossScale(task, auxiliary_losses, data_ranks),
         executor=executor,
         gradients=gradients,
         clipper=Clipper(
             trained,
-            {**task.coefficients, **added.coefficients},
+            {**task.coefficients, **auxiliary_losses.coefficients},
             topology,
             job.gradient_clipping.max_norm,
             job.gradient_clipping.p,
@@ -188,7 +189,7 @@ def build(
         topology=topology,
         model=model,
         step=step,
-        task=task,
+        task=own_task,
         prefetcher=prefetcher,
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
@@ -296,8 +297,8 @@ def _evaluator(
     with topology.main_first(per_machine=True):
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
-    feed = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
-    return Evaluator(task, executor, model, feed, job.evaluation.packs, group, topology.watchdog.beat)
+    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    return Evaluator(task, executor, model, prefetcher, job.evaluation.packs, group, topology.watchdog.beat)
 
 
 def _exporter(

@@ -66,7 +66,7 @@ class Process:
         sys.exit(failure.exit_code)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
-        """In env of ``warnings.showwarning``: says which rank warns."""
+        """Replacement of ``warnings.showwarning``: says which rank warns."""
         text = warnings.formatwarning(message, category, filename, lineno, "")
         print(f"{self._name}: {text}", end="", file=sys.stderr, flush=True)  # noqa: T201
 

@@ -51,10 +51,10 @@ class DevicePrefetcher:
 
         Raises:
             Exception: what the stream raised for this pack; again until :meth:`load_state`.
-            RuntimeError: the feed is closed.
+            RuntimeError: the prefetcher is closed.
         """
         if self._closed:
-            raise RuntimeError("this feed is closed; open another one on a stream")
+            raise RuntimeError("this prefetcher is closed; open another one on a stream")
         if not self._prefetch:
             return self._transfer.start(_next_pack(self.stream)).receive()
         if self._worker is None:
@@ -202,7 +202,7 @@ class _Worker:
         self._ready: queue.SimpleQueue[_Taken | BaseException] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._stopping = False
-        self.thread = threading.Thread(target=self._run, name="d9d-feed", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="d9d-prefetch", daemon=True)
         self.thread.start()
 
     def take(self) -> _Taken:

@@ -48,6 +48,7 @@ class Trainer:
     Args:
         job: the resolved job.
         topology: this process among others.
+        model: the model, or this rank's stages of it.
         step: one training step.
         task: counts tokens.
         prefetcher: packs on the device.

@@ -56,7 +56,7 @@ class Executor:
         boundaries: what stages hand to each other.
         topology: this process among others.
         task: turns microbatches into inputs and outputs into losses.
-        added: the loss terms of the model's own modules.
+        auxiliary_losses: the loss terms of the model's own modules.
         tallies: what they count.
         gradients: told when a stage's gradients are complete.
         statistics: updated with the task's observations.
@@ -73,7 +73,7 @@ class Executor:
         boundaries: Boundaries,
         topology: Topology,
         task: Task,
-        added: AuxiliaryLosses,
+        auxiliary_losses: AuxiliaryLosses,
         tallies: Tallies,
         gradients: Gradients,
         statistics: Statistics,
@@ -89,9 +89,9 @@ class Executor:
         self._gradients = gradients
         self.unsplittable = unsplittable
         self._last = len(pipeline.hosts) - 1
-        self._place = topology.coordinate["pp"]
+        self._position = topology.coordinate["pp"]
         self._task = task
-        self._added = added
+        self._auxiliary = auxiliary_losses
         self._tallies = tallies
         self._statistics = statistics
         self._coefficients = dict(task.coefficients)
@@ -114,7 +114,7 @@ class Executor:
         """
         program, backwards, split = self._program(len(pack))
         state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
-        self._added.begin(scale)
+        self._auxiliary.begin(scale)
         self._interpret(program, state)
         for counted in state.counted:
             self._statistics.tally(counted)
@@ -134,11 +134,11 @@ class Executor:
         """
         state = StepState(0, pack, {}, evaluated=outputs)
         with torch.no_grad():
-            self._interpret(self.pipeline.forward_program(self._place, len(pack)), state)
+            self._interpret(self.pipeline.forward_program(self._position, len(pack)), state)
 
     def _overview(self, microbatches: int) -> tuple[Program, Counter[int], Mapping[int, frozenset[int]]]:
         """Overview of this rank's program: how many backwards each stage runs, and which of them are split."""
-        program = self.pipeline.program(self._place, microbatches)
+        program = self.pipeline.program(self._position, microbatches)
         parts = [part for action in program for part in compute_parts(action)]
         backwards = Counter(part.stage for part in parts if isinstance(part, Backward | InputBackward))
         split: dict[int, frozenset[int]] = {}
@@ -263,7 +263,9 @@ class Executor:
 
     def _observe(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> None:
         # The gradients of these are injected where they arise, so they take no part in the backward from here.
-        self._count(stage, {term: sum_ * state.scale[term] for term, sum_ in self._added.take(stage).items()}, state)
+        self._count(
+            stage, {term: sum_ * state.scale[term] for term, sum_ in self._auxiliary.take(stage).items()}, state
+        )
         counted = self._tallies.take(stage)
         if stage == self._last and self._statistics:
             self._statistics.update(self._task.observations(outputs, microbatch))

@@ -20,13 +20,13 @@ class LossScale:
 
     Args:
         task: declares the terms and their weights.
-        added: the terms of the model's own modules.
+        auxiliary_losses: the terms of the model's own modules.
         group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
     """
 
-    def __init__(self, task: Task, added: AuxiliaryLosses, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, task: Task, auxiliary_losses: AuxiliaryLosses, group: dist.ProcessGroup | None = None) -> None:
         self._task = task
-        self._added = added
+        self._auxiliary = auxiliary_losses
         self._group = group
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
@@ -37,11 +37,11 @@ class LossScale:
         weights = [self._task.weights(microbatch) for microbatch in pack]
         terms = list(self._task.coefficients)
         total = torch.stack([torch.stack([w[term].float() for term in terms]) for w in weights]).sum(0)
-        if self._added.terms:
-            counts = [self._added.weights(microbatch) for microbatch in pack]
+        if self._auxiliary.terms:
+            counts = [self._auxiliary.weights(microbatch) for microbatch in pack]
             # Filled by kernels: copying host values would have to wait for them.
-            added = [total.new_full((1,), sum(count[term] for count in counts)) for term in self._added.terms]
-            terms, total = [*terms, *self._added.terms], torch.cat([total, *added])
+            added = [total.new_full((1,), sum(count[term] for count in counts)) for term in self._auxiliary.terms]
+            terms, total = [*terms, *self._auxiliary.terms], torch.cat([total, *added])
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         inverse = torch.where(total > 0, 1 / total, torch.zeros_like(total))

@@ -5,7 +5,7 @@ deadline passes, every rank's thread publishes what its process is doing, and on
 
     error: no progress for 600 s in phase 'step' (timeouts.step); the odd one out first
       rank 1 (dp_shard=1) on node-a: step 17: not in a collective, but at my_data/stream.py:31 (read)
-      ranks 0, 2-7: step 17: waits in all_reduce, called at d9d_core/loop/step.py:66 (__call__)
+      ranks 0, 2-7: step 17: waits in all_reduce, called at d9d_engine/step/step.py:66 (__call__)
 
 Then all processes end, the main threads being stuck where no exception reaches them. The threads talk through the
 store, which needs no communicator. A run counts as stuck when the deadlines of all ranks have passed: while one of them

@@ -120,7 +120,7 @@ def measure(job: Job, topology: Topology, steps: int) -> Measurement:
     """
     witness = Witness(topology)
     trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
-    with trainer.prefetcher as feed:
+    with trainer.prefetcher as prefetcher:
         for step in range(steps):
-            trainer.step(step, feed.next())
+            trainer.step(step, prefetcher.next())
     return witness.finish()
