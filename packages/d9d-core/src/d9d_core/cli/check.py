@@ -49,4 +49,4 @@ def check_job(job: JobFile, world_size: int | None) -> None:
     console.print(table)
     console.print(Text.assemble(("ok", "green"), ": names, values, capabilities, mesh and schedule"))
     for summary, packages in left_out.items():
-        console.print(Text.assemble(("not checked", "yellow"), f": {summary} To check it: pip install {packages}"))
+        console.print(Text.assemble(("not checked", "yellow"), f" (to check it: pip install {packages}): {summary}"))

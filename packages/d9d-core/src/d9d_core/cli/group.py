@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from typing import Any
 import typer
 import typer.core
 
+from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.errors import PluginError
 from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.entries import Entry, plugin_error
@@ -42,20 +44,35 @@ class PluginGroup(typer.core.TyperGroup):
             return _Lazy(cmd_name, self._foundation[cmd_name])
         names = {entry.spec.key for entry in self._registry.entries("command")}
         if cmd_name.rpartition("/")[2] not in names and KnownPlugins.shipped().home("command", cmd_name) is None:
-            return None  # the usual message, which suggests near names
+            return None
         return _Lazy(cmd_name, self._registry.find("command", cmd_name))
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; Ctrl-C gets a word, where typer would end without one.
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Command that the arguments ask for; an unknown name gets near names, which typer knows of core's only.
 
         Raises:
-            typer.Exit: the user interrupted it.
+            click.UsageError: there is no such command.
+        """
+        name = args[0]
+        if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
+            names = {*self.list_commands(ctx), *KnownPlugins.shipped().names("command")}
+            if near := difflib.get_close_matches(name, sorted(names)):
+                ctx.fail(f"No such command {name!r}. Did you mean {', '.join(map(repr, near))}?")
+        return super().resolve_command(ctx, args)
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        """Run the command line; Ctrl-C gets a word, wherever it comes, where typer ends without one.
+
+        Raises:
+            SystemExit: it has ended.
         """
         try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt as interrupt:
-            print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)  # noqa: T201
-            raise typer.Exit(130) from None
+            return super().main(*args, **settings)
+        except SystemExit as end:
+            interrupt = getattr(end.__context__, "__cause__", None)  # typer has made an Exit of it
+            if isinstance(interrupt, KeyboardInterrupt):
+                print(": ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)  # noqa: T201
+            raise
 
     @cached_property
     def _registry(self) -> Registry:
@@ -116,7 +133,8 @@ class _Lazy(typer.core.TyperCommand):
             raise PluginError(f"command {self._entry} needs {names}; install it with: pip install {names}")
         reference = self._entry.spec.app
         try:
-            app = reference.load()
+            with interrupts_deferred():
+                app = reference.load()
         except FOREIGN_FAILURES as error:
             text = f"command {self._entry}: its app {reference} failed to load: {error!r}"
             raise plugin_error(text, error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from importlib.metadata import version
 
 from rich.text import Text
 
@@ -24,6 +25,8 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
     """
     console = console_for()
     sound = True
+    if text := nothing_installed(registry):
+        console.print(_line(True, text))
     for entry in registry.entries("health check"):
         assert isinstance(entry.spec, HealthCheckSpec)
         if missing := missing_modules(entry.spec):
@@ -47,6 +50,13 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
     for distribution, reason in registry.blocked.items():
         console.print(Text.assemble(("--", "yellow"), f"  plugin {distribution}: {reason}"))
     return sound
+
+
+def nothing_installed(registry: Registry) -> str | None:
+    """What to say, and to install, where core is alone; ``None`` if there is any plugin."""
+    if registry.entries() or registry.plugins or registry.problems or registry.blocked:
+        return None
+    return f"d9d-core {version('d9d-core')}: no plugin is installed; to train, begin with: pip install d9d-engine"
 
 
 def _line(ok: bool, text: str) -> Text:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -11,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from d9d_core.cli.group import shadowed_commands
+from d9d_core.cli.health import nothing_installed
 from d9d_core.cli.output import console_for
 from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
 from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.ref import FOREIGN_FAILURES, Ref
 from d9d_core.plugin.registry import Registry
 
 
@@ -25,6 +28,9 @@ def list_records(registry: Registry, as_json: bool) -> None:
     """Print every record."""
     if as_json:
         print(json.dumps([_summary(entry) for entry in registry.entries()], indent=1))  # noqa: T201
+        return
+    if text := nothing_installed(registry):
+        console_for().print(text)
         return
     table = Table(box=None, header_style="bold")
     for title in ("extension point", "name", "distribution"):
@@ -84,8 +90,13 @@ def check_plugins(registry: Registry, name: str | None, as_json: bool, own_comma
         if problem.origin.distribution in chosen
     ]
     entries = [entry for entry in registry.entries() if entry.origin.distribution in chosen]
+    absent: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
-        findings += [{"plugin": str(entry.origin), "problem": text} for text in _broken_references(entry)]
+        findings += [{"plugin": str(entry.origin), "problem": text} for text in _broken_references(entry, absent)]
+    for module, needing in sorted(absent.items()):
+        references = f"{len(needing)} reference{' needs' if len(needing) == 1 else 's need'}"
+        text = f"{references} the module {module}, which is not installed; install it with: pip install {module}"
+        findings.append({"plugin": ", ".join(sorted({str(entry.origin) for entry in needing})), "problem": text})
     clashes = registry.conflicts(chosen) + shadowed_commands(registry, own_commands, chosen)
     findings += [{"plugin": name or "several plugins", "problem": text} for text in clashes]
     if as_json:
@@ -98,7 +109,8 @@ def check_plugins(registry: Registry, name: str | None, as_json: bool, own_comma
     return not findings
 
 
-def _broken_references(entry: Entry) -> Iterator[str]:
+def _broken_references(entry: Entry, absent: defaultdict[str, list[Entry]]) -> Iterator[str]:
+    """One message per broken reference; those to which only a package is missing are added to ``absent`` instead."""
     if isinstance(entry.spec, CapabilitySpec):
         return
     broken = []
@@ -107,12 +119,23 @@ def _broken_references(entry: Entry) -> Iterator[str]:
             reference.load()
         except FOREIGN_FAILURES as error:
             broken.append(field)
+            if module := _absent_package(reference, error):
+                absent[module].append(entry)
+                continue
             yield f"{entry.kind.name} '{entry.spec.key}': {field} {reference} failed to load: {error!r}"
     if isinstance(entry.spec, ConfiguredSpec) and "config" not in broken:
         try:
             config_schema(entry)
         except PluginError as error:
             yield str(error)
+
+
+def _absent_package(reference: Ref, error: BaseException) -> str | None:
+    """Package whose absence made a reference fail; a module that the plugin itself should have is none."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name or "." in error.name:
+        return None
+    own = reference.target.partition(":")[0].partition(".")[0]
+    return error.name if error.name != own and importlib.util.find_spec(error.name) is None else None
 
 
 def _summary(entry: Entry) -> dict[str, Any]:

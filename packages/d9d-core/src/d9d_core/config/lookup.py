@@ -28,7 +28,8 @@ def load_config(entry: Entry) -> type[PluginConfig]:
     name = config.model_fields["name"].default
     if name != entry.spec.key:
         wanted = f"name: Literal[{entry.spec.key!r}] = {entry.spec.key!r}"
-        raise PluginError(f"{subject} has the name {name!r}; write {wanted}")
+        found = f"the name {name!r}" if isinstance(name, str) else "no default name"
+        raise PluginError(f"{subject} has {found}; write {wanted}")
     return config
 
 

@@ -110,5 +110,6 @@ def _heading(console: Console, text: str) -> None:
 
 
 def _several(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:4])
+    # The root module has an empty name.
+    shown = ", ".join(name or "(the model itself)" for name in names[:4])
     return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
@@ -48,7 +49,11 @@ def train(
     with running(env, os.environ) as process:
         loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, quiet=process.repeats)
         loaded.check(env.world_size)
-        from d9d_engine.distributed.mesh import describe_rank
+        with _start_up(), interrupts_deferred():
+            # Imports of torch and numpy, once and for all that follows.
+            import d9d_engine.build.compose
+            import d9d_engine.distributed.world  # noqa: F401
+            from d9d_engine.distributed.mesh import describe_rank
 
         # A process that is alone says why it failed on its way out, as every command does.
         alone = env.launcher is None
@@ -76,10 +81,10 @@ def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:
         raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
     processes = job.mesh.world_size if nproc == "auto" else int(nproc)
     job.check(processes)
-
-    def name_of(rank: int) -> str:
+    with _start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
 
+    def name_of(rank: int) -> str:
         return describe_rank(job.mesh.sizes(), rank)
 
     return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of).run()

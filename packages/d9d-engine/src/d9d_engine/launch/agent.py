@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _OWN_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
 #: The agent kills what is left 30 s after a failure; a process that was killed sooner was not killed by it.
 _OWN_KILL_SECONDS = 20
+#: The user interrupted before every process could be asked to stop, so none was as far as the first step.
+_BEFORE_PROCESSES = Failure("interrupted", 130)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class Launch:
                 if failure is None:
                     return 0
                 if channel.stopping:
-                    _say("interrupted")
+                    # The processes of an earlier attempt may have trained.
+                    early = attempt == 0 and failure is _BEFORE_PROCESSES
+                    _say("interrupted: during start-up; nothing was trained" if early else "interrupted")
                     return 130
                 _say(failure.text)
                 # Exit status 2 is a mistake in the job or its surroundings, which another attempt repeats.
@@ -77,7 +81,7 @@ class Launch:
             with self._signals_passed_on(channel), _environment(channel, self.processes), _quiet_agent():
                 return _run_agent(self, channel)
         except KeyboardInterrupt:
-            return Failure("interrupted", 130)
+            return _BEFORE_PROCESSES
 
     @contextmanager
     def _signals_passed_on(self, channel: Channel) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from d9d_core.errors import TrainingError
+from d9d_core.errors import D9dError, JobError, TrainingError
 
 from d9d_engine.job import Job
 from d9d_engine.verify.compare import Verdict, compare
@@ -38,11 +38,14 @@ def verify(job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str]
         note: gets one line per layout.
 
     Raises:
+        JobError: a layout is none that the job could run in.
         TrainingError: the reference could not be computed.
     """
     values = scaled_values(job, layouts, steps)
     stage = scaled_model(job, values)
     ops = model_ops(stage)
+    for layout in layouts:
+        _check(job, layout_values(values, layout, ops), layout)
     for reason in layout_dependence(stage):
         note(f"this model differs between layouts by its nature: {reason}")
     with tempfile.TemporaryDirectory(prefix="d9d-verify-") as directory:
@@ -70,6 +73,18 @@ def verify(job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str]
 def narrowest_dtype(values: Mapping[str, Any]) -> torch.dtype:
     """Narrowest number format that a resolved job computes in."""
     return torch.bfloat16 if "bfloat16" in json.dumps([values["precision"], values["parallel"]]) else torch.float32
+
+
+def _check(job: Job, values: Mapping[str, Any], layout: Layout) -> None:
+    """Check a layout's job without tensors: a mistake in what was asked for is no deviation.
+
+    Raises:
+        JobError: it cannot run.
+    """
+    try:
+        Job.from_values(values, registry=job.registry).check(layout.ranks)
+    except D9dError as error:
+        raise JobError(f"verify: layout {layout.name}: {error}") from error
 
 
 def _run(values: Mapping[str, Any], layout: Layout, steps: int, directory: Path) -> Measurement | str:

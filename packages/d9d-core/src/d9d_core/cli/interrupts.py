@@ -1,0 +1,40 @@
+"""Ctrl-C while heavy modules are imported."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Interrupts inside the block are raised at its end.
+
+    torch and numpy catch what their imports of optional modules raise, KeyboardInterrupt too: the interrupt would be
+    lost, or leave a half-imported module. A handler that somebody has installed, and other threads, are left alone.
+
+    Raises:
+        KeyboardInterrupt: there was an interrupt.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    interrupted = False
+
+    def record(_number: int, _frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    signal.signal(signal.SIGINT, record)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt

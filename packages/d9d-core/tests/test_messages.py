@@ -1,0 +1,85 @@
+"""What d9d says about names it does not know, packages that are not there, and configs without a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from d9d_core.cli.health import examine
+from d9d_core.cli.main import app
+from d9d_core.cli.plugins import check_plugins, list_records
+from d9d_core.config.lookup import load_config
+from d9d_core.errors import PluginError
+from d9d_core.plugin import PluginPolicy, Registry, discover
+from d9d_core.plugin.kernels import find_kernel
+from typer.testing import CliRunner
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("trian", "train"), ("exlpain", "explain"), ("chek", "check")])
+def test_near_names_of_all_commands_are_suggested(typo: str, meant: str) -> None:
+    result = CliRunner().invoke(app, [typo])
+    assert result.exit_code == 2
+    assert f"No such command '{typo}'. Did you mean '{meant}'" in result.stderr
+
+
+def test_core_alone_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert examine(Registry())
+    list_records(Registry(), as_json=False)
+    first, second = capsys.readouterr().out.splitlines()
+    for line in (first, second):
+        assert "no plugin is installed; to train, begin with: pip install d9d-engine" in line
+
+
+def test_references_that_miss_one_package_are_one_problem(
+    install: Callable[..., None], site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(
+        "acme-heavy",
+        "1.0",
+        """
+        @hookimpl
+        def d9d_strategies():
+            ref = Ref("acme_heavy_code:Config")
+            lost = Ref("acme_heavy_lost:Config")
+            part = Ref("acme_heavy_part:Config")
+            yield StrategySpec(name="a", summary="x", config=ref, build=ref, anchor="data")
+            yield StrategySpec(name="b", summary="x", config=lost, build=part, anchor="data")
+        """,
+    )
+    (site / "acme_heavy_code.py").write_text("import a_package_that_is_not_there\n")
+    (site / "acme_heavy_part.py").write_text("import json.a_part_that_is_not_there\n")
+    assert not check_plugins(discover(PluginPolicy(allow=frozenset({"acme-heavy"}))), "acme-heavy", as_json=False)
+    out = capsys.readouterr().out
+    assert (
+        "acme-heavy 1.0: 2 references need the module a_package_that_is_not_there, which is not installed; install it "
+        "with: pip install a_package_that_is_not_there\n"
+    ) in out
+    assert "config acme_heavy_lost:Config failed to load: ModuleNotFoundError" in out
+    assert "build acme_heavy_part:Config failed to load: ModuleNotFoundError" in out
+    assert "3 problems" in out
+
+
+def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]) -> None:
+    install(
+        "acme-nameless",
+        "1.0",
+        """
+        from typing import Literal
+        from d9d_core.config.base import PluginConfig
+        class Nameless(PluginConfig):
+            name: Literal["nameless"]
+        @hookimpl
+        def d9d_strategies():
+            ref = Ref("acme_nameless_plugin:Nameless")
+            yield StrategySpec(name="nameless", summary="x", config=ref, build=ref, anchor="data")
+        """,
+    )
+    entry = discover(PluginPolicy(allow=frozenset({"acme-nameless"}))).find("strategy", "nameless")
+    with pytest.raises(PluginError, match=r"Nameless has no default name; write name: Literal\['nameless'\] = "):
+        load_config(entry)
+
+
+def test_an_unknown_op_is_called_so() -> None:
+    with pytest.raises(PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: attention, "):
+        find_kernel(Registry.of(), "bogus", "x")
