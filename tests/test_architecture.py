@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import packages_distributions, version
@@ -63,12 +64,9 @@ LAYERS = {
 FOUNDATION = ("d9d_core", "d9d_weights", "d9d_engine")
 #: Imports that the tests of every member may make besides: d9d-testing, and what is installed with it.
 TEST_TOOLS = {"d9d_testing", "pytest", "hypothesis", "torch", "safetensors", "fsspec", "pydantic", *FOUNDATION}
-DECLARED = {
-    "d9d_core": {"d9d_core.plugin", "d9d_core.extend"},
-    "d9d_weights": {"d9d_weights"},
-    "d9d_engine": {"d9d_engine.api", "d9d_engine.extend"},
-}
-#: Further declared modules, for conformance suites only.
+#: Declared module -> its names, as tools/public_surface.py writes them down; tests/test_public_surface.py compares.
+DECLARED: dict[str, list[str]] = json.loads((ROOT / "tests" / "public_surface.json").read_text("utf-8"))["names"]
+#: Declared modules for conformance suites only.
 FOR_SUITES = {"d9d_core.testing", "d9d_engine.testing"}
 MOST_FILES = 15
 #: Declared although no source file imports it: distribution -> why.
@@ -167,31 +165,113 @@ def test_the_foundation_imports_downwards_only(imports: grimp.ImportGraph) -> No
         assert upwards & imported_by(imports, package).keys() == set(), package
 
 
-def imported_modules(path: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of each import of one of our packages in a file; the name is empty for ``import module``."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported_modules(source: str) -> Iterator[tuple[str, str]]:
+    """Module and name of each import in a source; the name is empty for ``import module``."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield from ((node.module, alias.name) for alias in node.names)
 
 
-@members
-def test_a_member_imports_other_packages_by_their_declared_modules(member: Member) -> None:
-    if member.package in FOUNDATION:
-        return
-    allowed = {module for modules in DECLARED.values() for module in modules}
-    allowed |= FOR_SUITES if member.package == "d9d_testing" else set()
-    undeclared = [
-        f"{path.relative_to(ROOT)} imports {name or 'all'} from {module}"
-        for path in member.sources
-        for module, name in imported_modules(path)
-        if module.partition(".")[0] in DECLARED and module not in allowed
+def references(source: str) -> Iterator[tuple[str, str]]:
+    """Module and name of each ``"module:name"``, as declarations refer to what they declare."""
+    yield from re.findall(r'"(d9d_\w+(?:\.\w+)*):(\w+)', source)
+
+
+def undeclared(uses: Iterable[tuple[str, str]], own: str = "", suites: bool = False) -> list[str]:
+    """Uses of other packages than ``own`` that are no names of their declared modules."""
+    allowed = {module: names for module, names in DECLARED.items() if suites or module not in FOR_SUITES}
+    packages = {member.package for member in MEMBERS} - {own}
+    return [
+        f"{name or 'all'} of {module}"
+        for module, name in uses
+        if module.partition(".")[0] in packages
+        and (module not in allowed if name in ("", "*") else name not in allowed.get(module, []))
     ]
-    assert undeclared == []
 
 
-@pytest.mark.parametrize("module", sorted(set().union(*DECLARED.values()) | FOR_SUITES))
+def sources_bound_to_declared_modules() -> Iterator[Path]:
+    for member in MEMBERS:
+        if member.package not in FOUNDATION:
+            yield from member.sources
+    yield from (path for path in sorted((ROOT / "examples").rglob("*.py")) if "tests" not in path.parts)
+
+
+@pytest.mark.parametrize("house", [*(str(m) for m in MEMBERS if m.package not in FOUNDATION), "examples"])
+def test_packages_use_each_other_by_the_names_of_their_declared_modules(house: str) -> None:
+    found = {}
+    for path in sources_bound_to_declared_modules():
+        if house in path.relative_to(ROOT).parts[:2]:
+            source = path.read_text("utf-8")
+            own = path.relative_to(ROOT).parts[1].replace("-", "_")
+            uses = [*imported_modules(source), *references(source)]
+            found[str(path.relative_to(ROOT))] = undeclared(uses, own, suites=house == "d9d-testing")
+    assert {path: uses for path, uses in found.items() if uses} == {}
+
+
+def imports_in_text(text: str) -> Iterator[tuple[str, str]]:
+    """Imports in a text that need not be Python otherwise, as a template is not."""
+    statement = r"^[ ]*((?:from [\w.]+ import (?:\([^)]*\)|[^\n(]+)|import [\w., ]+))(?:[ ]+#.*)?$"
+    for found in re.findall(statement, text, re.MULTILINE):
+        yield from imported_modules(found)
+
+
+def test_templates_show_declared_modules_only() -> None:
+    found = {}
+    for path in sorted((ROOT / "packages/d9d-core/src/d9d_core/scaffold/templates").rglob("*.tmpl")):
+        text = re.sub(r"\$\{\w+\}", "FILLED_IN", path.read_text("utf-8"))
+        uses = [*imports_in_text(text), *references(text)]
+        found[path.name] = undeclared((module, name) for module, name in uses if "FILLED_IN" not in name)
+    assert len(found) > 1
+    assert {path: uses for path, uses in found.items() if uses} == {}
+
+
+def test_documents_show_declared_modules_only() -> None:
+    """In Python fences; ``import package.plugin``, to name a plugin to a registry, besides."""
+    entry_points = {(f"{member.package}.plugin", "") for member in MEMBERS}
+    found = {}
+    for pattern in ("*.md", "docs/**/*.md", "packages/*/*.md", "plugins/*/*.md", "examples/**/*.md"):
+        for path in sorted(ROOT.glob(pattern)):
+            fences = re.findall(
+                r"^[ ]*```py(?:thon)?\n(.*?)^[ ]*```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE
+            )
+            uses = [use for fence in fences for use in (*imports_in_text(fence), *references(fence))]
+            found[str(path.relative_to(ROOT))] = undeclared(use for use in uses if use not in entry_points)
+    assert {path: uses for path, uses in found.items() if uses} == {}
+
+
+@members
+def test_configs_of_a_plugin_are_declared(member: Member) -> None:
+    """A job in Python is made of them."""
+    declaration = member.path / "src" / member.package / "plugin.py"
+    if member.package in FOUNDATION or not declaration.exists():
+        return
+    modules = re.findall(r'config=Ref\(\s*f?"([\w.]+):', declaration.read_text("utf-8"))
+    assert set(modules) - DECLARED.keys() == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from d9d_nn.ops.deferred import anything",
+        "from d9d_nn.swiglu import Linear",
+        "import d9d_moe.router.selection",
+        "def f():\n    from d9d_nn import ops",
+        "from d9d_core.testing import anything",
+        "from d9d_core.config.job import JobConfig",
+    ],
+)
+def test_undeclared_imports_are_recognised(source: str) -> None:
+    assert undeclared(imported_modules(source), own="d9d_qwen3") != []
+
+
+def test_own_modules_and_declared_names_are_not_undeclared() -> None:
+    source = "from d9d_nn.swiglu import SwiGLU\nimport torch\nfrom d9d_qwen3.block import anything"
+    assert undeclared(imported_modules(source), own="d9d_qwen3") == []
+
+
+@pytest.mark.parametrize("module", sorted(name for name in DECLARED if name.partition(".")[0] in FOUNDATION))
 def test_declared_names_exist_complete_in_a_notebook_and_load_without_torch(module: str) -> None:
     code = f"import sys, {module} as m; print('torch' in sys.modules, [n for n in m.__all__ if n not in dir(m)])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,26 +9,53 @@ and the command line.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import inspect
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "public_surface.json"
 
 
-#: Modules that other packages may import; tests/test_architecture.py holds everybody to them.
+#: Modules that other packages and users may import; tests/test_architecture.py holds everybody to them.
 DECLARED = (
-    "d9d_core.plugin",
-    "d9d_core.extend",
-    "d9d_core.testing",
+    *("d9d_core.plugin", "d9d_core.extend", "d9d_core.testing"),
     "d9d_weights",
-    "d9d_engine.api",
-    "d9d_engine.extend",
-    "d9d_engine.testing",
+    *("d9d_engine.api", "d9d_engine.extend", "d9d_engine.testing"),
+    *("d9d_data.config", "d9d_data.stream.text"),
+    "d9d_deepep.config",
+    *("d9d_moe.balancing.balancers", "d9d_moe.balancing.config"),
+    *("d9d_moe.dispatch.async_exchange", "d9d_moe.dispatch.local", "d9d_moe.dispatch.permutation"),
+    *("d9d_moe.expert_parallel.config", "d9d_moe.expert_parallel.dispatchers"),
+    *("d9d_moe.experts.grouped_swiglu", "d9d_moe.experts.layer"),
+    *("d9d_moe.router.metric_config", "d9d_moe.router.routing", "d9d_moe.router.top_k"),
+    *("d9d_nn.attention.grouped_query", "d9d_nn.attention.masks"),
+    *("d9d_nn.auxiliary_loss", "d9d_nn.embedding", "d9d_nn.initialization", "d9d_nn.linear"),
+    *("d9d_nn.causal_lm.config", "d9d_nn.classification.config"),
+    *("d9d_nn.heads.causal_lm", "d9d_nn.heads.config", "d9d_nn.heads.heads", "d9d_nn.heads.layer_mean"),
+    *("d9d_nn.ops.attention.slot", "d9d_nn.ops.grouped_linear", "d9d_nn.ops.linear_cross_entropy"),
+    *("d9d_nn.ops.rms_norm", "d9d_nn.ops.silu_mul"),
+    *("d9d_nn.rms_norm", "d9d_nn.rope.rotary_embedding", "d9d_nn.rope.scaling", "d9d_nn.stages", "d9d_nn.swiglu"),
+    *("d9d_optim.optimizer.adamw", "d9d_optim.optimizer.base", "d9d_optim.optimizer.config"),
+    *("d9d_optim.schedule.config", "d9d_optim.schedule.schedules"),
+    *("d9d_parallel.activation_checkpointing.config", "d9d_parallel.activation_checkpointing.strategy"),
+    *("d9d_parallel.compile.config", "d9d_parallel.data_parallel.config"),
+    *("d9d_pipeline.config", "d9d_pipeline.runtime.handlers"),
+    *("d9d_pipeline.schedule.insert_transfers", "d9d_pipeline.schedule.placement"),
+    *("d9d_pipeline.schedule.units", "d9d_pipeline.schedule.zero_bubble_v"),
+    *("d9d_pipeline.simulator.costs", "d9d_pipeline.simulator.picture", "d9d_pipeline.simulator.run"),
+    *("d9d_qwen3.backbone", "d9d_qwen3.config", "d9d_qwen3.flops", "d9d_qwen3.model", "d9d_qwen3.moe_config"),
+    *("d9d_qwen3.hugging_face.dense", "d9d_qwen3.hugging_face.moe"),
+    *("d9d_testing.layouts", "d9d_testing.tolerances", "d9d_testing.world"),
+    *("d9d_testing.suites.dataset", "d9d_testing.suites.kernel", "d9d_testing.suites.lr_schedule"),
+    *("d9d_testing.suites.metric", "d9d_testing.suites.model", "d9d_testing.suites.moe.dispatcher"),
+    *("d9d_testing.suites.moe.router", "d9d_testing.suites.optimizer", "d9d_testing.suites.peft"),
+    *("d9d_testing.suites.plugin", "d9d_testing.suites.schedule", "d9d_testing.suites.strategy"),
+    *("d9d_testing.suites.subscriber", "d9d_testing.suites.task", "d9d_testing.suites.tracker"),
 )
 
 
@@ -40,7 +67,7 @@ def surface() -> dict[str, Any]:
 
     return {
         "plugin_api": API_VERSION,
-        "names": {module: sorted(importlib.import_module(module).__all__) for module in DECLARED},
+        "names": {module: _names(module) for module in DECLARED},
         "hooks": {kind.hook: _fields(kind.record) for kind in KINDS},
         "protocols": {name: _members(getattr(extend, name)) for name in extend.__all__ if _is_contract(extend, name)},
         "traits": {token: trait.__name__ for token, trait in TRAITS.items()},
@@ -48,6 +75,22 @@ def surface() -> dict[str, Any]:
         "job file": _sections(),
         "command line": _commands(),
     }
+
+
+def _names(module: str) -> list[str]:
+    """``__all__``, or what the module defines itself: names that it only imports are not its own."""
+    loaded = importlib.import_module(module)
+    if hasattr(loaded, "__all__"):
+        return sorted(loaded.__all__)
+    names: list[str] = []
+    for node in ast.parse(inspect.getsource(loaded)).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [target.id for target in targets if isinstance(target, ast.Name)]
+    public = {name for name in names if not name.startswith("_")}
+    return sorted(name for name in public if not isinstance(getattr(loaded, name, None), TypeVar))
 
 
 def _is_contract(module: Any, name: str) -> bool:
