@@ -153,7 +153,7 @@ def test_a_job_file_names_a_preset_and_the_resolved_job_holds_all_sizes() -> Non
     given = job({"preset": "30b-a3b", "num_layers": 3, "balancing": [{"name": "bias_update", "rate": 0.01}]})
     resolved = given.resolved()["model"]
     assert resolved.items() >= {**MOE_PRESETS["30b-a3b"], "num_layers": 3}.items()
-    assert job(resolved) == given
+    assert job(resolved).model == given.model
 
 
 def test_presets_are_those_of_this_model() -> None:
