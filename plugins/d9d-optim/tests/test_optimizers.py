@@ -55,6 +55,11 @@ def theirs(kind: str, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=momentum, nesterov=kind == "sgd_nesterov", fused=True)
 
 
+def velocity_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
+    velocity = optimizer.state[parameter].get("momentum_buffer")
+    return torch.zeros(()) if velocity is None else velocity
+
+
 def bits(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
@@ -72,16 +77,27 @@ def test_steps_equal_torch_bit_for_bit(kind: str, dtype: torch.dtype, device: st
     mine, other = parameters(device, dtype), parameters(device, dtype)
     optimizer, reference = ours(kind, mine), theirs(kind, other)
     optimizer.init_state()
+    # torch 2.11 leaves narrow parameters on a CPU as they are (pytorch/pytorch#191763); float32 is the reference.
+    exact = device == "cpu" and dtype != torch.float32 and kind != "adamw"
+    if exact:
+        other = {name: nn.Parameter(parameter.float()) for name, parameter in other.items()}
+        reference = theirs(kind, other)
     for step in range(5):
         set_gradients(mine, step)
-        set_gradients(other, step)
+        for name, parameter in other.items():
+            gradient = mine[name].grad
+            assert gradient is not None
+            parameter.grad = gradient.to(parameter.dtype)
         factor = 1.0 / (step + 1)
         optimizer.set_lr_factor(factor)
         for group in reference.param_groups:
             group["lr"] = (0.01 if kind == "adamw" else 0.1) * factor
         optimizer.step(gate(device))
         reference.step()
-        assert_same_bits(bits(mine), bits(other))
+        with torch.no_grad():
+            for tensor in [*other.values(), *(velocity_of(reference, p) for p in other.values())] if exact else []:
+                tensor.copy_(tensor.to(dtype))
+        assert_same_bits(bits(mine), {name: tensor.to(dtype) for name, tensor in bits(other).items()})
 
 
 def test_state_names_are_parameter_and_slot(device: str) -> None:

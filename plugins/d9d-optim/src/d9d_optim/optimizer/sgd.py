@@ -13,7 +13,7 @@ from d9d_optim.optimizer.config import SGDConfig
 
 
 class SGD(NamedOptimizer):
-    """SGD with the same bits as ``torch.optim.SGD(fused=True)``, gated steps and state by name.
+    """SGD with the same bits as ``torch.optim.SGD(fused=True)`` of the newest torch, gated steps and state by name.
 
     State per parameter: ``momentum_buffer`` of its shape, or none at all without momentum. It starts as zeros
     instead of as a copy of the first gradient: the first update is the same (0 * momentum + gradient), the state can be
@@ -32,12 +32,13 @@ class SGD(NamedOptimizer):
 
     def update(self, batch: Batch) -> None:
         """One fused call for the whole batch."""
-        buffers: list[Tensor | None] = (
-            [*batch.slots["momentum_buffer"]] if self._momentum else [None] * len(batch.params)
-        )
+        params, grads = [_exact(p) for p in batch.params], [_exact(g) for g in batch.grads]
+        kept = batch.slots["momentum_buffer"] if self._momentum else []
+        velocities = [_exact(velocity) for velocity in kept]
+        buffers: list[Tensor | None] = [*velocities] if self._momentum else [None] * len(params)
         sgd(
-            batch.params,
-            batch.grads,
+            params,
+            grads,
             buffers,
             fused=True,
             found_inf=batch.found_inf,
@@ -48,3 +49,15 @@ class SGD(NamedOptimizer):
             nesterov=self._nesterov,
             maximize=False,
         )
+        for own, computed in zip([*batch.params, *kept], [*params, *velocities], strict=True):
+            if computed is not own:
+                own.copy_(computed)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """The tensor, or its copy in float32 if it is narrow and on a CPU.
+
+    The fused kernel of torch 2.11 to 2.13 leaves most elements of narrow tensors on a CPU as they are, without an error
+    (https://github.com/pytorch/pytorch/issues/191763).
+    """
+    return tensor.float() if tensor.device.type == "cpu" and tensor.dtype in (torch.bfloat16, torch.float16) else tensor
