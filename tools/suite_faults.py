@@ -48,7 +48,14 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
 #: Kinds whose faults take long, because most of them show only between processes.
 LONG = ("strategies", "dispatchers")
 #: Kind -> the package without which it cannot be tested.
-NEEDS = {"kernels": "d9d_nn", "models": "d9d_qwen3", "dispatchers": "d9d_moe", "routers": "d9d_moe"}
+NEEDS = {
+    "kernels": "d9d_nn",
+    "models": "d9d_qwen3",
+    "fine-tuning methods": "d9d_parallel",
+    "pipeline schedules": "d9d_pipeline",
+    "dispatchers": "d9d_moe",
+    "routers": "d9d_moe",
+}
 #: Tests that start processes come after those that do not.
 LAST = (
     "of_one_process",
