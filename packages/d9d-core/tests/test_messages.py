@@ -1,4 +1,4 @@
-"""What d9d says about names it does not know, packages that are not there, and configs without a name."""
+"""Error messages for unknown names, missing packages, and configs without a name."""
 
 from __future__ import annotations
 

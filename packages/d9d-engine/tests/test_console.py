@@ -1,4 +1,4 @@
-"""What a run prints: one stream, short lines, true values, and a word when it is interrupted."""
+"""Console output of a run: one stream, short lines, true values, and a word when it is interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a job's parts is refused before anything is allocated, with the plugin named."""
+"""Faulty components of a job are refused before anything is allocated, with the plugin named."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def with_part(hook: str, build: Callable[..., Any], monkeypatch: pytest.MonkeyPa
 
 
 def sections(hook: str) -> dict[str, Any]:
-    """What a job needs for the part of that hook to be in it."""
+    """Sections of a job file that select the component of that hook."""
     return {
         "d9d_trackers": {"trackers": ["toy_tracker"]},
         "d9d_subscribers": {"subscribers": [{"name": "toy_recorder", "path": "nowhere"}]},

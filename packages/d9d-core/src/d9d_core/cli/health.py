@@ -53,7 +53,7 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
 
 
 def nothing_installed(registry: Registry) -> str | None:
-    """What to say, and to install, where core is alone; ``None`` if there is any plugin."""
+    """Message that names the package to install where core is alone; ``None`` if there is any plugin."""
     if registry.entries() or registry.plugins or registry.problems or registry.blocked:
         return None
     return f"d9d-core {version('d9d-core')}: no plugin is installed; to train, begin with: pip install d9d-engine"

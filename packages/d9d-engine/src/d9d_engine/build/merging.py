@@ -71,7 +71,7 @@ def _is_container(value: object) -> bool:
 
 
 class _Properties:
-    """Where a tensor's numbers are, and whether it trains."""
+    """Properties of a tensor that merging must keep: its storage, and whether it requires a gradient."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

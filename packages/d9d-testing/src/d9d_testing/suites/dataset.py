@@ -55,7 +55,7 @@ class DatasetSuite(ComponentSuite):
         return {}
 
     def sample(self, microbatch: Mapping[str, Tensor], row: int) -> object:
-        """What identifies a sample, whatever it is batched with; by default all of its values, without padding."""
+        """Identity of a sample, whatever it is batched with; by default all of its values, without padding."""
         length = int(microbatch["lengths"][row]) if "lengths" in microbatch else None
         values = {name: t[row][:length] if t.ndim > 1 else t[row] for name, t in microbatch.items()}
         return tuple((name, tuple(value.flatten().tolist())) for name, value in sorted(values.items()))
@@ -99,7 +99,7 @@ class DatasetSuite(ComponentSuite):
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
 
     def test_slices_of_ranks_make_up_the_global_pack(self, tmp_path: Path) -> None:
-        """The same samples in every step, however many ranks and samples of a microbatch there are."""
+        """Slices of all ranks hold the same samples in every step, whatever the ranks and the microbatch size."""
         with self.opened(tmp_path, microbatch_size=1) as stream:
             expected = [self.counted([pack]) for pack in self.take(stream, self.packs)]
         for ranks, size in ((1, 4), (2, 2), (4, 1)):
