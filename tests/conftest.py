@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -47,15 +48,26 @@ def small_job(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
-def table() -> ModuleType:
+def tool() -> Callable[[str], ModuleType]:
+    """Load a module of the folder ``tools``, so that the processes of a world find its functions too."""
+
+    def load(name: str) -> ModuleType:
+        if name not in sys.modules:
+            file = Path(__file__).parents[1] / "tools" / f"{name}.py"
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        return sys.modules[name]
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def table(tool: Callable[[str], ModuleType]) -> ModuleType:
     """The tool that runs one job in many layouts."""
-    file = Path(__file__).parents[1] / "tools" / "layout_table.py"
-    spec = importlib.util.spec_from_file_location("layout_table", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("layout_table")
 
 
 @pytest.fixture

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import Job, own_layout, parse_layout, verify
-from d9d_engine.testing import Measurement, compare
-from d9d_engine.verify.layouts import layout_values, scaled_values
+from d9d_engine.api import Job, Topology, Verdict, own_layout, parse_layout
+from d9d_engine.testing import Limits, Measurement, Record, compare
+from d9d_engine.verify.layouts import layout_dependence, layout_values, scaled_model, scaled_values
+from d9d_engine.verify.measure import probe
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,17 +92,11 @@ def assert_twice_as_long(bad: dict[str, Any]) -> None:
     assert bad["angle"][0] < 1e-8  # in the right direction
 
 
-def test_a_model_that_differs_between_layouts_by_its_nature_says_so(
-    small_job: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_differs_between_layouts_by_its_nature_says_so(small_job: Write) -> None:
     job = Job.load(small_job(model={**EXPERTS, "capacity": 1.5, "balancing": [{"name": "bias_update"}]}))
-    nothing = Measurement([1.0], [1.0], {}, [{}])
-    monkeypatch.setattr("d9d_engine.verify.run._run", lambda *_: nothing)
-    notes: list[str] = []
-    verify(job, [parse_layout("dp_shard=2:fsdp", job)], 1, notes.append)
-    assert [note for note in notes if "by its nature" in note] == [
-        "this model differs between layouts by its nature: capacity drops tokens of each microbatch on each rank by "
-        "itself"
+    values = scaled_values(job, [parse_layout("dp_shard=2:fsdp", job)], steps=1)
+    assert layout_dependence(scaled_model(job, values)) == [
+        "capacity drops tokens of each microbatch on each rank by itself"
     ]
 
 
@@ -124,7 +120,6 @@ def test_a_large_job_is_scaled_to_its_familys_tiny_model_as_far_as_its_data_allo
     assert model["hidden_size"] < 256
     assert model["num_layers"] <= 4
     assert model["vocab_size"] == 257  # the tokens are still the data's
-    assert values["gradient_clipping"]["max_norm"] is None
     assert values["batch"]["size"] % (2 * values["batch"]["microbatch"]) == 0
 
 
@@ -161,54 +156,205 @@ def test_a_layout_takes_the_strategies_settings_from_the_job(small_job: Write) -
         parse_layout("shard=4:fsdp", job)
 
 
-def measured(scale: float = 1.0, noise: float = 0.0) -> Measurement:
+def test_a_size_that_the_data_states_too_is_kept(small_job: Write, tmp_path: Path) -> None:
+    plugin = tmp_path / "unchecked.py"
+    plugin.write_text(UNCHECKED)
+    job = Job.load(small_job(model=LARGE | {"vocab_size": 300}, task="unchecked", plugins=[str(plugin)]))
+    values = scaled_values(job, [own_layout(job, max_ranks=8)], steps=1)
+    assert values["model"]["vocab_size"] == 300
+    assert values["model"]["hidden_size"] < 256
+
+
+#: A task that compares nothing, as that of examples/d9d-hello.
+UNCHECKED = '''
+from d9d_core.config.base import PluginConfig
+from d9d_core.plugin import Ref, TaskSpec, hookimpl
+from typing import Literal
+
+D9D_API = 1
+
+class UncheckedConfig(PluginConfig):
+    """Compares nothing."""
+    name: Literal["unchecked"] = "unchecked"
+    """Selects it."""
+
+class Unchecked:
+    coefficients = {"a": 1.0}
+    def __init__(self, config): pass
+    def check(self, model, facts): pass
+    def count(self, microbatch): return 1
+    def weights(self, microbatch): ...
+    def inputs(self, microbatch): ...
+    def losses(self, outputs, microbatch): ...
+    def observations(self, outputs, microbatch): ...
+
+@hookimpl
+def d9d_tasks():
+    yield TaskSpec(name="unchecked", summary="Compares nothing.", config=Ref(f"{__name__}:UncheckedConfig"),
+                   build=Ref(f"{__name__}:Unchecked"))
+'''
+
+
+def test_the_learning_rate_of_a_measurement_is_beyond_the_warm_up_and_shows(small_job: Write) -> None:
+    job = Job.load(
+        small_job(steps=100, lr_schedule={"name": "cosine", "warmup_steps": 20}, optimizer={"name": "sgd", "lr": 1e-6})
+    )
+    rate, norm = probe(job, Topology(), steps=4)
+    assert rate.first == 9  # half of the way up
+    assert rate.factor > 1000
+    assert norm > 0
+    schedule = rate.on(lambda step: step + 1.0)
+    assert [schedule(step) / rate.factor for step in range(3)] == pytest.approx([10, 11, 12])
+
+
+# --- comparison
+
+
+def step(**changes: Any) -> Measurement:
+    """One step of a run with two parameters and a buffer."""
     generator = torch.Generator().manual_seed(0)
-    gradients = [{"a": torch.randn(8, generator=generator), "b": torch.randn(4, 3, generator=generator)} for _ in "ab"]
-    for step in gradients:
-        step["b"] = step["b"] * scale + noise * torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    weights = {"a": torch.ones(8), "b": torch.ones(4, 3)}
-    return Measurement([2.0, 1.5], [1.0, 0.9], weights, gradients)
+    start = {"a": torch.randn(64, generator=generator), "b": torch.randn(16, 4, generator=generator)}
+    gradients = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in start.items()}
+    tensors = {f"start/model/{name}": tensor for name, tensor in start.items()} | {"start/model/bias": torch.zeros(4)}
+    tensors |= {f"0/gradients/{name}": gradient for name, gradient in gradients.items()}
+    tensors |= {f"0/model/{name}": start[name] - 0.05 * gradient for name, gradient in gradients.items()}
+    tensors |= {"0/model/bias": torch.ones(4), "0/optimizer/a/momentum": gradients["a"].clone()}
+    numbers = {"0/loss": 2.0, "0/grad_norm": 1.5, "0/lr": 0.05, "end/accuracy": 0.5, "end/eval/loss": 2.5}
+    for name, change in changes.items():
+        target = numbers if name in numbers else tensors
+        target[name] = change(target[name])  # type: ignore[index]
+    return Measurement(numbers, tensors)
+
+
+def judged(measured: Measurement, dtype: torch.dtype = torch.float32, sound: Sequence[Measurement] = ()) -> Verdict:
+    return compare("x", measured, step(), Limits.of(dtype, step(), sound))
 
 
 def test_what_is_equal_passes() -> None:
-    verdict = compare("x", measured(), measured(), torch.float32)
+    verdict = judged(step())
     assert verdict.passed
-    assert (verdict.loss, verdict.angle[0], verdict.norm[0]) == (0.0, 0.0, 0.0)
+    assert (verdict.loss, verdict.angle[0], verdict.norm[0], verdict.update[0]) == (0.0, 0.0, 0.0, 0.0)
 
 
 @given(st.sampled_from([0.5, 0.999, 1.001, 2.0, -1.0, 0.0, float("nan")]))
 def test_a_gradient_of_another_length_or_direction_fails_and_is_named(scale: float) -> None:
-    verdict = compare("x", measured(scale), measured(), torch.float32)
-    assert not verdict.passed
+    verdict = judged(step(**{"0/gradients/b": lambda gradient: gradient * scale}))
     assert verdict.norm[1] == "b" or verdict.angle[1] == "b"
     assert verdict.diverged is not None
     assert verdict.diverged[0] == 0
+    assert "gradient of b" in verdict.diverged[1]
     json.dumps(verdict.to_json(), allow_nan=False)
 
 
-@pytest.mark.parametrize("change", ["loss", "norm", "weights", "names", "nan"])
-def test_every_other_difference_fails(change: str) -> None:
-    other = measured()
-    if change == "loss":
-        other.losses[1] *= 1.01
-    elif change == "norm":
-        other.grad_norms[0] *= 1.01
-    elif change == "weights":
-        other.weights["a"] = other.weights["a"] + 1e-7
-    elif change == "names":
-        del other.gradients[0]["a"]
-    else:
-        other.losses[0] = float("nan")
-    verdict = compare("x", other, measured(), torch.float32)
-    assert not verdict.passed
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("0/loss", lambda x: x * 1.0001, "the loss is off"),
+        ("0/loss", lambda _: float("nan"), "the loss is off"),
+        ("0/grad_norm", lambda x: x * 1.001, "the gradient norm is off"),
+        ("0/lr", lambda x: x * 1.000001, "the learning rate is off"),
+        ("start/model/a", lambda x: x + 1e-7, "the initial values of a differ"),
+        ("0/model/a", lambda x: x * 0.999995, "after an update from equal gradients"),
+        ("0/model/b", lambda x: x + 0.001, "the update of b from equal gradients is off"),
+        ("0/model/bias", lambda x: x * 0, "the buffer bias is off"),
+        ("0/optimizer/a/momentum", lambda x: x * 0, "the optimizer's a/momentum"),
+        ("end/accuracy", lambda x: x * 1.001, "the series accuracy is off"),
+        ("end/eval/loss", lambda x: x * 1.0001, "eval/loss is off"),
+    ],
+)  # fmt: skip
+def test_every_other_difference_fails_and_says_what_it_is(name: str, change: Callable[..., Any], said: str) -> None:
+    verdict = judged(step(**{name: change}))
     assert verdict.diverged is not None
-    assert verdict.diverged[0] == (1 if change == "loss" else 0)
+    assert said in verdict.diverged[1]
 
 
-def test_a_measurement_survives_its_files(tmp_path: Path) -> None:
-    first = measured()
-    first.losses[0] = float("inf")
-    first.write(tmp_path)
-    again = Measurement.read(tmp_path)
-    assert again.losses == first.losses
-    assert all(torch.equal(again.gradients[1][name], gradient) for name, gradient in first.gradients[1].items())
+def test_a_difference_of_names_or_shapes_fails() -> None:
+    other, short = step(), step()
+    del other.tensors["0/gradients/a"]
+    short.tensors["0/gradients/a"] = torch.zeros(3)
+    assert [judged(one).diverged for one in (other, short)] == [
+        (0, "other parameters, state or series: missing ['0/gradients/a'], extra []"),
+        (0, "the shape of the gradient of a is another"),
+    ]
+
+
+def test_limits_follow_what_sound_runs_of_the_same_job_show() -> None:
+    off = step(**{"0/loss": lambda x: x * 1.0001})
+    assert not judged(off).passed
+    assert judged(off, sound=[step(**{"0/loss": lambda x: x * 1.00005})]).passed
+    assert not judged(step(**{"0/loss": lambda x: x * 1.01}), torch.bfloat16).passed
+
+
+def test_ranks_that_hold_the_same_differently_are_found() -> None:
+    def record(value: float) -> Record:
+        found = Record({"0/loss": 1.0})
+        found.take("0/model", {"a": torch.full((3,), value)})
+        return found
+
+    assert Measurement.of([record(1.0), record(1.0)]).disagreements == []
+    measured = Measurement.of([record(1.0), record(1.0 + 2**-23)])
+    assert measured.disagreements == ["0/model/a"]
+    verdict = judged(Measurement(step().numbers, step().tensors, ["0/model/a"]))
+    assert verdict.diverged == (0, "ranks that should hold the same have different values of a")
+
+
+def test_the_length_of_a_gradient_shows_behind_clipping() -> None:
+    def clipped(norm: float) -> Measurement:
+        found = step(**{"0/grad_norm": lambda _: norm})
+        found.numbers["start/max_norm"] = 1.0
+        return found
+
+    verdict = compare("x", clipped(4.0), clipped(2.0), Limits.of(torch.float32, clipped(2.0)))
+    assert verdict.norm[0] == pytest.approx(0.5)
+
+
+def test_a_record_survives_its_files(tmp_path: Path) -> None:
+    first = Record({"0/loss": float("inf"), "0/lr": float("nan")})
+    first.take("0/model", {"a": torch.randn(3, 2).t(), "b": torch.ones((), dtype=torch.bool)})
+    first.write(tmp_path, 0)
+    again = Record.read(tmp_path, 0)
+    assert repr(again.numbers) == repr(first.numbers)
+    assert again.windows.keys() == first.windows.keys() == {"0/model/a@0,0", "0/model/b@"}
+    assert all(torch.equal(again.windows[name], tensor) for name, tensor in first.windows.items())
+
+
+# --- faults and sound jobs: tools/verify_table.py runs all of them
+
+
+@pytest.fixture(scope="module")
+def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
+    """The tool that runs verify on jobs with seeded faults, and on sound ones."""
+    return tool("verify_table")
+
+
+#: One of each kind. Those of clipping, replicas and updates passed when the comparison was of gradients only.
+SHOWN = (
+    "heavier_rank", "unclipped_rank", "clipped_by_own_norm", "no_decay", "forgotten_moments", "late_schedule",
+    "one_wrong_target", "drifting_replica", "evaluated_alone", "lost_observations", "unloaded_weights",
+)  # fmt: skip
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seeded_fault_is_caught_behind_a_warm_up(campaign: ModuleType, tmp_path: Path, dtype: str) -> None:
+    faults = {name: campaign.FAULTS[name] for name in SHOWN}
+    found = {fault: v for _, _, fault, v in campaign.run(tmp_path, campaign.fault_cases(), faults, [dtype])}
+    assert found.keys() == faults.keys()
+    assert [fault for fault, verdict in found.items() if verdict.passed] == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", ["dense, documents", "dense, noisy signs"])
+def test_a_sound_job_passes(campaign: ModuleType, tmp_path: Path, case: str) -> None:
+    cases = {case: campaign.sound_cases()[case]}
+    found = [verdict for *_, verdict in campaign.run(tmp_path, cases, None, ["float32", "bfloat16"])]
+    assert len(found) == 2 * len(cases[case].layouts)
+    assert [(verdict.layout, verdict.diverged) for verdict in found if not verdict.passed] == []
+
+
+def test_the_tables_show_every_fault_and_every_sound_job(campaign: ModuleType) -> None:
+    assert len(campaign.FAULTS) >= 40
+    assert campaign.shown(campaign.FAULT_MARKS) == set(campaign.FAULTS)
+    sound = {(name, layout) for name, case in campaign.sound_cases().items() for layout in case.layouts}
+    assert 2 * len(sound) >= 60
+    assert campaign.shown(campaign.SOUND_MARKS) == {name for name, _ in sound}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from d9d_engine.api import Layout, Verdict
-from d9d_engine.testing import compare
+from d9d_engine.testing import Limits, compare
 from d9d_testing.layouts import Harness
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,11 +130,12 @@ def sized(layout: Layout, microbatches: int) -> Layout:
 def render(rows: Sequence[Row]) -> str:
     """The table as Markdown."""
     lines = [
-        "| parameters | microbatches | layout | loss | gradient norm | worst gradient: 1-cos | its length |",
-        "|---|---|---|---|---|---|---|",
+        "| parameters | microbatches | layout | loss | gradient norm | gradient: 1-cos | its length | update |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {dtype} | {count} | {v.layout} | {v.loss:.1e} | {v.grad_norm:.1e} | {v.angle[0]:.1e} | {v.norm[0]:.1e} |"
+        f"| {dtype} | {count} | {v.layout} | {v.loss:.1e} | {v.grad_norm:.1e} | {v.angle[0]:.1e} | {v.norm[0]:.1e} | "
+        f"{v.update[0]:.1e} |"
         for dtype, count, v in rows
     ]
     return "\n".join(lines)
@@ -148,11 +149,12 @@ def render_merged(rows: Sequence[Row]) -> str:
         key = dtype, v.layout
         counts.setdefault(key, []).append(count)
         one = worst.setdefault(key, v)
-        deviations = max(one.loss, v.loss), max(one.grad_norm, v.grad_norm), max(one.angle, v.angle)
-        worst[key] = Verdict(v.layout, *deviations, max(one.norm, v.norm), v.diverged)
+        numbers = max(one.loss, v.loss), max(one.grad_norm, v.grad_norm)
+        named = max(one.angle, v.angle), max(one.norm, v.norm), max(one.update, v.update)
+        worst[key] = Verdict(v.layout, *numbers, *named, v.diverged)
     lines = render([(key[0], 0, verdict) for key, verdict in worst.items()]).splitlines()
-    shown = [", ".join(map(str, numbers)) for numbers in counts.values()]
-    body = [line.replace(" | 0 | ", f" | {numbers} | ", 1) for line, numbers in zip(lines[2:], shown, strict=True)]
+    shown = [", ".join(map(str, of_layout)) for of_layout in counts.values()]
+    body = [line.replace(" | 0 | ", f" | {found} | ", 1) for line, found in zip(lines[2:], shown, strict=True)]
     return "\n".join([*lines[:2], *body])
 
 
@@ -295,9 +297,10 @@ def run_pipelines(
         # A few at a time: a world's patience is for all that it is given.
         for part in (places[start : start + 14] for start in range(0, len(places), 14)):
             layouts = [cases[place].layout for place in part]
-            for place, layout, measured in zip(part, layouts, harness.measure(layouts), strict=True):
-                reference = expected[cases[place].reference.overrides]
-                verdict = compare(layout.name, measured, reference, getattr(torch, dtype))
+            guides = [expected[cases[place].reference.overrides] for place in part]
+            found = harness.measure(layouts, guides=guides)
+            for place, layout, measured, reference in zip(part, layouts, found, guides, strict=True):
+                verdict = compare(layout.name, measured, reference, Limits.of(getattr(torch, dtype), reference))
                 rows[place] = dtype, cases[place].microbatches, verdict
     return [rows[place] for place in range(len(cases))]
 

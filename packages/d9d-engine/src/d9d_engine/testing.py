@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from d9d_engine.step.metrics import Statistics
     from d9d_engine.trackers.hub import TrackerHub
     from d9d_engine.verify.compare import Verdict, compare
+    from d9d_engine.verify.deviations import Limits
     from d9d_engine.verify.layouts import Layout
-    from d9d_engine.verify.measure import Measurement, Witness, measure
+    from d9d_engine.verify.measure import Witness, measure
+    from d9d_engine.verify.measurement import Measurement, Record
     from d9d_engine.verify.run import narrowest_dtype
     from d9d_engine.verify.tolerances import TOLERANCES, Tolerance, compare_directions
 
@@ -29,7 +31,9 @@ _LAZY = {
     "Verdict": "d9d_engine.verify.compare",
     "compare": "d9d_engine.verify.compare",
     "Layout": "d9d_engine.verify.layouts",
-    "Measurement": "d9d_engine.verify.measure",
+    "Limits": "d9d_engine.verify.deviations",
+    "Measurement": "d9d_engine.verify.measurement",
+    "Record": "d9d_engine.verify.measurement",
     "Witness": "d9d_engine.verify.measure",
     "measure": "d9d_engine.verify.measure",
     "narrowest_dtype": "d9d_engine.verify.run",
@@ -42,7 +46,9 @@ __all__ = [
     "TOLERANCES",
     "CheckpointStore",
     "Layout",
+    "Limits",
     "Measurement",
+    "Record",
     "Statistics",
     "Tolerance",
     "TrackerHub",

@@ -9,7 +9,7 @@ import importlib
 import runpy
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,16 @@ import torch
 from d9d_core.plugin import Registry
 from d9d_core.testing import Document, file_plugin
 from d9d_engine.api import Job, Layout, Topology, Verdict
-from d9d_engine.testing import Measurement, Witness, compare, load_kernels_eagerly, measure, narrowest_dtype
+from d9d_engine.testing import (
+    Limits,
+    Measurement,
+    Record,
+    Witness,
+    compare,
+    load_kernels_eagerly,
+    measure,
+    narrowest_dtype,
+)
 from torch import distributed as dist
 
 from d9d_testing.world import World
@@ -37,12 +46,16 @@ class Harness:
     plugins: Sequence[str]
     steps: int = 3
 
-    def measure(self, layouts: Sequence[Layout], fault: str | None = None) -> list[Measurement]:
+    def measure(
+        self, layouts: Sequence[Layout], fault: str | None = None, guides: Sequence[Measurement] = ()
+    ) -> list[Measurement]:
         """What each layout computes, in the order given.
 
         Args:
             layouts: with one or more ranks each.
             fault: ``file.py:function``, called with each job on every rank before it is built.
+            guides: for each layout, a measurement whose gradients the optimizer gets, so that every step starts where
+                it does there.
         """
         found: dict[int, Measurement] = {}
         with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
@@ -50,8 +63,12 @@ class Harness:
                 here = [index for index, layout in enumerate(layouts) if layout.ranks == ranks]
                 jobs = [{"run": {"dir": directory}, **self._job_values(layouts[index])} for index in here]
                 world = World(ranks, timeout=180.0, backend=self._backend())
-                results = world.run(measure_all, jobs, list(self.plugins), self.steps, fault)[0]
-                found |= {index: Measurement(**result) for index, result in zip(here, results, strict=True)}
+                given = [vars(guides[index].guide()) for index in here] if guides else [None] * len(here)
+                ranks_found = world.run(measure_all, jobs, list(self.plugins), self.steps, fault, given)
+                found |= {
+                    index: Measurement.of([Record(**of_rank) for of_rank in of_job])
+                    for index, *of_job in zip(here, *ranks_found, strict=True)
+                }
         return [found[index] for index in range(len(layouts))]
 
     def compare(
@@ -69,9 +86,10 @@ class Harness:
             RankFailedError: a rank raised.
         """
         reference = reference or Layout("one process", {}, ())
-        expected, found = self.measure([reference])[0], self.measure(layouts, fault)
+        expected = self.measure([reference])[0]
+        found = self.measure(layouts, fault, [expected] * len(layouts))
         return [
-            compare(layout.name, measured, expected, narrowest_dtype(_with_defaults(self._job_values(layout))))
+            compare(layout.name, measured, expected, Limits.of(self._dtype(layout), expected))
             for layout, measured in zip(layouts, found, strict=True)
         ]
 
@@ -95,21 +113,20 @@ class Harness:
             for layout, steps in ((first, half), (second, self.steps)):
                 job = self._job_values(layout) | {"run": {"name": "resumed", "dir": directory}, "steps": steps}
                 world = World(layout.ranks, timeout=180.0, backend=self._backend())
-                parts.append(Measurement(**world.run(train_part, job, list(self.plugins))[0]))
-        done = len(parts[0].losses)
-        assert [done, len(parts[1].losses)] == [half, self.steps - half], (
+                of_ranks = world.run(train_part, job, list(self.plugins), vars(expected.guide()))
+                parts.append(Measurement.of([Record(**of_rank) for of_rank in of_ranks]))
+        assert [part.steps for part in parts] == [half, self.steps - half], (
             "the second half did not resume from the first"
         )
-        together = Measurement(
-            parts[0].losses + parts[1].losses,
-            parts[0].grad_norms + parts[1].grad_norms,
-            parts[0].weights,
-            parts[0].gradients + parts[1].gradients,
-            parts[1].trained,
-        )
-        dtypes = [narrowest_dtype(_with_defaults(self._job_values(layout))) for layout in (first, second)]
+        together = parts[0].with_steps_of(parts[1])
+        without_end = {name: value for name, value in expected.numbers.items() if not name.startswith("end/")}
+        dtype = max((self._dtype(layout) for layout in (first, second)), key=lambda dtype: torch.finfo(dtype).eps)
         name = f"{first.name}, then {second.name}"
-        return compare(name, together, expected, max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
+        expected = replace(expected, numbers=without_end)
+        return compare(name, together, expected, Limits.of(dtype, expected))
+
+    def _dtype(self, layout: Layout) -> torch.dtype:
+        return narrowest_dtype({"precision": {}, **self._job_values(layout)})
 
     def _backend(self) -> str:
         return "gloo" if self.values.get("device", "cpu") == "cpu" else "cpu:gloo,cuda:nccl"
@@ -130,26 +147,30 @@ def assert_passed(verdicts: Sequence[Verdict]) -> None:
 
 
 def measure_all(
-    jobs: Sequence[Mapping[str, Any]], plugins: Sequence[str], steps: int, fault: str | None
+    jobs: Sequence[Mapping[str, Any]],
+    plugins: Sequence[str],
+    steps: int,
+    fault: str | None,
+    guides: Sequence[Mapping[str, Any] | None],
 ) -> list[dict[str, Any]]:
     """Measure several jobs one after the other; runs on every rank of a world."""
     found = []
-    for values in jobs:
+    for values, guide in zip(jobs, guides, strict=True):
         job = job_of(values, plugins)
         if fault is not None:
             file, _, function = fault.rpartition(":")
             runpy.run_path(file)[function](job)
-        found.append(vars(measure(job, topology_here(job), steps)))
+        record = measure(job, topology_here(job), steps, None if guide is None else Measurement(**guide))
+        found.append(vars(record))
     return found
 
 
-def train_part(values: Mapping[str, Any], plugins: Sequence[str]) -> dict[str, Any]:
+def train_part(values: Mapping[str, Any], plugins: Sequence[str], guide: Mapping[str, Any]) -> dict[str, Any]:
     """Train a job to its end, from its newest checkpoint if it has one; runs on every rank of a world."""
     job = job_of(values, plugins)
-    topology = topology_here(job)
-    witness = Witness(topology)
-    job.build(lambda _text: None, topology, observers=[witness]).train()
-    return vars(witness.finish())
+    witness = Witness(Measurement(**guide))
+    job.build(lambda _text: None, topology_here(job), observers=[witness]).train()
+    return vars(witness.record)
 
 
 def job_of(values: Mapping[str, Any], plugins: Sequence[str]) -> Job:
@@ -180,7 +201,3 @@ def topology_here(job: Job) -> Topology:
         device=device,
         views=job.views(),
     )
-
-
-def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {"precision": {}, **values}

@@ -35,7 +35,7 @@ def verify(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
 ) -> None:
-    """Compare layouts of a job, scaled down, with one process: every gradient. Exit status 1 if one deviates."""
+    """Compare layouts of a job, scaled down, with one process, in all that steps compute. Status 1 if one differs."""
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
     if not verify_job(loaded, layout, steps, max_ranks, as_json):
         raise typer.Exit(1)
@@ -61,7 +61,15 @@ def _note(text: str) -> None:
 
 def _print(verdicts: Sequence[Verdict]) -> None:
     table = Table(box=None)
-    for heading in ("layout", "loss", "gradient norm", "worst angle (1-cos)", "worst length", "verdict"):
+    for heading in (
+        "layout",
+        "loss",
+        "gradient norm",
+        "worst angle (1-cos)",
+        "worst length",
+        "worst update",
+        "verdict",
+    ):
         table.add_column(heading)
     for verdict in verdicts:
         diverged = "" if verdict.diverged is None else f"step {verdict.diverged[0] + 1}: {verdict.diverged[1]}"
@@ -71,6 +79,7 @@ def _print(verdicts: Sequence[Verdict]) -> None:
             f"{verdict.grad_norm:.1e}",
             f"{verdict.angle[0]:.1e} {verdict.angle[1]}",
             f"{verdict.norm[0]:.1e} {verdict.norm[1]}",
+            f"{verdict.update[0]:.1e} {verdict.update[1]}",
             "pass" if verdict.passed else f"FAIL {diverged}",
         )
     console_for().print(table)

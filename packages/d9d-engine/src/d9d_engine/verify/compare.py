@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from d9d_engine.verify.measure import Measurement
-from d9d_engine.verify.tolerances import TOLERANCES, Tolerance, compare_directions
-
-#: Rounding errors of one step are in the weights of the next: what later steps may deviate more, per step.
-GROWTH = 8.0
+from d9d_engine.verify.deviations import Deviation, Kind, Limits, deviations
+from d9d_engine.verify.measurement import Measurement, when
 
 
 @dataclass(frozen=True)
@@ -25,9 +21,10 @@ class Verdict:
         layout: how the layout is called.
         loss: largest relative deviation of the loss in any step.
         grad_norm: largest relative deviation of the gradient norm in any step.
-        angle: largest ``1 - cos`` between gradients of the first step, and of which parameter.
-        norm: largest relative deviation of a gradient's length in the first step, and of which parameter.
-        diverged: the first step (0-based) and what exceeded its tolerance there; ``None`` if nothing did.
+        angle: largest ``1 - cos`` between gradients in any step, and of which parameter.
+        norm: largest relative deviation of a gradient's length in any step, and of which parameter.
+        update: largest relative deviation of an update in any step, beyond its rounding, and of which parameter.
+        diverged: the first step (0-based) and what exceeded its limit there; ``None`` if nothing did.
     """
 
     layout: str
@@ -35,12 +32,19 @@ class Verdict:
     grad_norm: float
     angle: tuple[float, str]
     norm: tuple[float, str]
+    update: tuple[float, str]
     diverged: tuple[int, str] | None
 
     @property
     def passed(self) -> bool:
-        """Whether all deviations are within tolerance."""
+        """Whether all deviations are within their limits."""
         return self.diverged is None
+
+    @classmethod
+    def failure(cls, layout: str, why: str) -> Verdict:
+        """Verdict on a layout that computed nothing."""
+        nothing = (math.nan, "nothing")
+        return cls(layout, math.nan, math.nan, nothing, nothing, nothing, (0, why))
 
     def to_json(self) -> dict[str, Any]:
         """Verdict as a JSON object; what is not finite becomes text."""
@@ -48,93 +52,120 @@ class Verdict:
         return {key: _speakable(value) for key, value in values.items()}
 
 
-def compare(layout: str, measured: Measurement, reference: Measurement, dtype: torch.dtype) -> Verdict:
-    """Compare initial weights exactly, then loss, gradient norm and every parameter's gradient, step by step.
+def compare(layout: str, measured: Measurement, reference: Measurement, limits: Limits) -> Verdict:
+    """Compare all that two runs computed, step by step.
 
-    Last come the weights after the last step, if both have them.
+    Initial weights and what ranks share have to be equal bit for bit, the rest within limits.
 
     Args:
         layout: how messages call what was measured.
         measured: what it computed.
         reference: what one process computed.
-        dtype: the narrowest format either computed in.
+        limits: how far sound runs are from the reference.
     """
-    first = reference.gradients[0]
-    directions = {
-        name: compare_directions(measured.gradients[0][name], first[name]) for name in _shared(measured, first)
-    }
+    if problem := _other_names(measured, reference):
+        return Verdict.failure(layout, problem)
+    found = list(deviations(measured, reference))
     return Verdict(
         layout=layout,
-        loss=max(map(_relative, measured.losses, reference.losses)),
-        grad_norm=max(map(_relative, measured.grad_norms, reference.grad_norms)),
-        angle=_worst({name: angle for name, (angle, _) in directions.items()}),
-        norm=_worst({name: length for name, (_, length) in directions.items()}),
-        diverged=_divergence(measured, reference, TOLERANCES[dtype]),
+        loss=_largest(found, "loss")[0],
+        grad_norm=_largest(found, "grad_norm")[0],
+        angle=_largest(found, "angle"),
+        norm=_largest(found, "length"),
+        update=_largest(found, "update"),
+        diverged=_first_divergence(measured, reference, found, limits),
     )
 
 
-def _divergence(measured: Measurement, reference: Measurement, base: Tolerance) -> tuple[int, str] | None:
-    if problem := _other_names(measured.weights, reference.weights, "parameters"):
-        return 0, problem
-    for name, weight in reference.weights.items():
-        if not torch.equal(measured.weights[name], weight):
-            return 0, f"the initial weights of {name} differ"
-    for step, expected in enumerate(reference.gradients):
-        factor = GROWTH**step
-        if problem := _other_names(measured.gradients[step], expected, "gradients"):
-            return step, problem
-        for what, limit, a, b in (
-            ("the loss", base.rtol, measured.losses[step], reference.losses[step]),
-            ("the gradient norm", base.norm, measured.grad_norms[step], reference.grad_norms[step]),
-        ):
-            if not (deviation := _relative(a, b)) <= limit * factor:
-                culprit = _culprit(measured.gradients[step], expected)
-                return step, f"{what} is off by {deviation:.1e} (allowed {limit * factor:.0e}){culprit}"
-        # Squared, because 1 - cos grows with the square of a deviation.
-        for name, gradient in expected.items():
-            angle, length = compare_directions(measured.gradients[step][name], gradient)
-            if not (angle <= base.angle * factor**2 and length <= base.norm * factor):
-                return step, f"the gradient of {name}: 1-cos {angle:.1e}, length off by {length:.1e}"
-    factor = GROWTH ** len(reference.gradients)
-    for name, weight in reference.trained.items() if measured.trained else ():
-        angle, length = compare_directions(measured.trained[name], weight)
-        if not (angle <= base.angle * factor**2 and length <= base.norm * factor):
-            text = f"the weights of {name} after the last step: 1-cos {angle:.1e}, length off by {length:.1e}"
-            return len(reference.gradients) - 1, text
-    return None
+def compared(reference: Measurement) -> str:
+    """Describe in words what a measurement holds."""
+    steps = range(reference.steps)
+    tensors = {kind: set().union(*(reference.under(f"{s}/{kind}") for s in steps)) for kind in ("gradients", "model")}
+    state = set().union(*(reference.under(f"{s}/optimizer") for s in steps))
+    buffers = tensors["model"] - tensors["gradients"]
+    series = sorted(name.removeprefix("end/") for name in reference.numbers if name.startswith("end/"))
+    named = sorted({name.partition("[")[0] for name in series})
+    parts = [
+        f"{reference.steps} steps: loss, gradient norm, learning rate, {len(tensors['gradients'])} gradients as the "
+        "optimizer gets them and the updates it makes of equal ones",
+        f"{len(state)} tensors of its state" if state else "no optimizer state",
+        f"{len(buffers)} buffers and frozen parameters" if buffers else "",
+        f"the series {', '.join(named)}" if named else "no metrics, no evaluation",
+        "and that ranks agree bit for bit about what they share",
+    ]
+    return ", ".join(filter(None, parts))
 
 
-def _culprit(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
-    off = {name: compare_directions(measured[name], gradient)[1] for name, gradient in expected.items()}
-    worst, name = _worst(off)
-    return f"; the gradient of {name} most, by {worst:.1e}"
+def _first_divergence(
+    measured: Measurement, reference: Measurement, found: Iterable[Deviation], limits: Limits
+) -> tuple[int, str] | None:
+    for name, tensor in reference.under("start/model").items():
+        if not torch.equal(measured.tensors[f"start/model/{name}"], tensor):
+            return 0, f"the initial values of {name} differ"
+    beyond = [deviation for deviation in found if not deviation.size <= limits.allowed(deviation)]
+    problems = [(when(_path(deviation)), _described(deviation, limits, beyond)) for deviation in beyond[:1]]
+    problems += [
+        (when(name), f"ranks that should hold the same have different values of {_said(name)}")
+        for name in measured.disagreements[:1]
+    ]
+    if not problems:
+        return None
+    (step, _), text = min(problems)
+    return (reference.steps - 1 if math.isinf(step) else max(int(step), 0)), text
 
 
-def _other_names(measured: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> str | None:
-    if measured.keys() == expected.keys():
-        shapes = [name for name in expected if measured[name].shape != expected[name].shape]
-        return f"the shape of {shapes[0]} is another" if shapes else None
-    missing, extra = sorted(expected.keys() - measured.keys()), sorted(measured.keys() - expected.keys())
-    return f"other {what}: missing {missing[:3]}, extra {extra[:3]}"
+def _path(deviation: Deviation) -> str:
+    kinds: dict[Kind, str] = {"angle": "gradients", "length": "gradients", "update": "model", "weight": "model"}
+    kinds |= {"buffer": "model", "state": "optimizer"}
+    return f"{deviation.step}/{kinds.get(deviation.kind, deviation.kind)}/{deviation.name}"
 
 
-def _shared(measured: Measurement, expected: Mapping[str, Tensor]) -> list[str]:
-    found = measured.gradients[0]
-    return [name for name in expected if name in found and found[name].shape == expected[name].shape]
+def _described(deviation: Deviation, limits: Limits, beyond: Sequence[Deviation]) -> str:
+    name, size, allowed = deviation.name, f"{deviation.size:.1e}", f"{limits.allowed(deviation):.0e}"
+    texts: dict[Kind, str] = {
+        "loss": f"{name or 'the loss'} is off by {size} (allowed {allowed})",
+        "grad_norm": f"the gradient norm is off by {size} (allowed {allowed})",
+        "angle": f"the gradient of {name}: 1-cos {size} (allowed {allowed})",
+        "length": f"the gradient of {name}: length off by {size} (allowed {allowed})",
+        "lr": f"the learning rate is off by {size}",
+        "update": f"the update of {name} from equal gradients is off by {size} (allowed {allowed})",
+        "weight": f"the length of {name} after an update from equal gradients is off by {size} (allowed {allowed})",
+        "buffer": f"the buffer {name} is off by {size} (allowed {allowed})",
+        "state": f"the optimizer's {name} after a step with equal gradients is off by {size} (allowed {allowed})",
+        "series": f"the series {name} is off by {size} (allowed {allowed})",
+    }
+    text = texts[deviation.kind]
+    if deviation.kind in ("loss", "grad_norm"):
+        gradients = [d for d in beyond if d.step == deviation.step and d.kind == "length"]
+        if gradients:
+            worst, of = _largest(gradients, "length")
+            text += f"; the gradient of {of} most, by {worst:.1e}"
+    return text
 
 
-def _worst(values: Mapping[str, float]) -> tuple[float, str]:
-    """Largest value and its name; NaN is the largest of all."""
-    if not values:
+def _said(name: str) -> str:
+    step, _, rest = name.partition("/")
+    kind, _, what = rest.partition("/")
+    texts = {"model": what, "gradients": f"the gradient of {what}", "optimizer": f"the optimizer's {what}"}
+    return texts.get(kind, rest) if step != "end" else f"the series {rest}"
+
+
+def _other_names(measured: Measurement, reference: Measurement) -> str | None:
+    for here, there in ((measured.tensors, reference.tensors), (measured.numbers, reference.numbers)):
+        if here.keys() != there.keys():
+            missing, extra = sorted(there.keys() - here.keys()), sorted(here.keys() - there.keys())
+            return f"other parameters, state or series: missing {missing[:3]}, extra {extra[:3]}"
+    shapes = [name for name, tensor in reference.tensors.items() if measured.tensors[name].shape != tensor.shape]
+    return f"the shape of {_said(shapes[0])} is another" if shapes else None
+
+
+def _largest(found: Iterable[Deviation], kind: Kind) -> tuple[float, str]:
+    """Largest deviation of a kind and its name; NaN is the largest of all."""
+    of_kind = [deviation for deviation in found if deviation.kind == kind]
+    if not of_kind:
         return math.nan, "no parameter"
-    name = max(values, key=lambda key: math.inf if math.isnan(values[key]) else values[key])
-    return values[name], name
-
-
-def _relative(a: float, b: float) -> float:
-    if a == b:
-        return 0.0
-    return abs(a - b) / max(abs(b), 1e-12) if math.isfinite(a) and math.isfinite(b) else math.inf
+    worst = max(of_kind, key=lambda deviation: math.inf if math.isnan(deviation.size) else deviation.size)
+    return worst.size, worst.name
 
 
 def _speakable(value: Any) -> Any:

@@ -99,10 +99,10 @@ def parse_layout(text: str, job: Job) -> Layout:
 
 
 def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
-    """Job values scaled down for verified layouts: tiny sizes, a short batch, no clipping, evaluation or trackers.
+    """Job values scaled down for verified layouts: tiny sizes, a short batch, a short evaluation, no trackers.
 
-    Clipping would hide a gradient of the wrong length. Every layout gets the same batch and the same microbatches,
-    enough for its pipeline. Layers are divided evenly over stages: what the job says of them is for its own sizes.
+    Every layout gets the same batch and the same microbatches, enough for its pipeline. Layers are divided evenly over
+    stages: what the job says of them is for its own sizes.
 
     Args:
         job: the user's.
@@ -118,9 +118,7 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
         "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
         "steps": max(steps, job.steps),  # a learning-rate schedule may need them all
         "batch": {"size": ranks * microbatch * count, "microbatch": microbatch},
-        "gradient_clipping": {"max_norm": None, "p": values["gradient_clipping"]["p"]},
-        "evaluation": None,
-        "checkpoint": {},
+        "checkpoint": {"trainable_only": job.checkpoint.trainable_only},
         "trackers": [],
         "subscribers": [],
         "export": False,
@@ -128,6 +126,8 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     }
     if values["pipeline"] is not None:
         values["pipeline"].pop("layers", None)
+    if values["evaluation"] is not None:
+        values["evaluation"]["packs"] = min(values["evaluation"]["packs"], 2)
     return values
 
 
@@ -198,8 +198,10 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
     if "pretrained" in mine:  # small models start from drawn weights
         mine["pretrained"] = None
-    smaller = [name for name, size in mine.items() if _is_size(size) and _is_size(tiny.get(name)) and tiny[name] < size]
     facts = _facts(job, selection)
+    # A size that the data states too, such as the vocabulary's, is theirs, whether or not the task compares it.
+    own = [name for name in mine if name not in facts]
+    smaller = [name for name in own if _is_size(mine[name]) and _is_size(tiny.get(name)) and tiny[name] < mine[name]]
     task: Task = instantiate(selection.task, job.task)
 
     def resized(names: Sequence[str]) -> PluginConfig:

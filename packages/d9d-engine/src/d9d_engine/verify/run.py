@@ -8,14 +8,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from d9d_core.errors import D9dError, JobError, TrainingError
 
+from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.job import Job
-from d9d_engine.verify.compare import Verdict, compare
+from d9d_engine.verify.compare import Verdict, compare, compared
+from d9d_engine.verify.deviations import Limits
 from d9d_engine.verify.layouts import (
     REFERENCE_LAYOUT,
     Layout,
@@ -25,17 +28,41 @@ from d9d_engine.verify.layouts import (
     scaled_model,
     scaled_values,
 )
-from d9d_engine.verify.measure import Measurement
+from d9d_engine.verify.measurement import Measurement, read_all
+
+#: Starts so many processes of :mod:`d9d_engine.verify.worker` in a directory; says why they failed, or ``None``.
+Launch = Callable[[Path, int], str | None]
 
 
-def verify(job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str], None]) -> list[Verdict]:
+def launch_processes(directory: Path, ranks: int) -> str | None:
+    """Launch the processes of a layout; returns why they failed, or ``None``."""
+    worker = ["-m", "d9d_engine.verify.worker", str(directory)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else ()), *worker]
+    alone = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    environ = {name: value for name, value in os.environ.items() if name not in alone}
+    done = subprocess.run(  # noqa: S603 - our own interpreter and module
+        command, capture_output=True, text=True, check=False, env={"OMP_NUM_THREADS": "1", **environ}
+    )
+    if done.returncode == 0:
+        return None
+    failure = directory / "failure.txt"
+    lines = failure.read_text() if failure.exists() else done.stderr
+    return lines.strip().splitlines()[-1] if lines.strip() else f"exit status {done.returncode}"
+
+
+def verify(
+    job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str], None], launch: Launch = launch_processes
+) -> list[Verdict]:
     """Compare layouts with one process that runs reference ops, from the same weights and data.
 
     Args:
         job: the user's; it is scaled down, see :func:`d9d_engine.verify.layouts.scaled_values`.
         layouts: what to compare.
-        steps: optimizer steps.
-        note: gets one line per layout.
+        steps: optimizer steps; half-way, each layout saves and goes on from what the reference has saved.
+        note: gets one line per layout, and what was compared.
+        launch: starts the processes of the reference, in the directory ``reference``, and of each layout, in the
+            directory of its number.
 
     Raises:
         JobError: a layout is none that the job could run in.
@@ -48,26 +75,56 @@ def verify(job: Job, layouts: Sequence[Layout], steps: int, note: Callable[[str]
         _check(job, layout_values(values, layout, ops), layout)
     for reason in layout_dependence(stage):
         note(f"this model differs between layouts by its nature: {reason}")
-    with tempfile.TemporaryDirectory(prefix="d9d-verify-") as directory:
+    with tempfile.TemporaryDirectory(prefix="d9d-verify-") as temporary:
+        directory = Path(temporary)
         note(f"reference: one process, {steps} steps, batch {values['batch']['size']}")
-        found = _run(
-            layout_values(values, REFERENCE_LAYOUT, ops), REFERENCE_LAYOUT, steps, Path(directory) / "reference"
-        )
-        if isinstance(found, str):
-            raise TrainingError(f"verify: the reference could not be computed: {found}")
+        reference, sound = _reference(values, ops, layouts, steps, directory / "reference", launch)
         verdicts = []
         for index, layout in enumerate(layouts):
             note(f"{layout.name}: {layout.ranks} process{'es' if layout.ranks > 1 else ''}")
-            mine = layout_values(values, layout, ops)
-            measured = _run(mine, layout, steps, Path(directory) / str(index))
+            mine, here = layout_values(values, layout, ops), directory / str(index)
+            measured = _run(mine, layout.ranks, steps, here, launch, directory / "reference")
             if isinstance(measured, str):
-                nothing = (float("nan"), "nothing")
-                verdicts.append(
-                    Verdict(layout.name, *(float("nan"),) * 2, nothing, nothing, (0, f"failed: {measured}"))
-                )
-            else:
-                verdicts.append(compare(layout.name, measured, found, narrowest_dtype(mine)))
+                verdicts.append(Verdict.failure(layout.name, f"failed: {measured}"))
+                continue
+            limits = Limits.of(narrowest_dtype(mine), reference, sound)
+            verdict = compare(layout.name, measured, reference, limits)
+            if verdict.passed and steps > 1 and (problem := unlike_saved(here / "checkpoints", measured, reference)):
+                verdict = replace(verdict, diverged=(steps // 2 - 1, problem))
+            verdicts.append(verdict)
+        note(f"compared: {compared(reference)}; {_settings(directory / 'reference', steps)}")
     return verdicts
+
+
+def unlike_saved(directory: Path, measured: Measurement, reference: Measurement) -> str | None:
+    """Problem with the checkpoint that a layout saved half-way, read by one process; ``None`` if there is none."""
+    checkpoint = CheckpointStore(directory).newest(lambda _text: None)
+    if checkpoint is None:
+        return "no checkpoint was saved"
+    step = checkpoint.step - 1
+    table = {n: e for n, e in checkpoint.manifest["tensors"].items() if n.startswith(("model/", "optimizer/"))}
+    saved = {name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for name, entry in table.items()}
+    for scope in ("model/", "optimizer/"):
+        checkpoint.load_into({name: tensor for name, tensor in saved.items() if name.startswith(scope)}, scope)
+    trained = reference.under(f"{step}/gradients")
+    for name, tensor in saved.items():
+        parameter = name.removeprefix("model/")
+        # Buffers went on from the reference's.
+        source = reference if name.startswith("model/") and parameter not in trained else measured
+        if not torch.equal(source.tensors[f"{step}/{name}"], tensor):
+            return f"{name} in the checkpoint of {checkpoint.step} steps is not what was trained"
+    return None
+
+
+def _settings(directory: Path, steps: int) -> str:
+    settings = json.loads((directory / "settings.json").read_text())
+    rate, max_norm = settings["rate"], settings["max_norm"]
+    clipped = "the job does not clip" if max_norm is None else f"gradients clipped to a norm of {max_norm:.3g}"
+    resumed = ", one save and one resume across layouts" if steps > 1 else ""
+    return (
+        f"{clipped}; learning rate x {rate['factor']:.3g} from step {rate['first'] + 1} of the schedule, so that "
+        f"updates show{resumed}"
+    )
 
 
 def narrowest_dtype(values: Mapping[str, Any]) -> torch.dtype:
@@ -87,29 +144,60 @@ def _check(job: Job, values: Mapping[str, Any], layout: Layout) -> None:
         raise JobError(f"verify: layout {layout.name}: {error}") from error
 
 
-def _run(values: Mapping[str, Any], layout: Layout, steps: int, directory: Path) -> Measurement | str:
-    """Run a layout; returns what it computed, or why it could not."""
+def _reference(
+    values: Mapping[str, Any],
+    ops: Sequence[str],
+    layouts: Sequence[Layout],
+    steps: int,
+    directory: Path,
+    launch: Launch,
+) -> tuple[Measurement, list[Measurement]]:
+    """Measure the reference and its sound variants: other kernels and orders of microbatches, and narrow formats.
+
+    Raises:
+        TrainingError: the reference could not be computed.
+    """
+    own = layout_values(values, REFERENCE_LAYOUT, ops)
+    variants = [own, own | {"kernels": values["kernels"]}]
+    narrow = any(narrowest_dtype(layout_values(values, layout, ops)) == torch.bfloat16 for layout in layouts)
+    if narrow and narrowest_dtype(own) != torch.bfloat16:  # it is a strategy that computes in it
+        variants.append(own | {"precision": {**own["precision"], "autocast": "bfloat16"}})
     directory.mkdir()
-    (directory / "job.json").write_text(json.dumps(dict(values) | {"run": _run_section(values, directory)}))
-    worker = ["-m", "d9d_engine.verify.worker", str(directory), str(steps)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(layout.ranks)]
-    command = [sys.executable, *(launcher if layout.ranks > 1 else ()), *worker]
-    alone = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environ = {name: value for name, value in os.environ.items() if name not in alone}
-    done = subprocess.run(  # noqa: S603 - our own interpreter and module
-        command, capture_output=True, text=True, check=False, env={"OMP_NUM_THREADS": "1", **environ}
-    )
-    if done.returncode == 0:
-        return Measurement.read(directory)
-    failure = directory / "failure.txt"
-    lines = failure.read_text() if failure.exists() else done.stderr
-    return lines.strip().splitlines()[-1] if lines.strip() else f"exit status {done.returncode}"
+    for index, variant in enumerate(variants):
+        apart = directory / f"runs-{index}"
+        apart.mkdir()
+        (directory / f"sound-{index}.json").write_text(json.dumps(_job(variant, apart)))
+    found = _run(own, 1, steps, directory, launch, sound=len(variants))
+    if isinstance(found, str):
+        raise TrainingError(f"verify: the reference could not be computed: {found}")
+    return found, [read_all(directory / f"sound-{index}", 1) for index in range(len(variants))]
 
 
-def _run_section(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    # Prepared data is taken from the user's cache; everything written goes to the temporary directory.
+def _run(
+    values: Mapping[str, Any],
+    ranks: int,
+    steps: int,
+    directory: Path,
+    launch: Launch,
+    reference: Path | None = None,
+    sound: int = 0,
+) -> Measurement | str:
+    """Run a layout, or the reference with its variants; returns what it computed, or why it could not."""
+    directory.mkdir(exist_ok=True)
+    plan = {"steps": steps, "reference": str(reference) if reference else None, "sound": sound}
+    (directory / "plan.json").write_text(json.dumps(plan))
+    (directory / "job.json").write_text(json.dumps(_job(values, directory)))
+    failure = launch(directory, ranks)
+    return read_all(directory, ranks) if failure is None else failure
+
+
+def _job(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Values of a job that writes into this directory only."""
+    # Prepared data is taken from the user's cache.
     cache = Path(values["run"]["dir"]) / ".cache"
     if cache.is_dir():
         (directory / "runs").mkdir()
         (directory / "runs" / ".cache").symlink_to(cache.absolute(), target_is_directory=True)
-    return dict(values["run"]) | {"dir": str(directory / "runs")}
+    run = dict(values["run"]) | {"dir": str(directory / "runs")}
+    checkpoint = dict(values["checkpoint"]) | {"dir": str(directory / "checkpoints")}
+    return dict(values) | {"run": run, "checkpoint": checkpoint}

@@ -116,11 +116,13 @@ def _module(launch: Launch) -> Any:
         spec = None
     if spec is not None and spec.origin == launch.file:
         return importlib.import_module(launch.module)
-    spec = importlib.util.spec_from_file_location(launch.module, launch.file)
+    # A script must not run once more in each rank: that is what it does under its own name.
+    name = "__mp_main__" if launch.module == "__main__" else launch.module
+    spec = importlib.util.spec_from_file_location(name, launch.file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{launch.file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[launch.module] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,171 @@
+"""Measurements of a job's first steps: what each rank recorded, and all ranks' records as one.
+
+Names are paths. Numbers: ``start/max_norm`` of clipping, ``0/loss`` (of step 0), ``0/grad_norm``, ``0/lr``,
+``end/<series>``. Tensors:
+``start/model/<name>``, ``0/gradients/<parameter>``, and after step 0 ``0/model/<name>`` and
+``0/optimizer/<parameter>/<slot>``. ``model`` are parameters and persistent buffers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from d9d_weights.sharding.shards import describe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+#: Stands between the name of a tensor and the offset of the window that a rank holds.
+_AT = "@"
+
+
+@dataclass
+class Record:
+    """Record of one rank.
+
+    Attributes:
+        numbers: values that all ranks should agree about.
+        windows: ``"<name>@<offset>"`` -> the part of a tensor that this rank holds, in the host's memory.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    windows: dict[str, Tensor] = field(default_factory=dict)
+
+    def take(self, prefix: str, tensors: Mapping[str, Tensor]) -> None:
+        """Record this rank's parts of tensors as they are now."""
+        for name, local in describe(tensors).items():
+            for shard in local.shards:
+                key = f"{prefix}/{name}{_AT}{','.join(map(str, shard.offset))}"
+                self.windows[key] = shard.tensor.to("cpu", copy=True).contiguous()
+
+    def write(self, directory: Path, rank: int) -> None:
+        """Save to ``<rank>.json`` and ``<rank>.safetensors``."""
+        save_file(self.windows, directory / f"{rank}.safetensors")
+        # NaN is no JSON, but it is what a broken layout may compute.
+        numbers = {name: repr(value) for name, value in self.numbers.items()}
+        (directory / f"{rank}.json").write_text(json.dumps(numbers))
+
+    @classmethod
+    def read(cls, directory: Path, rank: int) -> Record:
+        """Read what :meth:`write` has saved."""
+        numbers = json.loads((directory / f"{rank}.json").read_text())
+        return cls(
+            {name: float(value) for name, value in numbers.items()}, load_file(directory / f"{rank}.safetensors")
+        )
+
+
+@dataclass
+class Measurement:
+    """Measurement of the first steps of a job: the records of all its ranks as one.
+
+    Attributes:
+        numbers: by name.
+        tensors: full, by name.
+        disagreements: names of what ranks that should hold the same hold differently, in the order of the steps.
+    """
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    disagreements: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, records: Sequence[Record]) -> Measurement:
+        """Join the records of all ranks, the first rank's first."""
+        merged = cls()
+        differing: dict[str, None] = {}
+        for record in records:
+            for name, value in record.numbers.items():
+                if repr(merged.numbers.setdefault(name, value)) != repr(value):
+                    differing[name] = None
+        windows: dict[str, dict[tuple[int, ...], Tensor]] = {}
+        for record in records:
+            for key, tensor in record.windows.items():
+                name, _, at = key.rpartition(_AT)
+                offset = tuple(int(index) for index in at.split(",") if index)
+                held = windows.setdefault(name, {}).setdefault(offset, tensor)
+                if held.shape != tensor.shape or not _same_bits(held, tensor):
+                    differing[name] = None
+        merged.tensors = {name: _joined(parts) for name, parts in windows.items()}
+        merged.disagreements = sorted(differing, key=when)
+        return merged
+
+    @property
+    def steps(self) -> int:
+        """Number of measured steps."""
+        return sum(1 for name in self.numbers if name.endswith("/loss") and name.partition("/")[0].isdecimal())
+
+    def series(self, what: str) -> list[float]:
+        """Values of ``loss``, ``grad_norm`` or ``lr`` in each step."""
+        return [self.numbers[f"{step}/{what}"] for step in range(self.steps)]
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """Tensors whose names begin with ``prefix/``, by the rest of the name."""
+        return {name[len(prefix) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{prefix}/")}
+
+    def guide(self) -> Measurement:
+        """Part that other runs go by: the gradients, and the buffers and frozen parameters after each step."""
+        parameters = {name.split("/", 2)[2] for name in self.tensors if name.split("/", 2)[1] == "gradients"}
+        return Measurement(
+            tensors={
+                name: tensor
+                for name, tensor in self.tensors.items()
+                if name.split("/", 2)[1] == "gradients"
+                or (name.split("/", 2)[1] == "model" and name.split("/", 2)[2] not in parameters)
+            }
+        )
+
+    def with_steps_of(self, later: Measurement) -> Measurement:
+        """Measurement of a run whose later steps were measured apart, such as after a resume."""
+        ends = {name: value for name, value in self.numbers.items() if not name.startswith("end/")}
+        return Measurement(
+            ends | later.numbers,
+            self.tensors | {name: t for name, t in later.tensors.items() if not name.startswith("start/")},
+            [*self.disagreements, *later.disagreements],
+        )
+
+
+def read_all(directory: Path, ranks: int) -> Measurement:
+    """Read the records of all ranks."""
+    return Measurement.of([Record.read(directory, rank) for rank in range(ranks)])
+
+
+def when(name: str) -> tuple[float, int]:
+    """Position of a name in the order in which a run computes: the step, and within it gradients before updates."""
+    step, _, rest = name.partition("/")
+    order = ("loss", "grad_norm", "gradients", "lr", "model", "optimizer")
+    kind = rest.partition("/")[0]
+    place = order.index(kind) if kind in order else len(order)
+    return (-1.0 if step == "start" else float(step) if step.isdecimal() else float("inf")), place
+
+
+def fill(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Copy full tensors into this rank's parts of those of the same name, where there are any."""
+    known = {name: tensor for name, tensor in tensors.items() if name in values}
+    for name, local in describe(known).items():
+        for shard in local.shards:
+            window = values[name]
+            for dim, (start, size) in enumerate(zip(shard.offset, shard.shape, strict=True)):
+                window = window.narrow(dim, start, size)
+            shard.tensor.copy_(window)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _joined(parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
+    if len(parts) == 1 and not any(next(iter(parts))):
+        return next(iter(parts.values()))
+    ends = [[start + size for start, size in zip(at, part.shape, strict=True)] for at, part in parts.items()]
+    whole = _nothing(next(iter(parts.values())), [max(sizes) for sizes in zip(*ends, strict=True)])
+    for at, part in parts.items():
+        whole[tuple(slice(start, start + size) for start, size in zip(at, part.shape, strict=True))] = part
+    return whole
+
+
+def _nothing(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Tensor in which a part that nobody holds shows."""
+    return torch.full(shape, torch.nan if like.is_floating_point() else 0, dtype=like.dtype)

@@ -1,0 +1,87 @@
+"""Faults in samples, labels, masks and positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_engine.api import Job
+from d9d_engine.build import compose as build
+from torch import Tensor
+
+from seeded_faults.seeding import Patch, built, packs
+
+IGNORED = -100
+
+
+def shuffled_shard(_job: Job, patch: Patch) -> None:
+    """One rank reads other samples."""
+    context = build.DataContext  # type: ignore[attr-defined]
+
+    def other(**facts: Any) -> Any:
+        return context(**facts | {"seed": facts["seed"] + (1 if facts["rank"] == 1 else 0)})
+
+    patch.setattr(build, "DataContext", other)
+
+
+def same_samples(_job: Job, patch: Patch) -> None:
+    """The last rank reads what the first one does."""
+    context = build.DataContext  # type: ignore[attr-defined]
+    patch.setattr(build, "DataContext", lambda **facts: context(**facts | {"rank": 0}))
+
+
+def repeated_pack(_job: Job, patch: Patch) -> None:
+    """One rank trains on its first pack again and again."""
+
+    def change(trainer: Any) -> None:
+        first: list[Any] = []
+        take = trainer.prefetcher.next
+
+        def again() -> Any:
+            pack = take()
+            first.append(pack)
+            return first[0]
+
+        trainer.prefetcher.next = again
+
+    built(patch, change)
+
+
+def other_token(_job: Job, patch: Patch) -> None:
+    """One token of each microbatch is another."""
+    packs(patch, lambda microbatch: microbatch["tokens"][:, 1].fill_(7))
+
+
+def late_targets(_job: Job, patch: Patch) -> None:
+    """One rank learns to repeat its input."""
+
+    def change(microbatch: dict[str, Tensor]) -> None:
+        counted = microbatch["targets"] != IGNORED
+        microbatch["targets"] = torch.where(counted, microbatch["tokens"], IGNORED)
+
+    packs(patch, change)
+
+
+def one_wrong_target(_job: Job, patch: Patch) -> None:
+    """One target of each microbatch is another."""
+    packs(patch, lambda microbatch: microbatch["targets"][0, 2].fill_(5))
+
+
+def unmasked_targets(_job: Job, patch: Patch) -> None:
+    """Ignored targets count on one rank."""
+    packs(patch, lambda m: m.update(targets=m["targets"].masked_fill(m["targets"] == IGNORED, 0)))
+
+
+def masked_targets(_job: Job, patch: Patch) -> None:
+    """One rank ignores the last position too."""
+    packs(patch, lambda microbatch: microbatch["targets"][:, -1].fill_(IGNORED))
+
+
+def across_documents(_job: Job, patch: Patch) -> None:
+    """Positions see the documents before theirs, on one rank."""
+    packs(patch, lambda microbatch: microbatch["documents"].zero_())
+
+
+def stretched_positions(_job: Job, patch: Patch) -> None:
+    """Positions count twice on one rank."""
+    packs(patch, lambda microbatch: microbatch["positions"].mul_(2))

@@ -1,0 +1,339 @@
+"""Runs ``d9d verify`` on jobs with seeded faults and on sound jobs, and writes the tables of both in the documentation.
+
+    uv run python tools/verify_table.py                     write docs/layouts.md
+    uv run python tools/verify_table.py faults [NAME ...]   only faults; only these, and then nothing is written
+    uv run python tools/verify_table.py sound [NAME ...]    the same for sound jobs
+
+A fault has to be caught in float32 and in bfloat16, a sound job has to pass. Tests run parts of both tables.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_engine.api import Job, Layout, Verdict, verify
+from d9d_engine.verify.worker import measure_plan
+from d9d_testing.layouts import topology_here
+from d9d_testing.world import World
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "layouts.md"
+FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state")
+FAULT_MARKS = "<!-- faults: begin -->", "<!-- faults: end -->"
+SOUND_MARKS = "<!-- sound jobs: begin -->", "<!-- sound jobs: end -->"
+DTYPES = ("float32", "bfloat16")
+STEPS = 4
+#: Number format, case, fault and verdict.
+Row = tuple[str, str, str | None, Verdict]
+
+DENSE = {
+    "name": "qwen3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
+}  # fmt: skip
+TIED = DENSE | {"num_layers": 4, "tie_embeddings": True}
+DYNAMIC = DENSE | {"rope_scaling": {"name": "dynamic_ntk", "factor": 2.0, "original_positions": 16}}
+EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_size"} | {
+    "name": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 24,
+    "balancing": [
+        {"name": "auxiliary_loss", "scope": "sequence", "coefficient": 0.01},
+        {"name": "z_loss", "coefficient": 0.001},
+        {"name": "bias_update", "rate": 0.001},
+    ],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Jobs of one model and their layouts.
+
+    Attributes:
+        model: its section.
+        layouts: name -> mesh, strategies and a schedule.
+        sections: others.
+    """
+
+    model: Mapping[str, Any]
+    layouts: Mapping[str, Layout]
+    sections: Mapping[str, Any] = field(default_factory=dict)
+
+
+REPLICATE = Layout("replicate 2", {"dp_replicate": 2}, ["replicate"])
+APART = Layout("replicate 2, norms apart", {"dp_replicate": 2}, [{"name": "replicate", "ignore": ["*norm*"]}])
+FSDP = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"])
+HSDP = Layout("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ["hsdp"])
+FSDP_EP = Layout("fsdp 2, ep 2", {"dp_shard": 2, "ep": 2}, ["fsdp", "expert_parallel"])
+REPLICATE_EP = Layout("replicate 2, ep 2", {"dp_replicate": 2, "ep": 2}, ["replicate", "expert_parallel"])
+PIPELINE = Layout("pp 2", {"pp": 2}, ())
+PIPELINE_FSDP = Layout("pp 2, fsdp 2", {"pp": 2, "dp_shard": 2}, ["fsdp"])
+SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
+
+DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1}}
+#: Fault -> the case and the layout that shows it.
+FAULTS: Mapping[str, tuple[str, str]] = {
+    # gradients
+    "forgotten_reduction": ("dense", APART.name),
+    "double_reduction": ("dense", REPLICATE.name),
+    "average_instead_of_sum": ("dense", FSDP.name),
+    "forgotten_replicas": ("dense", HSDP.name),
+    "wrong_loss_weight": ("dense", FSDP.name),
+    "heavier_rank": ("dense", FSDP.name),
+    "mean_of_means": ("documents", REPLICATE.name),
+    "last_microbatch_only": ("dense", FSDP.name),
+    "lost_owner": ("dense", APART.name),
+    "flipped_sign": ("dense", FSDP.name),
+    "stale_gradients": ("dense", FSDP.name),
+    "lost_gradient": ("dense", FSDP.name),
+    # pipelines
+    "swapped_microbatches": ("gpipe", PIPELINE.name),
+    "dropped_boundary_gradient": ("1f1b", PIPELINE.name),
+    "forgotten_weights": ("zb1p", PIPELINE.name),
+    "forgotten_tie_across_ranks": ("1f1b", PIPELINE.name),
+    "forgotten_tie_on_a_rank": ("zero_bubble_v", PIPELINE.name),
+    "stale_copy": ("zero_bubble_v", PIPELINE.name),
+    "tie_counted_twice": ("1f1b", PIPELINE.name),
+    # updates
+    "frozen_rank": ("1f1b", PIPELINE.name),
+    "forgotten_moments": ("dense", FSDP.name),
+    "no_decay": ("dense", FSDP.name),
+    "other_betas": ("dense", FSDP.name),
+    "doubled_rate": ("dense", FSDP.name),
+    "late_schedule": ("dense", FSDP.name),
+    "skipped_parameter": ("dense", FSDP.name),
+    "stuck_counter": ("dense", FSDP.name),
+    "update_twice": ("dense", FSDP.name),
+    # clipping
+    "norm_of_own_shard": ("dense", FSDP.name),
+    "unclipped_rank": ("dense", FSDP.name),
+    "unclipped": ("dense", FSDP.name),
+    "clipped_by_own_norm": ("dense", FSDP.name),
+    "other_limit": ("dense", FSDP.name),
+    # data, labels, masks, positions
+    "shuffled_shard": ("dense", FSDP.name),
+    "same_samples": ("dense", FSDP.name),
+    "repeated_pack": ("dense", FSDP.name),
+    "other_token": ("dense", FSDP.name),
+    "late_targets": ("dense", FSDP.name),
+    "one_wrong_target": ("dense", FSDP.name),
+    "unmasked_targets": ("documents", FSDP.name),
+    "masked_targets": ("dense", FSDP.name),
+    "across_documents": ("dense", FSDP.name),
+    "stretched_positions": ("dense", FSDP.name),
+    # initial values, replicas, buffers
+    "other_initial_weights": ("dense", REPLICATE.name),
+    "other_replica": ("dense", APART.name),
+    "drifting_replica": ("dense", APART.name),
+    "own_loads": ("experts", FSDP_EP.name),
+    "frozen_bias": ("experts", FSDP_EP.name),
+    "heavier_balance": ("experts", FSDP_EP.name),
+    # evaluation, metrics
+    "evaluated_alone": ("dense", FSDP.name),
+    "evaluated_on_other_data": ("dense", FSDP.name),
+    "unmerged_metric": ("dense", FSDP.name),
+    "lost_observations": ("dense", FSDP.name),
+    # saves, resumes
+    "shard_of_another": ("dense", FSDP.name),
+    "unloaded_optimizer": ("dense", FSDP.name),
+    "unloaded_weights": ("dense", FSDP.name),
+    "unmoved_data": ("dense", FSDP.name),
+}
+
+
+def fault_cases() -> dict[str, Case]:
+    """Cases that faults are seeded in."""
+    dense = {layout.name: layout for layout in (REPLICATE, APART, FSDP, HSDP)}
+    piped = {PIPELINE.name: PIPELINE}
+    return {
+        "dense": Case(DENSE, dense),
+        "documents": Case(DENSE, dense, DOCUMENTS),
+        "experts": Case(EXPERTS, {FSDP_EP.name: FSDP_EP}),
+        **{name: Case(TIED, piped, {"pipeline": name}) for name in ("gpipe", "1f1b", "zb1p", "zero_bubble_v")},
+    }
+
+
+def sound_cases() -> dict[str, Case]:
+    """Cases without a fault."""
+    data = {layout.name: layout for layout in (REPLICATE, FSDP, HSDP)}
+    two = {layout.name: layout for layout in (REPLICATE, FSDP)}
+    experts = {layout.name: layout for layout in (FSDP, FSDP_EP, REPLICATE_EP)}
+    piped = {layout.name: layout for layout in (PIPELINE, PIPELINE_FSDP)}
+    sgd = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
+    return {
+        "dense": Case(DENSE, data),
+        "dense, documents": Case(DENSE, data, DOCUMENTS),
+        "dense, SGD": Case(DENSE, two, sgd),
+        "dense, float32 state": Case(DENSE, two, {"optimizer": {"name": "adamw", "state_dtype": "float32"}}),
+        "dense, noisy signs": Case(DENSE, two, {"optimizer": {"name": "adamw", "lr": 0.01, "betas": [0.0, 0.0]}}),
+        "dynamic NTK": Case(DYNAMIC, two, DOCUMENTS),
+        "experts": Case(EXPERTS, experts),
+        "experts, documents": Case(EXPERTS, experts, DOCUMENTS),
+        **{f"tied, {name}": Case(TIED, piped, {"pipeline": name}) for name in SCHEDULES},
+    }
+
+
+def job(directory: Path, case: Case, dtype: str) -> Job:
+    """Job of a case."""
+    corpus = directory / "corpus"
+    if not corpus.exists():
+        corpus.mkdir()
+        for number in range(40):
+            text = f"{number}: " + "the quick brown fox jumps over the lazy dog. "[: 10 + 5 * (number % 8)]
+            (corpus / f"{number}.txt").write_text(text * (1 + number % 3))
+    sections = {name: value for name, value in case.sections.items() if name != "data"}
+    data = {"name": "text", "sources": [str(corpus)], "sequence_length": 24, "held_out": 0.2}
+    data |= dict(case.sections.get("data", {}))
+    values = {
+        "run": {"name": "verified", "dir": str(directory / "runs")},
+        "device": "cpu",
+        "steps": 100,
+        "batch": {"size": 12, "microbatch": 2},
+        "model": dict(case.model),
+        "task": "causal_lm",
+        "data": data,
+        "optimizer": {"name": "adamw", "lr": 1e-3},
+        "lr_schedule": {"name": "cosine", "warmup_steps": 50},
+        "precision": {"parameters": dtype},
+        "metrics": ["perplexity"],
+        "evaluation": {"every": 50, "data": data | {"split": "held_out"}},
+        **sections,
+    }
+    return Job.from_values(values)
+
+
+class Launcher:
+    """Launcher of the processes of ``d9d verify`` in worlds, which start faster, with a fault in each layout.
+
+    Args:
+        faults: of each layout, in their order; ``None`` has none.
+    """
+
+    def __init__(self, faults: Sequence[str | None]) -> None:
+        self._faults = faults
+
+    def __call__(self, directory: Path, ranks: int) -> str | None:
+        """Run the processes; returns why they failed."""
+        fault = self._faults[int(directory.name)] if directory.name.isdecimal() else None
+        try:
+            World(ranks, timeout=180.0).run(work, str(directory), fault)
+        except Exception as error:
+            return str(error).strip().splitlines()[-1]
+        return None
+
+
+def fault_named(name: str) -> Callable[[Job, pytest.MonkeyPatch], None]:
+    """Find a fault in ``tests/seeded_faults``."""
+    if str(ROOT / "tests") not in sys.path:
+        sys.path.append(str(ROOT / "tests"))
+    modules = [importlib.import_module(f"seeded_faults.{module}") for module in FAULT_MODULES]
+    found: Callable[[Job, pytest.MonkeyPatch], None] = next(
+        getattr(module, name) for module in modules if name in vars(module)
+    )
+    return found
+
+
+def work(directory: str, fault: str | None) -> None:
+    """Do what a process of ``d9d verify`` does, with a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        here = Job.load(Path(directory) / "job.json")
+        if fault is not None:
+            fault_named(fault)(here, patch)
+        measure_plan(Path(directory), topology_here(here))
+
+
+def run(
+    directory: Path, cases: Mapping[str, Case], faults: Mapping[str, tuple[str, str]] | None, dtypes: Sequence[str]
+) -> Iterator[Row]:
+    """Verify cases, with faults or without: number format, case, fault and verdict of each."""
+    for dtype in dtypes:
+        for name, case in cases.items():
+            if faults is None:
+                seeded: list[tuple[str | None, Layout]] = [(None, layout) for layout in case.layouts.values()]
+            else:
+                seeded = [(fault, case.layouts[layout]) for fault, (of, layout) in faults.items() if of == name]
+            if not seeded:
+                continue
+            verdicts = verify(
+                job(directory, case, dtype),
+                [layout for _, layout in seeded],
+                STEPS,
+                lambda _text: None,
+                Launcher([fault for fault, _ in seeded]),
+            )
+            for (fault, _), verdict in zip(seeded, verdicts, strict=True):
+                print(dtype, name, verdict.layout, fault or "sound", verdict.diverged or "passed", flush=True)
+                yield dtype, name, fault, verdict
+
+
+def render_faults(rows: Sequence[Row]) -> str:
+    """Table of faults as Markdown: what caught each of them."""
+    lines = ["| fault | what it breaks | float32 | bfloat16 |", "|---|---|---|---|"]
+    for fault in FAULTS:
+        said = {dtype: _caught(verdict) for dtype, _, of, verdict in rows if of == fault}
+        about = (fault_named(fault).__doc__ or "").strip().rstrip(".")
+        lines.append(f"| {fault} | {about} | {said['float32']} | {said['bfloat16']} |")
+    return "\n".join(lines)
+
+
+def render_sound(rows: Sequence[Row]) -> str:
+    """Table of sound jobs as Markdown: the largest deviations."""
+    lines = [
+        "| job | parameters | layouts | loss | gradient norm | 1-cos | length | update |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, dtype in dict.fromkeys((name, dtype) for dtype, name, _, _ in rows):
+        found = [verdict for of, job, _, verdict in rows if (job, of) == (name, dtype)]
+        numbers = [max(v.loss for v in found), max(v.grad_norm for v in found), max(v.angle[0] for v in found)]
+        numbers += [max(v.norm[0] for v in found), max(v.update[0] for v in found)]
+        shown = " | ".join(f"{number:.1e}" for number in numbers)
+        lines.append(f"| {name} | {dtype} | {', '.join(v.layout for v in found)} | {shown} |")
+    return "\n".join(lines)
+
+
+def shown(marks: tuple[str, str]) -> set[str]:
+    """First cells of a table in the documentation."""
+    text = PAGE.read_text("utf-8").split(marks[0])[1].split(marks[1])[0]
+    return {line.split(" | ")[0].removeprefix("| ") for line in text.strip().splitlines()[2:]}
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    part, names = sys.argv[1:2], sys.argv[2:]
+    text, wrong = PAGE.read_text("utf-8"), []
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        if part != ["sound"]:
+            faults = {name: where for name, where in FAULTS.items() if not names or name in names}
+            found = list(run(directory, fault_cases(), faults, DTYPES))
+            wrong += [f"{dtype}: {fault} was missed" for dtype, _, fault, verdict in found if verdict.passed]
+            text = text if names or wrong else _replaced(text, FAULT_MARKS, render_faults(found))
+        if part != ["faults"]:
+            cases = {name: case for name, case in sound_cases().items() if not names or name in names}
+            sound = list(run(directory, cases, None, DTYPES))
+            wrong += [f"{dtype}: {name}, {v.layout}: {v.diverged}" for dtype, name, _, v in sound if not v.passed]
+            text = text if names or wrong else _replaced(text, SOUND_MARKS, render_sound(sound))
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    PAGE.write_text(text, "utf-8")
+    print(f"all as it should be, torch {torch.__version__}")
+
+
+def _caught(verdict: Verdict) -> str:
+    assert verdict.diverged is not None
+    step, text = verdict.diverged
+    return f"step {step + 1}: " + text.partition(" (allowed")[0].partition("; ")[0]
+
+
+def _replaced(text: str, marks: tuple[str, str], table: str) -> str:
+    begin, end = marks
+    return f"{text.partition(begin)[0]}{begin}\n{table}\n{end}{text.partition(end)[2]}"
+
+
+if __name__ == "__main__":
+    main()
