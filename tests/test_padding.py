@@ -47,6 +47,14 @@ def test_layouts_agree_on_padded_documents_with_balanced_experts(table: ModuleTy
     assert_passed(Harness(job(table, tmp_path), table.PLUGINS, 4).compare(LAYOUTS, reference=REFERENCE))
 
 
+def test_dynamic_positions_of_a_document_do_not_depend_on_what_it_is_padded_with(
+    table: ModuleType, tmp_path: Path
+) -> None:
+    model = table.DENSE | {"rope_scaling": {"type": "dynamic", "factor": 4, "original_max_positions": 8}}
+    values = job(table, tmp_path) | {"model": model}
+    assert_passed(Harness(values, table.PLUGINS, 2).compare(LAYOUTS[:1], reference=REFERENCE))
+
+
 @pytest.mark.parametrize("microbatch", [2, BATCH])
 def test_tokens_are_those_of_documents_without_padding(table: ModuleType, tmp_path: Path, microbatch: int) -> None:
     values = job(table, tmp_path) | {

@@ -126,7 +126,7 @@ class Qwen3Backbone(nn.Module):
             positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
-        rotation = self.rotary(positions)
+        rotation = self.rotary(positions, lengths)
         slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, Qwen3Block))
         masks = prepare_masks(slots, documents, hidden.shape[1], hidden.device)
         padding = None
