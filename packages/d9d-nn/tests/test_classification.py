@@ -28,7 +28,8 @@ def test_weight_is_the_number_of_labels() -> None:
     weight = TASK.weights(MICROBATCH)["cross_entropy"]
     assert (weight.shape, weight.dtype, weight.item()) == ((), torch.float32, 2)
     assert TASK.weights(MICROBATCH).keys() == TASK.coefficients.keys()
-    assert TASK.count(MICROBATCH) == 12
+    assert TASK.count({"tokens": MICROBATCH["tokens"]}) == 12
+    assert TASK.count(MICROBATCH | {"lengths": torch.tensor([4, 1, 2])}) == 7  # padding counts nowhere
 
 
 def test_loss_is_the_sum_over_samples_that_count() -> None:

@@ -62,6 +62,20 @@ def test_ignored_targets_have_neither_loss_nor_gradient() -> None:
     assert (hidden.grad[targets != IGNORE] != 0).all()
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("rows", "keep"), [(5, True), (5, False), (100, True)])
+def test_nothing_of_ignored_rows_reaches_a_gradient_whatever_they_hold(value: float, rows: int, keep: bool) -> None:
+    hidden, weight, targets = example()
+    linear_cross_entropy(hidden, weight, targets, rows=rows, keep=keep).sum().backward()
+    odd = hidden.detach().masked_fill((targets == IGNORE).unsqueeze(1), value).requires_grad_()
+    same = weight.detach().clone().requires_grad_()
+    loss = linear_cross_entropy(odd, same, targets, rows=rows, keep=keep)
+    torch.autograd.backward(loss, torch.ones_like(loss).masked_fill(targets == IGNORE, value))
+    assert (loss[targets == IGNORE] == 0).all()
+    assert torch.equal(same.grad, weight.grad)
+    assert torch.equal(odd.grad, hidden.grad)
+
+
 @pytest.mark.parametrize("target", [-1, WORDS])
 def test_a_target_outside_of_the_vocabulary_is_an_error(target: int) -> None:
     hidden, weight, targets = example()

@@ -118,6 +118,21 @@ def test_dynamic_scaling_depends_on_the_length_of_the_sample_not_on_positions() 
     assert torch.equal(rotary(packed).cos[:, :6], rotary(torch.arange(12).unsqueeze(0)).cos[:, :6])
 
 
+def test_dynamic_scaling_of_padded_samples_is_that_of_each_alone() -> None:
+    rotary = RotaryEmbedding(8, theta=100.0, scaling=DynamicScaling(factor=2, original_max_positions=8))
+    lengths = [20, 13, 8, 3]
+    padded = rotary(torch.arange(20).unsqueeze(0), torch.tensor(lengths))
+    for sample, length in enumerate(lengths):
+        alone = rotary(torch.arange(length).unsqueeze(0))
+        torch.testing.assert_close(padded.cos[sample, :length], alone.cos[0], rtol=0, atol=1e-6)
+        torch.testing.assert_close(padded.sin[sample, :length], alone.sin[0], rtol=0, atol=1e-6)
+
+
+def test_other_scalings_do_not_read_lengths() -> None:
+    rotary, positions = RotaryEmbedding(8, theta=100.0, scaling=LinearScaling(factor=4)), torch.arange(9).unsqueeze(0)
+    assert torch.equal(rotary(positions, torch.tensor([4, 9])).cos, rotary(positions).cos)
+
+
 def test_dynamic_scaling_of_one_pair_is_refused() -> None:
     with pytest.raises(BuildError, match="dynamic scaling needs heads of more than one pair.*head_dim is 2"):
         RotaryEmbedding(2, theta=100.0, scaling=DynamicScaling(factor=2, original_max_positions=8))

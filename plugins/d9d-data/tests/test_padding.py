@@ -45,11 +45,14 @@ def test_padding_agrees_with_counting_token_by_token(documents: list[list[int]],
     padded = pad(tokens, starts, np.arange(len(documents)), length, multiple)
     shape = padded["tokens"].shape
     assert {values.dtype for values in padded.values()} == {np.dtype(np.int64)}
-    assert {values.shape for values in padded.values()} == {shape}
+    assert {name: values.shape for name, values in padded.items()} == dict.fromkeys(padded, shape) | {
+        "lengths": shape[:1]
+    }
     assert shape[1] % multiple == 0
     assert max(min(len(document), length) for document in documents) <= shape[1] <= length
     for sample, document in enumerate(documents):
         inputs, targets = document[:length], [*document, END][1 : length + 1]
+        assert padded["lengths"][sample] == max(1, len(inputs))
         for s in range(shape[1]):
             real = s < max(1, len(inputs))
             assert padded["documents"][sample, s] == (0 if real else 1)

@@ -362,7 +362,7 @@ def test_a_window_without_details_is_that_of_transformers() -> None:
         ({"num_attention_heads": 3}, "num_key_value_heads: .*does not divide"),
         ({"rope_parameters": "default"}, "rope_parameters is 'default', not a mapping"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
-        ({"attention_dropout": 0.1}, "attention_dropout is not 0"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0"),
         ({"num_hidden_layers": "28", "layer_types": None}, "of a kind that no qwen3 has there"),
         ({"layer_types": 5}, "of a kind that no qwen3 has there"),
         ({"architectures": 5}, "of a kind that no qwen3 has there"),

@@ -404,7 +404,7 @@ def test_fewer_experts_than_stored_are_refused() -> None:
         ({"model_type": "qwen3"}, "model_type is 'qwen3', expected 'qwen3_moe'"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM is not one that qwen3_moe has"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_dropout": 0.1}, "attention_dropout is not 0"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; .* set it to 0"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights are quantized"),
         ({"num_experts": 16}, "num_local_experts is 8 and num_experts is 16; .* remove the wrong one"),
         ({"num_experts": 0, "num_local_experts": 0}, "no qwen3_moe model has these values: num_experts"),

@@ -38,7 +38,8 @@ class LossTerm:
 
     Attributes:
         coefficient: factor of the term in the total.
-        per: what the sum is over and the mean is of: ``sample``, or ``position`` of a sample. Padding counts.
+        per: what the sum is over and the mean is of: ``sample``, or ``position`` of a sample. Where the task's inputs
+            have ``lengths`` (:mod:`d9d_core.protocols`), positions beyond them and samples of length zero do not count.
     """
 
     coefficient: float
@@ -117,6 +118,11 @@ class Routing(Protocol):
     @property
     def limit(self) -> int | None:
         """Most rows of any expert, known from shapes alone; ``None`` if nothing limits them."""
+        ...
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether some indices may stand for none, as those of padding do; known without waiting for the device."""
         ...
 
 

@@ -18,7 +18,7 @@ from d9d_nn.rope.rotary_embedding import RotaryEmbedding
 from torch import Tensor, nn
 
 from d9d_qwen3.block import Qwen3Block
-from d9d_qwen3.moe_config import AnyQwen3Config
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 from d9d_qwen3.stages import layers_of
 
 
@@ -81,6 +81,7 @@ class Qwen3Backbone(nn.Module):
         hidden: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        lengths: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -90,6 +91,7 @@ class Qwen3Backbone(nn.Module):
             hidden: [B, S, H], for later stages: what the previous one returned.
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
             documents: int64 [B, S]; tokens only see their own document. ``None`` if a sample is one document.
+            lengths: int64 [B], tokens of each right-padded sample; ``None`` if there is no padding.
             layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
 
         Returns:
@@ -99,7 +101,7 @@ class Qwen3Backbone(nn.Module):
             ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
             TypeError: an input is unknown.
         """
-        return self.run(tokens, hidden, positions, documents, layer_sums)[0]
+        return self.run(tokens, hidden, positions, documents, lengths, layer_sums)[0]
 
     def run(
         self,
@@ -107,6 +109,7 @@ class Qwen3Backbone(nn.Module):
         hidden: Tensor | None,
         positions: Tensor | None,
         documents: Tensor | None,
+        lengths: Tensor | None,
         layer_sums: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[Layers, Tensor]]:
         """Run this stage as :meth:`forward`; on the last one also return the layer means [B, S, H] that heads read.
@@ -123,11 +126,14 @@ class Qwen3Backbone(nn.Module):
             positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
-        rotation = self.rotary(positions)
+        rotation = self.rotary(positions, lengths)
         slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, Qwen3Block))
         masks = prepare_masks(slots, documents, hidden.shape[1], hidden.device)
+        padding = None
+        if lengths is not None and isinstance(self.config, Qwen3MoeConfig):  # nothing else sees padding
+            padding = torch.arange(hidden.shape[1], device=hidden.device) >= lengths.unsqueeze(1)
         for index, layer in self.layers.items():
-            hidden = layer(hidden, rotation, masks)
+            hidden = layer(hidden, rotation, masks, padding)
             sums.add(int(index), hidden)
         if not self.stage.is_last:
             return {"hidden": hidden, **sums.to_send()}, {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from d9d_core.extend import TensorStyle
+from d9d_moe.experts.layer import MoELayer
 from d9d_nn.attention.grouped_query import GroupedQueryAttention
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.rms_norm import RMSNorm
@@ -42,12 +43,27 @@ class Qwen3Block(nn.Module):
         )
         self.ffn_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.ffn = feed_forward(config, layer)
+        self.has_experts = isinstance(self.ffn, MoELayer)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the norms, between which tokens are split; attention and feed-forward have their own plans."""
         return {"attention_norm": TensorStyle.SEQUENCE, "ffn_norm": TensorStyle.SEQUENCE}
 
-    def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
-        """Map [B, S, H] to [B, S, H]; see :class:`GroupedQueryAttention` for the other arguments."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        documents: AttentionMasks | Tensor | None,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Map [B, S, H] to [B, S, H].
+
+        Args:
+            hidden: [B, S, H].
+            rotation: see :class:`GroupedQueryAttention`, as for ``documents``.
+            documents: documents, or the masks made of them.
+            padding: bool [B, S], positions that experts leave out; ``None`` if there are none.
+        """
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation, documents)
-        return hidden + self.ffn(self.ffn_norm(hidden))  # type: ignore[no-any-return]
+        normed = self.ffn_norm(hidden)
+        return hidden + (self.ffn(normed, padding) if self.has_experts else self.ffn(normed))  # type: ignore[no-any-return]

@@ -64,7 +64,8 @@ class Qwen3(Qwen3Backbone):
             positions: int64 [B, S], position inside the document; counted from the sample's start if ``None``.
             documents: int64 [B, S]; tokens only see their own document. ``None`` if a sample is one document.
             targets: int64 [B, S], -100 where nothing is predicted; only causal_lm heads read them.
-            lengths: int64 [B], tokens of each right-padded sample; only heads that pool read them.
+            lengths: int64 [B], tokens of each right-padded sample, beyond which experts compute nothing and heads that
+                pool see nothing; ``None`` if there is no padding.
             layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
 
         Returns:
@@ -77,7 +78,7 @@ class Qwen3(Qwen3Backbone):
             ValueError: the first stage got no tokens, or a later one not all that the previous one returned.
             TypeError: an input is unknown.
         """
-        states, means = self.run(tokens, hidden, positions, documents, layer_sums)
+        states, means = self.run(tokens, hidden, positions, documents, lengths, layer_sums)
         if not self.stage.is_last:
             return states
         outputs: dict[str, Tensor] = self.heads(

@@ -50,8 +50,11 @@ class Task(Protocol):
         """
         ...
 
-    def count(self, microbatch: Microbatch) -> int:
-        """Number of tokens (or samples) of this microbatch, from shapes alone; for throughput."""
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of tokens without padding (or of samples) of this microbatch, for the series ``tokens``.
+
+        From shapes alone; or, where some positions are padding, a 0-d integer tensor on the microbatch's device.
+        """
         ...
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -59,7 +62,10 @@ class Task(Protocol):
         ...
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Keyword arguments of the model for this microbatch."""
+        """Keyword arguments of the model for this microbatch.
+
+        If there is padding, ``lengths`` int64 [B] is among them, and loss terms of the model's modules leave it out.
+        """
         ...
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:

@@ -189,7 +189,6 @@ def build(
         topology=topology,
         model=model,
         step=step,
-        task=own_task,
         prefetcher=prefetcher,
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),

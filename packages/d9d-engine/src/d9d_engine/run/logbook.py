@@ -27,6 +27,7 @@ class _Entry:
     values: Tensor  # [names, then the cells of each table], on the host once `copied` has passed
     copied: torch.Event | None
     host: Mapping[str, float] | None  # None: this step is watched, not logged
+    seconds: float
 
 
 class Logbook:
@@ -60,6 +61,7 @@ class Logbook:
         self._pending: deque[_Entry] = deque()
         self.skipped = skipped
         self.tokens = tokens
+        self._tokens_logged = tokens
         self.stop = False
 
     def record(
@@ -68,6 +70,7 @@ class Logbook:
         result: StepResult,
         logged: Mapping[str, float] | None,
         measured: Mapping[str, Tensor | Table] | None = None,
+        seconds: float = 0.0,
     ) -> None:
         """Take in a step; older steps whose values have arrived are written.
 
@@ -76,6 +79,7 @@ class Logbook:
             result: device tensors.
             logged: host values to log with it; ``None`` if the step is not logged.
             measured: further 0-d device tensors to log, and tables.
+            seconds: time since the last step that was logged, for the series ``tokens_per_second``.
 
         Raises:
             NonFiniteError: an earlier step was not finite and the policy is ``error``.
@@ -98,7 +102,7 @@ class Logbook:
             values = host.copy_(values, non_blocking=True)
             copied = torch.Event(tensors["loss"].device)
             copied.record()
-        self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged))
+        self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged, seconds))
         limit = MAX_PENDING if copied is not None else 0
         while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
             self._take(self._pending.popleft())
@@ -121,10 +125,14 @@ class Logbook:
             self._meet_nonfinite(entry.step, values)
         self.stop = self.stop or bool(values.pop("stop"))
         self.tokens += round(values.pop("tokens"))
-        self._watch(entry.step, values["loss"])
+        loss = values["loss"]
         if entry.host is not None:
+            values |= {"tokens": float(self.tokens), **entry.host}
+            values["tokens_per_second"] = (self.tokens - self._tokens_logged) / max(entry.seconds, 1e-9)
+            self._tokens_logged = self.tokens
             extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
-            self._write(entry.step, {**values, "tokens": float(self.tokens), **entry.host, **extra})
+            self._write(entry.step, {**values, **extra})
+        self._watch(entry.step, loss)
         if entry.tables and self._write_tables is not None:
             self._write_tables(entry.step, _filled(entry.tables, entry.values[count:]))
 

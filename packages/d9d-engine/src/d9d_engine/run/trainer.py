@@ -10,7 +10,6 @@ from typing import Literal
 
 from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
-from d9d_core.protocols.task import Task
 from d9d_core.protocols.tracker import RunInfo
 from torch import nn
 
@@ -50,7 +49,6 @@ class Trainer:
         topology: this process among others.
         model: the model, or this rank's stages of it.
         step: one training step.
-        task: counts tokens.
         prefetcher: packs on the device.
         trackers: where logged values go.
         evaluator: measures the loss on other data.
@@ -67,7 +65,6 @@ class Trainer:
         topology: Topology,
         model: nn.Module,
         step: TrainStep,
-        task: Task,
         prefetcher: DevicePrefetcher,
         trackers: TrackerHub,
         evaluator: Evaluator | None,
@@ -81,7 +78,6 @@ class Trainer:
         self.topology = topology
         self._model = model
         self.step = step
-        self.task = task
         self.prefetcher = prefetcher
         self.trackers = trackers
         self.evaluator = evaluator
@@ -143,10 +139,15 @@ class Trainer:
 
     def _run(self, progress: Progress, bar: ProgressBar) -> Literal["finished", "stopped"]:
         job, total = self.job, self.job.steps
+
+        def write(step: int, values: Mapping[str, float]) -> None:
+            bar.logged(values["tokens_per_second"])
+            self._write(step, values)
+
         logbook = Logbook(
-            self._write, bar.update, job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
+            write, bar.update, job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
         )
-        speed = _Speed()
+        clock = _Clock()
         saved = progress.step if progress.step else None
         self.events.emit(ev.TrainingStarts(progress.step, total))
         while progress.step < total and not logbook.stop:
@@ -154,17 +155,16 @@ class Trainer:
             pack = self.prefetcher.next()
             result = self.step(progress.step, pack)
             progress.step += 1
-            speed.add(sum(self.task.count(microbatch) for microbatch in pack) * job.mesh.data_parallel_size)
-            self._record(progress, result, logbook, speed, bar)
+            self._record(progress, result, logbook, clock, bar)
             self._announce()
             at_end = progress.step == total
             if self.evaluator and job.evaluation and (at_end or progress.step % job.evaluation.every == 0):
                 logbook.drain()
-                with speed.paused():
+                with clock.paused():
                     self._evaluate(progress.step)
             if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not at_end:
                 logbook.drain()
-                with speed.paused():
+                with clock.paused():
                     self._save(progress, logbook)
                 saved = progress.step
         logbook.drain()
@@ -182,7 +182,7 @@ class Trainer:
         return "finished"
 
     def _record(
-        self, progress: Progress, result: ev.StepResult, logbook: Logbook, speed: _Speed, bar: ProgressBar
+        self, progress: Progress, result: ev.StepResult, logbook: Logbook, clock: _Clock, bar: ProgressBar
     ) -> None:
         lr = self.step.optimizer.lr
         bar.issued(progress.step, lr)
@@ -190,10 +190,7 @@ class Trainer:
         if not due and progress.step < self.job.steps:
             logbook.record(progress.step, result, None)
             return
-        tokens_per_second = speed.take()
-        bar.logged(tokens_per_second)
-        host = {"lr": lr, "tokens_per_second": tokens_per_second}
-        logbook.record(progress.step, result, host, self.step.statistics.compute())
+        logbook.record(progress.step, result, {"lr": lr}, self.step.statistics.compute(), clock.take())
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
@@ -231,21 +228,16 @@ class Trainer:
         return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.job.steps, step)
 
 
-class _Speed:
-    """Tokens per second between two log entries, on the host's clock, without evaluations and checkpoints."""
+class _Clock:
+    """Seconds between two log entries, on the host's clock, without evaluations and checkpoints."""
 
     def __init__(self) -> None:
-        self._tokens = 0
         self._start = time.perf_counter()
-
-    def add(self, tokens: int) -> None:
-        self._tokens += tokens
 
     def take(self) -> float:
         now = time.perf_counter()
-        speed = self._tokens / max(now - self._start, 1e-9)
-        self._tokens, self._start = 0, now
-        return speed
+        seconds, self._start = now - self._start, now
+        return seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:

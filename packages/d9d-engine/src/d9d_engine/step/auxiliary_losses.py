@@ -19,7 +19,7 @@ class AuxiliaryLosses:
     Args:
         stages: those of this rank, materialised, by index.
         model: the full model, on any device: all ranks have to agree about the terms.
-        task: makes the model's inputs, whose shapes are the weights of these terms, and has terms of its own.
+        task: makes the model's inputs, from which the weights of these terms follow, and has terms of its own.
 
     Raises:
         BuildError: two modules mean different things by one term, or a module and the task share a name.
@@ -48,12 +48,22 @@ class AuxiliaryLosses:
         """Coefficients of the terms in the total."""
         return {name: term.coefficient for name, term in self.terms.items()}
 
-    def weights(self, microbatch: Microbatch) -> dict[str, int]:
-        """Weights of the terms in a microbatch: samples or positions, from the shape [B, S, ...] of the first input."""
+    def weights(self, microbatch: Microbatch) -> dict[str, int | Tensor]:
+        """Weights of the terms in a microbatch: samples or positions.
+
+        They follow from the shape [B, S, ...] of the first input; or, where the inputs have ``lengths``, from those, as
+        0-d tensors.
+        """
         if not self.terms:
             return {}
-        first = next(iter(self._task.inputs(microbatch).first.values()))
-        counts = {"sample": len(first), "position": first.shape[:2].numel()}
+        inputs = self._task.inputs(microbatch)
+        lengths = inputs.shared.get("lengths", inputs.first.get("lengths"))
+        counts: dict[str, int | Tensor]
+        if lengths is None:
+            first = next(iter(inputs.first.values()))
+            counts = {"sample": len(first), "position": first.shape[:2].numel()}
+        else:
+            counts = {"sample": (lengths > 0).sum(), "position": lengths.sum()}
         return {name: counts[term.per] for name, term in self.terms.items()}
 
     def begin(self, scale: Mapping[str, Tensor]) -> None:

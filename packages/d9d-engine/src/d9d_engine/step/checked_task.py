@@ -38,7 +38,7 @@ class CheckedTask:
         """Compare the model's config with the facts of the data."""
         self._task.check(model, facts)
 
-    def count(self, microbatch: Microbatch) -> int:
+    def count(self, microbatch: Microbatch) -> int | Tensor:
         """Tokens (or samples) of this microbatch."""
         return self._checked("count", self._task.count(microbatch), self._check_count)
 
@@ -64,7 +64,10 @@ class CheckedTask:
         return value
 
     def _check_count(self, call: str, value: object) -> None:
-        check_returned(self._chosen, call, value, Integral)
+        if isinstance(value, Tensor) and value.ndim:
+            raise BuildError(f"{subject(self._chosen)}: {call} has the shape {list(value.shape)}, not []")
+        if not isinstance(value, Tensor):
+            check_returned(self._chosen, call, value, Integral)
 
     def _check_inputs(self, call: str, value: object) -> None:
         check_returned(self._chosen, call, value, StageInputs)

@@ -39,10 +39,17 @@ class LossScale:
         total = torch.stack([torch.stack([w[term].float() for term in terms]) for w in weights]).sum(0)
         if self._auxiliary.terms:
             counts = [self._auxiliary.weights(microbatch) for microbatch in pack]
-            # Filled by kernels: copying host values would have to wait for them.
-            added = [total.new_full((1,), sum(count[term] for count in counts)) for term in self._auxiliary.terms]
+            added = [on_device(sum(count[term] for count in counts), total) for term in self._auxiliary.terms]
             terms, total = [*terms, *self._auxiliary.terms], torch.cat([total, *added])
         if self._group is not None:
             dist.all_reduce(total, group=self._group)
         inverse = torch.where(total > 0, 1 / total, torch.zeros_like(total))
         return dict(zip(terms, inverse.unbind(), strict=True))
+
+
+def on_device(number: int | float | Tensor, like: Tensor) -> Tensor:
+    """Convert a number, or a 0-d tensor on the device, to the device and dtype of another tensor, as [1]."""
+    if isinstance(number, Tensor):
+        return number.to(like.dtype).reshape(1)
+    # Filled by a kernel: copying a host value would have to wait for it.
+    return like.new_full((1,), number)

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.executor import StageLoss
+from d9d_engine.step.loss import on_device
 
 
 class Clipper:
@@ -60,7 +61,7 @@ class Clipper:
         self._shares_loss = topology.coordinate["tp"] == 0
 
     @torch.no_grad()
-    def clip(self, loss: StageLoss, tokens: int) -> StepResult:
+    def clip(self, loss: StageLoss, tokens: int | Tensor) -> StepResult:
         """Reduce the step's scalars and clip. Collective over all ranks.
 
         Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``.
@@ -72,16 +73,14 @@ class Clipper:
         device = self._topology.device
         share = 1.0 if self._shares_loss else 0.0
         counted = share if self._topology.coordinate["pp"] == 0 else 0.0  # every stage sees the same tokens
-        # Filled by a kernel: copying a host value would have to wait for it.
-        flags = (tokens * counted, float(self.stop()))
-        host = [torch.full((1,), flag, dtype=wide_dtype(device), device=device) for flag in flags]
         none = torch.zeros((), device=device)  # a stage without the head has no part in the task's loss
         terms = torch.stack([loss.terms.get(t, none) for t in self._coefficients]).to(wide_dtype(device)) * share
+        flags = [on_device(flag, terms) for flag in (tokens * counted, float(self.stop()))]
         power = self._power(device)
         maximum = math.isinf(self._p)
         # Reductions to a maximum may drop a NaN, so it is counted.
         last = torch.isnan(power).to(power.dtype) if maximum else power
-        scalars = torch.cat([terms, *host, last.reshape(1)])
+        scalars = torch.cat([terms, *flags, last.reshape(1)])
         if self._topology.world_size > 1:
             dist.all_reduce(scalars, group=self._topology.world)
             if maximum:

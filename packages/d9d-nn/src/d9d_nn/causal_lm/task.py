@@ -22,8 +22,9 @@ _TERM = "cross_entropy"
 class CausalLM:
     """Next-token prediction with one loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
 
-    Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]. The
-    model's last stage returns ``token_loss`` float32 [B, S], as ``<head>/token_loss`` if it has several heads.
+    Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]; with
+    right-padded samples also ``lengths`` int64 [B]. The model's last stage returns ``token_loss`` float32 [B, S], as
+    ``<head>/token_loss`` if it has several heads.
 
     Args:
         config: config with the head's name.
@@ -48,17 +49,18 @@ class CausalLM:
         if problems:
             raise JobError("\n".join(problems))
 
-    def count(self, microbatch: Microbatch) -> int:
-        """Number of positions, B x S, ignored targets included."""
-        return microbatch["tokens"].numel()
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of positions, ignored targets included and padding not."""
+        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets that are predicted."""
         return {_TERM: (microbatch["targets"] != IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of a stage: tokens enter the first one; positions, documents and targets reach every stage."""
-        shared = {name: microbatch[name] for name in ("positions", "documents", "targets") if name in microbatch}
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        names = ("positions", "documents", "lengths", "targets")
+        shared = {name: microbatch[name] for name in names if name in microbatch}
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002

@@ -55,9 +55,9 @@ class Classification:
         if problems:
             raise JobError("\n".join(problems))
 
-    def count(self, microbatch: Microbatch) -> int:
-        """Number of positions, B x S, padding included."""
-        return microbatch["tokens"].numel()
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of positions without padding."""
+        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of labels that are predicted."""

@@ -42,7 +42,9 @@ def linear_cross_entropy(
         keep: whether to keep the logits; ``None`` decides by their number.
 
     Returns:
-        float32 (float64 for float64 inputs) [...]; zero, with zero gradient, where the target is :data:`IGNORE`.
+        float32 (float64 for float64 inputs) [...]; zero, with zero gradient, where the target is :data:`IGNORE`. There
+        the hidden state may be anything, NaN included: unlike in :func:`torch.nn.functional.cross_entropy`, nothing of
+        it reaches the gradient of the weight.
     """
     vocabulary = weight.shape[0]
     if rows is None:
@@ -100,6 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         predicted = targets != IGNORE
         # Any valid index where masked below; other negative targets stay what they are, which is an index error.
         words = targets.masked_fill(~predicted, 0).unsqueeze(1)
+        # Zero times NaN is NaN, in the gradient of the weight too. A copy of [T, H] is next to nothing beside [T, V].
+        hidden = hidden.masked_fill(~predicted.unsqueeze(1), 0)
         kept = functional.linear(hidden, weight) if keep else None
         # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
         losses = hidden.new_empty(shape, dtype=_wide(hidden.dtype))
@@ -117,7 +121,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, words, predicted, kept = ctx.saved_tensors
-        grad_token = (grad_loss.flatten() * predicted).unsqueeze(1)
+        grad_token = grad_loss.flatten().masked_fill(~predicted, 0).unsqueeze(1)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over many chunks would lose bits in a narrow dtype.
         grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if ctx.needs_input_grad[1] else None

@@ -55,17 +55,18 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
         self.scaling = scaling
 
-    def forward(self, positions: Tensor) -> Rotation:
+    def forward(self, positions: Tensor, lengths: Tensor | None = None) -> Rotation:
         """Compute the angles in float32.
 
-        Dynamic scaling depends on S, so every position of the sample must be there, also on a rank that computes with
-        a part of them.
+        Dynamic scaling depends on the length of a sample, without ``lengths`` on S. So every position of the sample
+        must be there, also on a rank that computes with a part of them.
 
         Args:
             positions: int64 [B or 1, S].
+            lengths: int64 [B], positions of each right-padded sample; ``None`` if there is no padding.
         """
-        length, device = positions.shape[1], positions.device
-        frequencies, factor = rotary_frequencies(self.head_dim, self.theta, self.scaling, length, device)
+        length = positions.shape[1] if lengths is None else lengths
+        frequencies, factor = rotary_frequencies(self.head_dim, self.theta, self.scaling, length, positions.device)
         angles = positions.unsqueeze(-1).float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if factor != 1.0:

@@ -27,7 +27,8 @@ class LinearScaling(_Scaling):
 class DynamicScaling(_Scaling):
     """Dynamic NTK: sequences longer than the original maximum get a larger theta, which depends on their length.
 
-    The length is that of the whole sample, so a document packed with others is not rotated as it is alone.
+    The length is that of the whole sample without its padding, so a document packed with others is not rotated as it is
+    alone, and a padded one is. (transformers takes the longest sample of a batch for all.)
     """
 
     type: Literal["dynamic"] = "dynamic"

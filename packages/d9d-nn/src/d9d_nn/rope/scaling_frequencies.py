@@ -1,6 +1,6 @@
 """Rotary frequencies under each scaling.
 
-Shapes: S positions, D features of a head.
+Shapes: B samples, S positions, D features of a head.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 
 import torch
+from d9d_core.extend import wide_dtype
 from torch import Tensor
 
 from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 
 def rotary_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, length: int, device: torch.device
+    head_dim: int, theta: float, scaling: RopeScaling | None, length: int | Tensor, device: torch.device
 ) -> tuple[Tensor, float]:
     """Angle per position of each pair of features, and what multiplies cosine and sine.
 
@@ -24,17 +25,15 @@ def rotary_frequencies(
         head_dim: D.
         theta: base of the frequencies.
         scaling: ``None`` for the frequencies of Su et al. 2021.
-        length: S of the whole sample; only ``dynamic`` reads it.
+        length: length of the whole samples, as a number or int64 [B]; only ``dynamic`` reads it.
         device: device of the frequencies.
 
     Returns:
-        float32 [D/2], and a factor for cosine and sine.
+        float32 [D/2], of ``dynamic`` with a length for each sample [B, 1, D/2]; and a factor for cosine and sine.
     """
-    if isinstance(scaling, DynamicScaling) and length > scaling.original_max_positions:
-        stretch = scaling.factor * length / scaling.original_max_positions - (scaling.factor - 1)
-        theta = theta * stretch ** (head_dim / (head_dim - 2))
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    plain = 1.0 / theta**exponents
+    if isinstance(scaling, DynamicScaling):
+        return 1.0 / _stretched(theta, scaling, length, head_dim) ** _exponents(head_dim, device), 1.0
+    plain = 1.0 / theta ** _exponents(head_dim, device)
     if isinstance(scaling, LinearScaling):
         return plain / scaling.factor, 1.0
     if isinstance(scaling, YarnScaling):
@@ -42,6 +41,21 @@ def rotary_frequencies(
     if isinstance(scaling, Llama3Scaling):
         return _llama3(plain, scaling), 1.0
     return plain, 1.0
+
+
+def _exponents(head_dim: int, device: torch.device) -> Tensor:
+    return torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+
+
+def _stretched(theta: float, scaling: DynamicScaling, length: int | Tensor, head_dim: int) -> float | Tensor:
+    """Theta of samples of some length; float32 [B, 1, 1] for lengths [B]."""
+    if isinstance(length, Tensor):
+        beyond: float | Tensor = length.to(wide_dtype(length.device)).clamp(min=scaling.original_max_positions)
+    else:
+        beyond = max(length, scaling.original_max_positions)
+    stretch = scaling.factor * beyond / scaling.original_max_positions - (scaling.factor - 1)
+    stretched: float | Tensor = theta * stretch ** (head_dim / (head_dim - 2))
+    return stretched.float().view(-1, 1, 1) if isinstance(stretched, Tensor) else stretched
 
 
 def _yarn(plain: Tensor, scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:

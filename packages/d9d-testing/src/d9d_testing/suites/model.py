@@ -361,6 +361,27 @@ class ModelSuite:
                 alone = {name: batch[name][sample, inside].unsqueeze(0) for name in ("tokens", "targets")}
                 assert_close_values(language_model(**alone)["token_loss"][0], packed[sample, inside])
 
+    def test_padding_changes_nothing(self, language_model: nn.Module, config: Any) -> None:
+        """Samples padded to one length have the losses and gradients that they have alone."""
+        batch, lengths = microbatch(config), torch.tensor([12, 7])
+        padding = torch.arange(12) >= lengths.unsqueeze(1)
+        padded = {
+            "tokens": batch["tokens"],
+            "targets": batch["targets"].masked_fill(padding, _IGNORE),
+            "documents": padding.long(),
+            "lengths": lengths,
+        }
+        found = language_model(**padded)["token_loss"]
+        found.sum().backward()
+        together = {name: gradient.clone() for name, gradient in _gradients(language_model).items()}
+        language_model.zero_grad()
+        for sample, length in enumerate(lengths.tolist()):
+            alone = {name: padded[name][sample, :length].unsqueeze(0) for name in ("tokens", "targets")}
+            loss = language_model(**alone)["token_loss"]
+            loss.sum().backward()
+            assert_close_values(found[sample, :length], loss[0])
+        assert_close_gradients(together, _gradients(language_model))
+
     # --- pipeline stages --------------------------------------------------------------------------------------------
 
     def test_stages_start_as_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:

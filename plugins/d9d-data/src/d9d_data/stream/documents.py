@@ -36,20 +36,29 @@ class DocumentStream(CorpusStream):
     to the ranks in turn: all ranks get as many, and their n-th microbatches are of about one length.
 
     Which samples form a pack depends on the batch size and the window. So a state can be continued with others of these
-    only where a window ends, for the old sizes and for the new.
+    only where the samples so far are the beginning of the order for the old sizes and for the new: where a window ends.
+
+    Raises:
+        DataError: the batch is larger than the data, or the window cannot be.
     """
 
     def __init__(self, config: DocumentsConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
         samples = len(corpus.starts) - 1
+        if layout.batch_size > samples:
+            raise DataError(
+                f"batch.size: a batch of {layout.batch_size} samples would hold documents several times, because the "
+                f"{config.split} split has {samples}; use at most {samples}, or more data"
+            )
         order = SampleOrder(samples, context.seed, config.shuffle)
         window = _window(config.bucket_window, samples, layout.batch_size)
         windows = WindowOrder(order, corpus, config.sequence_length + 1, window, layout.batch_size)
         source = DocumentPacks(corpus, windows, config.sequence_length, config.pad_multiple, layout)
-        identity = f"documents {corpus.digest} {config.sequence_length} {config.shuffle}"
+        identity = f"documents by epoch {corpus.digest} {config.sequence_length} {config.shuffle}"
         super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
         self._sequence_length = config.sequence_length
         self._window = window
+        self._order = windows
 
     @property
     def facts(self) -> State:
@@ -84,19 +93,23 @@ class DocumentStream(CorpusStream):
             return
         consumed, self._consumed = self._consumed, before
         batch_size, window = sizes
-        if not isinstance(batch_size, int) or not isinstance(window, int) or window < 1:
+        if not isinstance(batch_size, int) or not isinstance(window, int) or not self._possible(window, batch_size):
             raise DataError(
                 f"the checkpoint's data position is damaged: batch_size is {batch_size!r} and bucket_window "
                 f"{window!r}; use another checkpoint"
             )
-        if consumed % window or consumed % self._window:
+        before_it = self._order.of_sizes(window, batch_size)
+        if not (before_it.holds_a_beginning(consumed) and self._order.holds_a_beginning(consumed)):
             raise DataError(
                 f"the checkpoint was saved after {consumed} samples with a batch size of {batch_size} and a "
                 f"bucket_window of {window}; with a batch size of {self._batch_size} and a bucket_window of "
                 f"{self._window}, some samples around there would come twice and others never. Keep both as they were, "
-                "or change them at a checkpoint whose number of samples is a multiple of both windows"
+                f"or change them where an epoch of {self._order.order.samples} samples and a batch of both sizes end"
             )
         self._consumed = consumed
+
+    def _possible(self, window: int, batch_size: int) -> bool:
+        return 0 < batch_size <= min(window, self._order.order.samples) and window % batch_size == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +139,8 @@ class DocumentPacks:
 
 
 def _window(wanted: int | None, samples: int, batch_size: int) -> int:
-    """Samples of a window: a multiple of the batch size, and no more than an epoch has, or one batch."""
-    most = max(1, samples // batch_size) * batch_size
+    """Samples of a window: a multiple of the batch size, and no more than an epoch has."""
+    most = samples // batch_size * batch_size
     if wanted is None:
         return min(most, _WINDOW_BATCHES * batch_size)
     if wanted % batch_size:

@@ -36,7 +36,7 @@ def pad(
     Returns:
         ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding;
         ``positions`` [B, S], counted from the start of the sample, and again from the start of padding; ``documents``
-        [B, S], 0, and 1 in padding.
+        [B, S], 0, and 1 in padding; ``lengths`` [B], positions of each sample without padding.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
     lengths = np.clip(available - 1, 1, sequence_length)[:, None]  # [B, 1]
@@ -51,4 +51,5 @@ def pad(
         "targets": np.where(inside & followed, np.asarray(tokens[following], dtype=np.int64), NO_TARGET),
         "positions": np.where(inside, columns, columns - lengths),
         "documents": (~inside).astype(np.int64),
+        "lengths": lengths[:, 0],
     }

@@ -24,7 +24,7 @@ class BalancedRouter(nn.Module):
 
     Tallies of a microbatch: ``expert_tokens`` int64 [E], rows for which each expert was chosen, whether or not it took
     them; ``tokens`` int64, positions; ``entropy`` float32, of the normalised scores in nats, summed over positions;
-    ``dropped`` int64, rows that found their expert full, if there is a capacity.
+    ``dropped`` int64, rows that found their expert full, if there is a capacity. Padding counts in none of them.
 
     Loss terms act with the factors that the loop fills in; in a router alone they are zero.
 
@@ -125,4 +125,5 @@ class BalancedRouter(nn.Module):
             found["dropped"] = found["expert_tokens"].sum() - counts.sum()
         for name, value in found.items():
             self.get_buffer(f"tally_{name}").copy_(value)
-        self.get_buffer("tally_tokens").fill_(len(choice.indices))
+        positions, tokens = choice.positions(), self.get_buffer("tally_tokens")
+        tokens.copy_(positions) if isinstance(positions, Tensor) else tokens.fill_(positions)

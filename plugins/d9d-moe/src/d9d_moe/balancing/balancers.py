@@ -1,6 +1,7 @@
 """Balancers of a router: loss terms for an even load or small logits, and a bias without a loss.
 
-Shapes: B samples, S positions, T = B * S tokens, E experts, k experts of a token.
+Shapes: B samples, S positions, T = B * S tokens, E experts, k experts of a token. Padding counts nowhere: S and T are
+without it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from d9d_core.extend import LossTerm
 from torch import Tensor
 
@@ -40,12 +40,9 @@ class SequenceBalance:
     def total(self, choice: Choice) -> Tensor:
         """Sum over samples."""
         samples, (tokens, experts), top_k = choice.samples, choice.scores.shape, choice.indices.shape[1]
-        length = tokens // max(samples, 1)
-        chosen = choice.indices.reshape(samples, length * top_k)
-        counts = torch.zeros(samples, experts, dtype=choice.scores.dtype, device=chosen.device)
-        counts = counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))
-        shares = choice.shares().reshape(samples, length, experts).sum(dim=1)
-        return (counts * shares).sum() * (experts / max(top_k * length * length, 1))
+        shares = choice.shares().reshape(samples, tokens // max(samples, 1), experts).sum(dim=1)
+        balance = (choice.rows(samples) * shares).sum(dim=1)
+        return (balance / _at_least_one(choice.lengths()) ** 2).sum() * (experts / top_k)
 
 
 @dataclass(frozen=True)
@@ -70,11 +67,10 @@ class BatchBalance:
         return LossTerm(self.coefficient, per="position")
 
     def total(self, choice: Choice) -> Tensor:
-        """Value of the microbatch times T."""
-        experts, chosen = choice.scores.shape[1], choice.indices.flatten()
-        counts = torch.zeros(experts, dtype=choice.scores.dtype, device=chosen.device)
-        counts = counts.scatter_add(0, chosen, torch.ones_like(chosen, dtype=counts.dtype))
-        return (counts * choice.shares().sum(dim=0)).sum() * (experts / max(len(chosen), 1))
+        """Value of the microbatch times T, the number of its positions that are no padding."""
+        experts, top_k = choice.scores.shape[1], choice.indices.shape[1]
+        balance = (choice.rows(1)[0] * choice.shares().sum(dim=0)).sum()
+        return balance / _at_least_one(choice.positions()) * (experts / top_k)
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,8 @@ class ZLoss:
 
     def total(self, choice: Choice) -> Tensor:
         """Sum over positions."""
-        return choice.logits.logsumexp(dim=-1).square().sum()
+        squares = choice.logits.logsumexp(dim=-1).square()
+        return (squares if choice.padding is None else squares.masked_fill(choice.padding, 0)).sum()
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,11 @@ class SignUpdate:
     def moved(self, bias: Tensor, counts: Tensor) -> Tensor:
         """New bias. Loads are compared as integers: an expert at exactly the mean keeps its bias."""
         return bias + self.rate * (counts.sum() - counts * len(counts)).sign()
+
+
+def _at_least_one(number: Tensor | int) -> Tensor | int:
+    """Divisor of what is zero where there is nothing."""
+    return number.clamp(min=1) if isinstance(number, Tensor) else max(number, 1)
 
 
 def build_balancers(chosen: Iterable[AuxiliaryLossConfig | ZLossConfig | BiasUpdateConfig]) -> tuple[Balancer, ...]:

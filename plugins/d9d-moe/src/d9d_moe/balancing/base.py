@@ -1,12 +1,13 @@
 """Protocols of balancers, and the router's values that they see.
 
-Shapes: T tokens, E experts, k experts of a token.
+Shapes: B samples, T tokens, E experts, k experts of a token.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from d9d_core.extend import LossTerm
 from torch import Tensor
 
@@ -20,18 +21,38 @@ class Choice(NamedTuple):
     Attributes:
         logits: [T, E], float32 or wider.
         scores: [T, E], before any bias of the selection.
-        indices: int64 [T, k], the chosen experts, before any is dropped for want of capacity.
-        samples: number of samples of equal length that the tokens are, one after the other.
+        indices: int64 [T, k], the chosen experts, before any is dropped for want of capacity; E for padding.
+        samples: B, number of samples of equal length that the tokens are, one after the other.
+        padding: bool [T], positions that count nowhere; ``None`` if there are none.
     """
 
     logits: Tensor
     scores: Tensor
     indices: Tensor
     samples: int
+    padding: Tensor | None = None
 
     def shares(self) -> Tensor:
-        """Scores [T, E] normalised to a sum of one per token, as softmax scores are."""
-        return self.scores / (self.scores.sum(dim=-1, keepdim=True) + TINY)
+        """Scores [T, E] normalised to a sum of one per token, as softmax scores are; zeros for padding."""
+        shares = self.scores / (self.scores.sum(dim=-1, keepdim=True) + TINY)
+        return shares if self.padding is None else shares.masked_fill(self.padding.unsqueeze(1), 0)
+
+    def rows(self, parts: int) -> Tensor:
+        """Times that each of ``parts`` equal parts of the tokens chose each expert, [parts, E] as the scores."""
+        experts = self.scores.shape[1]
+        chosen = self.indices.reshape(parts, self.indices.numel() // max(parts, 1))
+        # The last place is nobody's: for padding.
+        counts = torch.zeros(parts, experts + 1, dtype=self.scores.dtype, device=chosen.device)
+        return counts.scatter_add(1, chosen, torch.ones_like(chosen, dtype=counts.dtype))[:, :experts]
+
+    def lengths(self) -> Tensor | int:
+        """Positions of each sample that are no padding, int64 [B]; without padding the number that all have."""
+        length = len(self.scores) // max(self.samples, 1)
+        return length if self.padding is None else self.padding.logical_not().view(self.samples, length).sum(dim=1)
+
+    def positions(self) -> Tensor | int:
+        """Number of positions that are no padding, int64 0-d; known to the host without padding."""
+        return len(self.scores) if self.padding is None else self.padding.logical_not().sum()
 
 
 @runtime_checkable

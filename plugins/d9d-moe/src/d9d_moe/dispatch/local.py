@@ -57,14 +57,17 @@ class LocalDispatcher:
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> CompletedTransfer[Dispatched]:
-        """Copy tokens [T, H] to rows [T * k, H]; with a limit at most E * limit, the last may be spare."""
+        """Copy tokens [T, H] to rows [T * k, H], with a limit to at most E * limit.
+
+        Rows of choices that stand for nobody come last, and are spare.
+        """
         rows = routing.indices.numel()
         if routing.limit is not None:
             rows = min(rows, len(routing.counts) * routing.limit)
         slots, places = sort_by_expert(routing.indices, rows)
         handle = LocalHandle(slots, places, routing.weights, absent=rows < places.numel())
         sent = gather_rows(tokens, slots, places, absent=handle.absent)
-        return CompletedTransfer(Dispatched(sent, routing.counts, spare_rows=routing.limit is not None, handle=handle))
+        return CompletedTransfer(Dispatched(sent, routing.counts, spare_rows=routing.incomplete, handle=handle))
 
     def combine(self, outputs: Tensor, handle: LocalHandle) -> CompletedTransfer[Tensor]:
         """Sum outputs [R, H] to [T, H], weighted by the routing."""

@@ -59,10 +59,16 @@ class MoELayer(nn.Module):
         """Experts of the layer; a strategy that shards them over ranks replaces ``dispatcher`` too."""
         return {"experts": self.experts}
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map [B, S, H] to [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is."""
+    def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
+        """Map [B, S, H] to [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is.
+
+        Args:
+            hidden: [B, S, H].
+            padding: bool [B, S], positions that no expert computes and that count nowhere; ``None`` if there are none.
+        """
         tokens = hidden.flatten(0, 1)
-        sending = self.dispatcher.dispatch(tokens, self.router(tokens, samples=len(hidden)))
+        routing = self.router(tokens, samples=len(hidden), padding=None if padding is None else padding.flatten())
+        sending = self.dispatcher.dispatch(tokens, routing)
         shared = self._shared(hidden)  # while tokens travel; autograd's order gives the same in the backward
         sent = sending.wait()
         outputs = self.experts(sent.tokens, sent.counts, spare_rows=sent.spare_rows)

@@ -17,28 +17,40 @@ class TopKRouting:
 
     Args:
         indices: int64 [T, k], experts of each token; one may occur several times. E, one past the last expert, stands
-            for nobody: a full expert's dropped token, whose weight is zero.
+            for nobody: a full expert's dropped token, or padding, whose weights are zero.
         weights: [T, k], their factors in the token's output; float32, or float64 if the hidden states are.
         scores: [T, E] in the dtype of the weights, of all experts, before any bias of the selection.
         counts: int64 [E], rows of each expert, on the device of the indices; those of nobody count nowhere.
         limit: no expert has more rows than this, known from shapes alone; ``None`` if nothing limits them.
+        incomplete: whether some indices may be E, which a limit implies.
     """
 
-    __slots__ = ("counts", "indices", "limit", "scores", "weights")
+    __slots__ = ("counts", "incomplete", "indices", "limit", "scores", "weights")
 
     def __init__(
-        self, indices: Tensor, weights: Tensor, scores: Tensor, counts: Tensor, limit: int | None = None
+        self,
+        indices: Tensor,
+        weights: Tensor,
+        scores: Tensor,
+        counts: Tensor,
+        limit: int | None = None,
+        *,
+        incomplete: bool = False,
     ) -> None:
         self.indices = indices
         self.weights = weights
         self.scores = scores
         self.counts = counts
         self.limit = limit
+        self.incomplete = incomplete or limit is not None
 
     @classmethod
-    def of(cls, indices: Tensor, weights: Tensor, experts: int, limit: int | None = None) -> TopKRouting:
+    def of(
+        cls, indices: Tensor, weights: Tensor, experts: int, limit: int | None = None, *, incomplete: bool = False
+    ) -> TopKRouting:
         """Routing from given indices int64 [T, k]: counts follow from them, scores are zeros."""
-        return cls(indices, weights, weights.new_zeros(len(indices), experts), count_rows(indices, experts), limit)
+        counts, scores = count_rows(indices, experts), weights.new_zeros(len(indices), experts)
+        return cls(indices, weights, scores, counts, limit, incomplete=incomplete)
 
 
 def count_rows(indices: Tensor, experts: int) -> Tensor:

@@ -34,7 +34,7 @@ def keep_best_groups(scores: Tensor, groups: int, count: int) -> Tensor:
     return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
-def over_capacity(indices: Tensor, limit: int) -> Tensor:
+def over_capacity(indices: Tensor, limit: int | Tensor) -> Tensor:
     """Mask of choices, bool [T, k], beyond an expert's capacity of ``limit`` rows, first come, first served.
 
     The first choices of all tokens come before any second one, and within each earlier tokens before later ones:
@@ -42,7 +42,7 @@ def over_capacity(indices: Tensor, limit: int) -> Tensor:
 
     Args:
         indices: int64 [T, k], experts of each token, best first.
-        limit: rows that an expert takes.
+        limit: rows that an expert takes, as a number or 0-d.
     """
     chosen, order = torch.sort(indices.T.flatten(), stable=True)
     rows = torch.arange(len(order), device=order.device)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.extend import BuildError, wide_dtype
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,9 +44,9 @@ class TopKRouter(BalancedRouter):
         selection_bias: keep a buffer float32 [E] of this name, at first zeros, that is added to the scores for the
             selection and not for the weights. It is there, too, if something in ``balancing`` moves it.
         balancing: balancers of the router; see :mod:`d9d_moe.balancing`.
-        capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, the others are
-            dropped (:func:`~d9d_moe.router.selection.over_capacity`). Weights are renormalised before. Who is dropped
-            depends on which samples share a microbatch and a rank: not layout invariant.
+        capacity: an expert takes at most ``ceil(capacity * T * k / E)`` rows of this rank's microbatch, T without its
+            padding; the others are dropped (:func:`~d9d_moe.router.selection.over_capacity`). Weights are renormalised
+            before. Who is dropped depends on which samples share a microbatch and a rank: not layout invariant.
 
     Raises:
         BuildError: the numbers do not fit each other, or the balancers do not.
@@ -91,12 +91,13 @@ class TopKRouter(BalancedRouter):
         dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank by itself"]
         return [*super().layout_dependence(), *dropping]
 
-    def forward(self, tokens: Tensor, samples: int = 1) -> TopKRouting:
+    def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
         """Choose the experts of each token.
 
         Args:
             tokens: [T, H], the positions of all samples, one sample after the other.
             samples: number of samples of equal length that these are.
+            padding: bool [T], positions that go to no expert and count nowhere; ``None`` if there are none.
 
         Returns:
             Indices and weights [T, k], best first.
@@ -107,15 +108,26 @@ class TopKRouter(BalancedRouter):
         weights = scores.gather(1, indices)
         if self.renormalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
-        choice = Choice(logits, scores, indices, samples)
+        if padding is not None:
+            nobody = padding.unsqueeze(1)
+            indices, weights = indices.masked_fill(nobody, self.experts), weights.masked_fill(nobody, 0)
+        choice = Choice(logits, scores, indices, samples, padding)
         weights, limit = self.add_auxiliary_losses(weights * self.scale, choice), None
         if self.capacity is not None:
-            limit = math.ceil(self.capacity * indices.numel() / self.experts)
-            late = over_capacity(indices, limit)
+            limit = math.ceil(self.capacity * indices.numel() / self.experts)  # padding included, known to the host
+            late = over_capacity(indices, self._taken(choice.positions()))
             indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
         counts = count_rows(indices, self.experts)
         self.tally(choice, counts)
-        return TopKRouting(indices, weights, scores, counts, limit)
+        return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
+
+    def _taken(self, positions: Tensor | int) -> Tensor | int:
+        """Rows that an expert takes of a microbatch with so many positions."""
+        assert self.capacity is not None
+        if isinstance(positions, int):
+            return math.ceil(self.capacity * (positions * self.top_k) / self.experts)
+        rows = (positions * self.top_k).to(wide_dtype(positions.device))
+        return (self.capacity * rows / self.experts).ceil()
 
     def _logits(self, tokens: Tensor) -> Tensor:
         dtype = torch.promote_types(tokens.dtype, torch.float32)

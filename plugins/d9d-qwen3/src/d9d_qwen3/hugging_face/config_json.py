@@ -11,6 +11,7 @@ from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, He
 from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 from d9d_qwen3.base_config import Qwen3Base
+from d9d_qwen3.hugging_face.fields import READ, check_fields
 from d9d_qwen3.hugging_face.names import published_head
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -25,10 +26,12 @@ class Family:
     Attributes:
         model_type: in ``config.json``.
         prefix: prefix of its classes' names.
+        read: fields of ``config.json`` that become part of our config.
     """
 
     model_type: str
     prefix: str
+    read: frozenset[str] = READ
 
     @property
     def language_model(self) -> str:
@@ -103,17 +106,10 @@ def check_computable(data: Mapping[str, Any], family: Family) -> None:
     name = family.model_type
     if data.get("model_type") != name:
         raise CheckpointError(f"config.json: model_type is {data.get('model_type')!r}, expected '{name}'")
-    if data.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {data['hidden_act']!r}; {name} here computes silu only")
-    if data.get("quantization_config"):
-        raise CheckpointError(
-            f"config.json: these weights are quantized (quantization_config), which {name} here does not compute; "
-            "take the weights that they were made from"
-        )
-    if data.get("attention_dropout"):
-        raise CheckpointError(f"config.json: attention_dropout is not 0; {name} here drops no attention, set it to 0")
-    if not isinstance(_rope(data), Mapping):
-        raise CheckpointError(f"config.json: rope_parameters is {_rope(data)!r}, not a mapping")
+    check_fields(data, name, family.read)
+    for field in ("rope_parameters", "rope_scaling"):
+        if not isinstance(data.get(field) or {}, Mapping):
+            raise CheckpointError(f"config.json: {field} is {data[field]!r}, not a mapping")
 
 
 def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
         "num_attention_heads": data["num_attention_heads"],
         "num_key_value_heads": data["num_key_value_heads"],
         "rms_norm_eps": data["rms_norm_eps"],
-        "rope_theta": rope["rope_theta"] if "rope_theta" in rope else data["rope_theta"],
+        "rope_theta": rope["rope_theta"] if rope.get("rope_theta") is not None else data["rope_theta"],
         "rope_scaling": scaling_from_hugging_face(rope, positions),
         "attention_bias": bool(data.get("attention_bias")),
         "tie_embeddings": data["tie_word_embeddings"] and "heads" not in ours and is_language_model,
@@ -144,8 +140,17 @@ def common_fields(data: Mapping[str, Any], family: Family) -> dict[str, Any]:
     }
 
 
-def _rope(data: Mapping[str, Any]) -> Any:
-    return data.get("rope_parameters") or data.get("rope_scaling") or {}
+def _rope(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Fields of the rotary positions: of two, those of ``rope_scaling``, as in transformers."""
+    parameters, scaling = data.get("rope_parameters") or {}, data.get("rope_scaling") or {}
+    theta = parameters.get("rope_theta")
+    if scaling and theta is not None and scaling.get("rope_theta") is None and data.get("rope_theta") is None:
+        raise CheckpointError(
+            f"config.json: rope_scaling is {dict(scaling)!r} beside rope_parameters, of which transformers then reads "
+            f"nothing, not even rope_theta = {theta!r}: it takes 10000. Move the fields of rope_scaling into "
+            "rope_parameters and remove rope_scaling, or add the rope_theta that is meant to rope_scaling"
+        )
+    return scaling or parameters
 
 
 def _architecture(config: Qwen3Base, family: Family) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from d9d_core.extend import CheckpointError
 
 from d9d_qwen3.hugging_face.config_json import Family
+from d9d_qwen3.hugging_face.fields import READ, READ_OF_EXPERTS
 from d9d_qwen3.hugging_face.format import Qwen3Format
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 
@@ -15,7 +16,7 @@ from d9d_qwen3.moe_config import Qwen3MoeConfig
 class Qwen3MoeHuggingFace(Qwen3Format[Qwen3MoeConfig]):
     """Format of transformers' ``Qwen3MoeForCausalLM`` and the other classes of its family."""
 
-    family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe")
+    family: ClassVar[Family] = Family("qwen3_moe", "Qwen3Moe", READ | READ_OF_EXPERTS)
     config = Qwen3MoeConfig
 
     def special_json(self, config: Qwen3MoeConfig) -> dict[str, Any]:

@@ -122,6 +122,11 @@ def _corners(ranks: int) -> dict[str, Case]:
         "all experts for each token": Case([torch.arange(experts).repeat(n, 1) for n in lengths], experts),
         "one expert for each rank": _drawn(ranks, ranks, top_k=4, tokens=lengths),
         "some rows are dropped": _drawn(ranks, experts, top_k=3, tokens=equal, limit=2),
+        "some tokens are padding": Case([_padded(rows, experts) for rows in spread], experts),
+        "all tokens are padding": Case([torch.full_like(rows, experts) for rows in spread], experts),
+        "padding and a limit": _limited(
+            [_padded(rows, experts) for rows in _drawn(ranks, experts, top_k=3, tokens=equal).indices], experts, 2
+        ),
         "no row is dropped": _drawn(ranks, experts, top_k=2, tokens=equal, limit=100),
         "no token and a limit": _drawn(ranks, experts, top_k=2, tokens=[0] * ranks, limit=3),
         "all but one are dropped": _limited([torch.zeros(6, 3, dtype=torch.int64)] * ranks, experts, 1),
@@ -166,13 +171,19 @@ def _drawn(
     )
 
 
+def _padded(indices: Tensor, experts: int) -> Tensor:
+    """Choices of which every third token is padding, which goes to nobody."""
+    padding = torch.arange(len(indices)) % 3 == 1
+    return indices.masked_fill(padding.unsqueeze(1), experts)
+
+
 def _limited(indices: list[Tensor], experts: int, limit: int | None) -> Case:
     """Each expert keeps its first rows on each rank; the others go to nobody."""
     if limit is None:
         return Case(indices, experts)
     kept = []
     for chosen in indices:
-        taken, rows = [0] * experts, []
+        taken, rows = [0] * (experts + 1), []
         for row in chosen.tolist():
             for place, expert in enumerate(row):
                 taken[expert] += 1

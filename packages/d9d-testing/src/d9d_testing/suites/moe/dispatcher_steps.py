@@ -83,7 +83,9 @@ def _step(dispatcher: Any, case: Case, hidden: int, dtype: torch.dtype, device: 
     tokens, weights, bank = (inputs[name].requires_grad_(name in case.learns) for name in ("tokens", "weights", "bank"))
 
     def layer(tokens: Tensor, weights: Tensor, bank: Tensor) -> Tensor:
-        sending = dispatcher.dispatch(tokens, TopKRouting.of(indices, weights, case.experts, case.limit))
+        absent = bool((case.indices[rank] == case.experts).any())
+        routing = TopKRouting.of(indices, weights, case.experts, case.limit, incomplete=absent)
+        sending = dispatcher.dispatch(tokens, routing)
         meanwhile = tokens.sin()
         sent = sending.wait()
         outputs = _experts(sent, bank)
