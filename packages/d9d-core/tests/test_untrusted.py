@@ -17,7 +17,29 @@ def test_a_link_is_refused_where_links_are_not_wanted(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"abc")
     (tmp_path / "link").symlink_to("file")
     with pytest.raises(OSError, match="it is a link"):
-        read_regular(tmp_path / "link", follow=False)
+        read_regular(tmp_path / "link", links="none")
+
+
+def test_a_link_that_leaves_its_directory_is_refused_where_files_belong_together(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "model" / "deep").mkdir(parents=True)
+    (tmp_path / "model" / "deep" / "file").write_bytes(b"abc")
+    (tmp_path / "model" / "inside").symlink_to("deep/file")
+    (tmp_path / "model" / "outside").symlink_to("../secret")
+    (tmp_path / "model" / "twice").symlink_to("outside")
+    (tmp_path / "linked").symlink_to("model")
+    assert read_regular(tmp_path / "linked" / "inside", links="near") == b"abc"
+    for name in ("outside", "twice"):
+        with pytest.raises(OSError, match="it is a link that leaves its directory"):
+            read_regular(tmp_path / "linked" / name, links="near")
+
+
+def test_the_links_of_the_cache_of_the_hub_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_bytes(b"abc")
+    (tmp_path / "snapshots" / "main").mkdir(parents=True)
+    (tmp_path / "snapshots" / "main" / "config.json").symlink_to("../../blobs/0123")
+    assert read_regular(tmp_path / "snapshots" / "main" / "config.json", links="near") == b"abc"
 
 
 def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_file_of_a_model_that_is_a_device_or_a_pipe_is_not_read(tmp_path: Path
         os.mkfifo(directory / name)
     else:
         (directory / name).symlink_to(target)
-    with pytest.raises(CheckpointError, match="it is a (device|named pipe)|has no .safetensors file"):
+    with pytest.raises(CheckpointError, match="it is a (device|named pipe|link that leaves)|has no .safetensors file"):
         ModelDirectory.open(directory).config()
 
 
@@ -79,6 +79,18 @@ def test_files_may_be_links_as_the_cache_of_the_hub_has_them(tmp_path: Path) -> 
         into = torch.zeros(4)
         opened.read("a", [0], into)
     assert into.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_files_that_lead_outside_are_not_read_so_no_export_copies_them(tmp_path: Path, name: str) -> None:
+    directory = model(tmp_path / "model")
+    (tmp_path / "secret").write_text("{}")
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to("../secret")
+    if "index" in name:
+        (directory / "model.safetensors").rename(directory / "model-1.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} cannot be read: .*it is a link that leaves its directory"):
+        ModelDirectory.open(directory).read_file(name)
 
 
 def test_a_huge_config_is_not_read(tmp_path: Path) -> None:

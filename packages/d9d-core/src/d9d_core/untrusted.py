@@ -15,7 +15,7 @@ import stat
 from array import array
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 #: Bytes of the largest JSON file that is parsed: an index of a million tensors has a third of it.
 MAX_JSON_BYTES = 1 << 28
@@ -38,24 +38,29 @@ _DEPTHS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 _OTHERS = bytes(set(range(256)) - set(b"[{]}"))
 
 
-def open_regular(path: str | Path, follow: bool = True) -> int:
+#: Links that a file's name may be: any; those within its directory, or to the files of the Hugging Face cache; none.
+Links = Literal["any", "near", "none"]
+
+
+def open_regular(path: str | Path, links: Links = "any") -> int:
     """Open a regular file for reading, and return its descriptor. Waits for nobody.
 
     Args:
         path: of the file.
-        follow: whether the name may be a link.
+        links: which links its name may be.
 
     Raises:
         OSError: it cannot be opened, or is a device, a named pipe, a directory, or a link that is not wanted.
     """
     # A named pipe that nobody writes to would be waited for, without O_NONBLOCK.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if links == "any" else os.O_NOFOLLOW)
+    target = _target(path) if links == "near" else path
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(target, flags)
     except ValueError as error:  # a zero byte in the name
         raise OSError(errno.EINVAL, str(error), str(path)) from error
     except OSError as error:
-        if error.errno == errno.ELOOP and not follow:
+        if error.errno == errno.ELOOP and links != "any":
             raise OSError(errno.ELOOP, "it is a link, and must be a file of its own", str(path)) from error
         raise
     mode = os.fstat(descriptor).st_mode
@@ -66,18 +71,30 @@ def open_regular(path: str | Path, follow: bool = True) -> int:
     return descriptor
 
 
-def read_regular(path: str | Path, limit: int = MAX_JSON_BYTES, follow: bool = True) -> bytes:
+def _target(path: str | Path) -> str:
+    """Path without links, of a file whose name may be a link to one that belongs to it."""
+    if not os.path.islink(path):  # noqa: PTH114 - a zero byte is a ValueError in both
+        return str(path)
+    directory, target = Path(os.path.realpath(Path(path).parent)), Path(os.path.realpath(path))
+    # <cache>/models--x--y/snapshots/<revision>/config.json leads to ../../blobs/<hash>
+    blobs = directory.parents[1] / "blobs" if directory.parent.name == "snapshots" else directory
+    if directory not in target.parents and blobs not in target.parents:
+        raise OSError(errno.ELOOP, "it is a link that leaves its directory; copy the file there", str(path))
+    return str(target)
+
+
+def read_regular(path: str | Path, limit: int = MAX_JSON_BYTES, links: Links = "any") -> bytes:
     """Contents of a regular file.
 
     Args:
         path: of the file.
         limit: most bytes that it may have.
-        follow: whether the name may be a link.
+        links: which links its name may be.
 
     Raises:
         OSError: it cannot be read, is no regular file, or is larger.
     """
-    with open(open_regular(path, follow), "rb") as file:
+    with open(open_regular(path, links), "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes, too many for such a file", str(path))

@@ -14,7 +14,8 @@ from d9d_core.plugin.policy import PluginPolicy, normalise
 
 # float16 would need a loss scaler, which the loop does not have.
 Dtype = Literal["float32", "bfloat16"]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Three years: clocks of libraries overflow at some hundreds.
+Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 
 
 class Run(Section):

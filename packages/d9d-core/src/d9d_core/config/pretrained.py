@@ -80,4 +80,4 @@ def _read(location: str) -> bytes:
         with fsspec.open(f"{location.rstrip('/')}/{name}", "rb") as file:
             content: bytes = file.read(MAX_JSON_BYTES + 1)
             return content
-    return read_regular(Path(location, name))
+    return read_regular(Path(location, name), links="near")

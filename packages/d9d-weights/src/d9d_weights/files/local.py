@@ -38,7 +38,7 @@ class LocalDirectory:
     def read(self, name: str) -> bytes:
         """See :class:`~d9d_weights.files.directory.Directory`."""
         with unreadable(f"{self}/{name}"):
-            return read_regular(self._path / name)
+            return read_regular(self._path / name, links="near")
 
     def open(self, name: str) -> OpenFile:
         """See :class:`~d9d_weights.files.directory.Directory`."""
@@ -175,7 +175,7 @@ class LocalStore:
     def open(self, name: str, file: str) -> BinaryIO:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
         # Nothing here is written as a link; one would lead out of the directory.
-        return open(open_regular(self.directory / name / file, follow=False), "rb")  # noqa: PTH123 - a descriptor
+        return open(open_regular(self.directory / name / file, links="none"), "rb")  # noqa: PTH123 - a descriptor
 
     def set_aside(self, name: str) -> str:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
