@@ -14,7 +14,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint.store import CheckpointStore
-from d9d_engine.checkpoint.tensors import CheckpointTensors
+from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 
 Manifest = dict[str, Any]
 FOLDER = "step-00000005"
@@ -265,3 +265,10 @@ def test_old_checkpoints_that_are_links_are_removed_without_what_they_lead_to(tm
     store.save(6, tensors(), {}, {})
     assert [report.warning for report in store.poll()] == [None]
     assert (store.steps(), len(list((tmp_path / FOLDER).iterdir()))) == ([6], 3)
+
+
+@pytest.mark.parametrize("url", ["zip://a/b", "zip://a::file:///tmp/none.zip", "tar://x", "reference://x", "dir://x"])
+def test_an_address_of_an_unusual_driver_is_an_error_of_ours(url: str) -> None:
+    for use in (lambda: CheckpointStore(url).prepare(), lambda: CheckpointTensors(url), lambda: is_checkpoint(url)):
+        with pytest.raises(CheckpointError, match=url.partition(":")[0]):
+            use()

@@ -109,7 +109,7 @@ def is_checkpoint(location: str) -> bool:
     if _is_folder(text):
         return True
     if "://" in text:
-        return bool(steps_in(open_store(text)))
+        return bool(_steps(open_store(text)))
     path = Path(text)
     return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
 
@@ -128,15 +128,24 @@ def _is_folder(location: str) -> bool:
 
 def _newest(storage: DirectoryStore) -> str:
     """Name of the newest finished checkpoint; behind an address, a folder may exist before its manifest does."""
-    for step in steps_in(storage):
+    for step in _steps(storage):
         try:
             with storage.open(folder(step), MANIFEST):
                 pass
         except FileNotFoundError:
             continue
+        except OSError as error:
+            raise CheckpointError(f"{storage.location(folder(step))} cannot be read: {error}") from error
         if read_manifest(storage, folder(step))["step"] == step:  # else it is a copy of another step's
             return folder(step)
     raise CheckpointError(f"{storage} holds no checkpoint")
+
+
+def _steps(storage: DirectoryStore) -> list[int]:
+    try:
+        return steps_in(storage)
+    except OSError as error:
+        raise CheckpointError(f"{storage} cannot be read: {error}; check the address and your rights there") from error
 
 
 def _checkpoints_below(location: str) -> str:
