@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from d9d_core.config.base import Section
 from d9d_core.config.document import Document
-from d9d_core.config.job import Timeouts
+from d9d_core.config.job import Mesh, Timeouts
 from d9d_core.config.load import plugin_policy
 from d9d_core.config.pretrained import read_config_json
 from d9d_core.errors import CheckpointError, JobError
@@ -91,3 +91,9 @@ def test_a_timeout_is_one_that_clocks_can_hold(value: float) -> None:
 def test_a_plugin_file_of_a_name_that_the_system_refuses_is_not_there(name: str) -> None:
     with pytest.raises(JobError, match="plugins.files\\[0\\]: there is no file"):
         plugin_policy(Document({"plugins": {"files": [name]}}))
+
+
+def test_a_mesh_has_no_more_processes_than_can_know_each_other() -> None:
+    assert Mesh(dp_shard=1 << 17).world_size == 1 << 17
+    with pytest.raises(ValidationError, match="262,144 processes; a mesh has at most 131,072"):
+        Mesh(dp_shard=1 << 17, tp=2)
