@@ -272,3 +272,35 @@ def test_an_address_of_an_unusual_driver_is_an_error_of_ours(url: str) -> None:
     for use in (lambda: CheckpointStore(url).prepare(), lambda: CheckpointTensors(url), lambda: is_checkpoint(url)):
         with pytest.raises(CheckpointError, match=url.partition(":")[0]):
             use()
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"tokens": -1}, "no usable tokens"),
+        ({"tokens": "many"}, "no usable tokens"),
+        ({"skipped": None}, "no usable skipped"),
+        ({"trackers": [1]}, "no usable trackers"),
+        ({"trackers": {"jsonl": 3}}, "no usable trackers"),
+        ({"data": 7}, "no usable data"),
+        ({"data": {"surprise": 1}}, "a position in the data that the dataset does not understand"),
+    ],
+)
+def test_values_of_a_run_that_cannot_be_are_an_error(job: Callable[..., Any], values: Manifest, why: str) -> None:
+    run = job("steps=2")
+    run.build(note=lambda _: None).train()
+    folder = run.run.directory / "checkpoints" / "step-00000002"
+    content = json.dumps(json.loads((folder / "state.json").read_text()) | values).encode()
+    (folder / "state.json").write_bytes(content)
+    facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    edit(folder, put("files", "state.json", facts))
+    with pytest.raises(CheckpointError, match=why):
+        job("steps=4").build(note=lambda _: None).train()
+
+
+def test_a_checkpoint_that_no_job_saved_is_none_to_resume_from(job: Callable[..., Any]) -> None:
+    run = job("steps=2")
+    run.build(note=lambda _: None).train()
+    edit(run.run.directory / "checkpoints" / "step-00000002", lambda manifest: manifest.pop("job"))
+    with pytest.raises(CheckpointError, match="does not say which job it is of"):
+        job("steps=4").build(note=lambda _: None).train()
