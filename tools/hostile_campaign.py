@@ -17,7 +17,6 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ KINDS = ("jobs", "models", "checkpoints", "tokenizers")
 Case = Callable[[Draw, Path], tuple[str, Callable[[], object]]]
 
 
-@dataclass
 class Report:
     """Report of one campaign.
 
@@ -56,8 +54,9 @@ class Report:
         faults: verdict and place -> how often, and one example.
     """
 
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: dict[str, tuple[int, str]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.faults: dict[str, tuple[int, str]] = {}
 
     def add(self, verdict: Verdict, how: str) -> None:
         """Count a verdict."""
