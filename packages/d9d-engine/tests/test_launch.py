@@ -18,7 +18,7 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 from d9d_core.errors import JobError, PluginError
-from d9d_engine.launch.agent import Launch, cause
+from d9d_engine.launch.agent import Launch, cause, run_module
 from d9d_engine.launch.process import ERROR_FILE, Process, running
 from d9d_engine.launch.ranks import Rank
 from d9d_engine.process_env import ProcessEnv
@@ -461,3 +461,19 @@ def test_sigterm_before_there_is_anything_to_save_ends_a_process_that_is_alone()
             assert interrupts.requested == "SIGTERM"
         assert interrupts.requested is None
     assert signal.getsignal(signal.SIGTERM) == previous
+
+
+def test_a_module_runs_in_processes_that_know_each_other(tmp_path: Path) -> None:
+    (tmp_path / "greets.py").write_text(
+        "import os, sys\n"
+        "from torch import distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "os.write(1, f'{sys.argv[1]} {dist.get_rank()} of {dist.get_world_size()}\\n'.encode())\n"
+        "sys.exit(3 * int(sys.argv[1] == 'fails'))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with (tmp_path / "output").open("w+") as output:
+        assert run_module("greets", ["rank"], 2, environ, output) == 0
+        assert run_module("greets", ["fails"], 1, environ, output) == 3
+    assert sorted((tmp_path / "output").read_text().splitlines()) == ["fails 0 of 1", "rank 0 of 2", "rank 1 of 2"]

@@ -27,7 +27,8 @@ from d9d_engine.supervision.watchdog import Watchdog
 
 #: The watchdog's report comes before any backend's own.
 _BACKEND_MARGIN = 60.0
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+#: Variables with the interface on which a backend listens.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "127.0.0.1"
 
 
@@ -205,19 +206,18 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
 
 @contextmanager
 def _loopback(env: ProcessEnv) -> Iterator[None]:
-    """Let gloo listen for this machine only if all ranks are on it, unless the user names an interface.
+    """Let backends listen for this machine only if all ranks are on it, unless the user names an interface.
 
     Alone, gloo needs no network, but warns where the host's own name is unknown.
     """
-    elsewhere = env.world_size > env.local_world_size
-    if elsewhere or _GLOO_INTERFACE in os.environ or platform.system() != "Linux":
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = "lo"
+    elsewhere = env.world_size > env.local_world_size or platform.system() != "Linux"
+    chosen = [] if elsewhere else [name for name in _INTERFACES if name not in os.environ]
+    os.environ.update(dict.fromkeys(chosen, "lo"))
     try:
         yield
     finally:
-        del os.environ[_GLOO_INTERFACE]
+        for name in chosen:
+            os.environ.pop(name, None)
 
 
 def _set_timeouts(seconds: float) -> None:
