@@ -68,7 +68,8 @@ with Interrupts().noted() as interrupts, running(place, os.environ, interrupts) 
                 if total[0] > 0:
                     break
                 (directory / f"ready-{place.rank}").touch()
-                time.sleep(0.05 if what in ("long", "hangs", "waits") else 0)
+                time.sleep(0.05 if what in ("long", "saves", "hangs", "waits") else 0)
+            time.sleep(3 if what == "saves" else 0)
             end = "all steps" if total[0] == 0 else interrupts.requested
         os.write(1, f"rank {place.rank} saved after {end}\\n".encode())  # in one piece
 """
@@ -181,7 +182,7 @@ def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) ->
     "order", ["1", "01L", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("0", "1L0", "L01"))]
 )
 def test_sigterm_to_any_process_in_any_order_lets_all_ranks_save(start: Run, tmp_path: Path, order: str) -> None:
-    process = start("long")
+    process = start("saves")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
     pids = {"L": process.pid, **{str(rank): pid for rank, pid in ranks_of(process.pid).items()}}
     for who in order:
