@@ -183,11 +183,11 @@ def job(directory: Path, case: Case, dtype: str) -> Job:
     corpus = directory / "corpus"
     if not corpus.exists():
         corpus.mkdir()
-        for number in range(40):
+        for number in range(120):
             text = f"{number}: " + "the quick brown fox jumps over the lazy dog. "[: 10 + 5 * (number % 8)]
             (corpus / f"{number}.txt").write_text(text * (1 + number % 3))
     sections = {name: value for name, value in case.sections.items() if name != "data"}
-    data = {"name": "text", "sources": [str(corpus)], "sequence_length": 24, "held_out": 0.2}
+    data = {"name": "text", "sources": [str(corpus)], "sequence_length": 24, "held_out": 0.3}
     data |= dict(case.sections.get("data", {}))
     values = {
         "run": {"name": "verified", "dir": str(directory / "runs")},
