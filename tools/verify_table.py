@@ -39,7 +39,7 @@ DENSE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
 }  # fmt: skip
 TIED = DENSE | {"num_layers": 4, "tie_embeddings": True}
-DYNAMIC = DENSE | {"rope_scaling": {"name": "dynamic_ntk", "factor": 2.0, "original_positions": 16}}
+DYNAMIC = DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 8}}
 EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_size"} | {
     "name": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 24,
     "balancing": [
