@@ -119,11 +119,21 @@ def deviations(measured: Measurement, reference: Measurement) -> Iterator[Deviat
         state = measured.under(f"{step}/optimizer")
         for name, expected in reference.under(f"{step}/optimizer").items():
             yield Deviation("state", name, step, _distance(state[name], expected, _rounding(expected)))
-    for name in reference.numbers:
+    yield from _of_series(measured, reference)
+
+
+def _of_series(measured: Measurement, reference: Measurement) -> Iterator[Deviation]:
+    """Deviations of metrics and evaluation; the cells of a table are judged together, as a vector."""
+    cells: dict[str, list[tuple[float, float]]] = {}
+    for name, value in reference.numbers.items():
         if name.startswith("end/"):
-            series = name.removeprefix("end/")
-            kind: Kind = "loss" if series.startswith("eval/") else "series"
-            yield Deviation(kind, series, reference.steps, _of_number(name, measured, reference))
+            cells.setdefault(name.removeprefix("end/").partition("[")[0], []).append((measured.numbers[name], value))
+    for series, pairs in cells.items():
+        # A cell without a value is NaN, in both.
+        filled = [pair for pair in pairs if not (math.isnan(pair[0]) and math.isnan(pair[1]))]
+        found, expected = torch.tensor(filled, dtype=torch.float64).reshape(-1, 2).unbind(1)
+        kind: Kind = "loss" if series.startswith("eval/") else "series"
+        yield Deviation(kind, series, reference.steps, _distance(found, expected))
 
 
 def _of_number(name: str, measured: Measurement, reference: Measurement) -> float:
