@@ -47,7 +47,11 @@ class Harness:
     steps: int = 3
 
     def measure(
-        self, layouts: Sequence[Layout], fault: str | None = None, guides: Sequence[Measurement] = ()
+        self,
+        layouts: Sequence[Layout],
+        fault: str | None = None,
+        guides: Sequence[Measurement] = (),
+        elsewhere: bool = False,
     ) -> list[Measurement]:
         """What each layout computes, in the order given.
 
@@ -56,6 +60,7 @@ class Harness:
             fault: ``file.py:function``, called with each job on every rank before it is built.
             guides: for each layout, a measurement whose gradients the optimizer gets, so that every step starts where
                 it does there.
+            elsewhere: round elsewhere, as a sound run might.
         """
         found: dict[int, Measurement] = {}
         with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
@@ -64,7 +69,7 @@ class Harness:
                 jobs = [{"run": {"dir": directory}, **self._job_values(layouts[index])} for index in here]
                 world = World(ranks, timeout=180.0, backend=self._backend())
                 given = [vars(guides[index].guide()) for index in here] if guides else [None] * len(here)
-                ranks_found = world.run(measure_all, jobs, list(self.plugins), self.steps, fault, given)
+                ranks_found = world.run(measure_all, jobs, list(self.plugins), self.steps, fault, given, elsewhere)
                 found |= {
                     index: Measurement.of([Record(**of_rank) for of_rank in of_job])
                     for index, *of_job in zip(here, *ranks_found, strict=True)
@@ -72,7 +77,10 @@ class Harness:
         return [found[index] for index in range(len(layouts))]
 
     def compare(
-        self, layouts: Sequence[Layout], reference: Layout | None = None, fault: str | None = None
+        self,
+        layouts: Sequence[Layout],
+        reference: Layout | None = None,
+        fault: str | None = None,
     ) -> list[Verdict]:
         """How far each layout is from the reference, by default one process without strategies.
 
@@ -87,9 +95,10 @@ class Harness:
         """
         reference = reference or Layout("one process", {}, ())
         expected = self.measure([reference])[0]
+        sound = self.measure([reference], guides=[expected], elsewhere=True)
         found = self.measure(layouts, fault, [expected] * len(layouts))
         return [
-            compare(layout.name, measured, expected, Limits.of(self._dtype(layout), expected))
+            compare(layout.name, measured, expected, Limits.of(self._dtype(layout), expected, sound))
             for layout, measured in zip(layouts, found, strict=True)
         ]
 
@@ -108,6 +117,7 @@ class Harness:
         """
         reference = reference or Layout("one process", {}, ())
         expected, half = self.measure([reference])[0], self.steps // 2
+        (sound,) = self.measure([reference], guides=[expected], elsewhere=True)
         parts = []
         with tempfile.TemporaryDirectory(prefix="d9d-layouts-") as directory:
             for layout, steps in ((first, half), (second, self.steps)):
@@ -122,8 +132,8 @@ class Harness:
         without_end = {name: value for name, value in expected.numbers.items() if not name.startswith("end/")}
         dtype = max((self._dtype(layout) for layout in (first, second)), key=lambda dtype: torch.finfo(dtype).eps)
         name = f"{first.name}, then {second.name}"
-        expected = replace(expected, numbers=without_end)
-        return compare(name, together, expected, Limits.of(dtype, expected))
+        limits = Limits.of(dtype, expected, [sound])
+        return compare(name, together, replace(expected, numbers=without_end), limits)
 
     def _dtype(self, layout: Layout) -> torch.dtype:
         return narrowest_dtype({"precision": {}, **self._job_values(layout)})
@@ -152,6 +162,7 @@ def measure_all(
     steps: int,
     fault: str | None,
     guides: Sequence[Mapping[str, Any] | None],
+    elsewhere: bool,
 ) -> list[dict[str, Any]]:
     """Measure several jobs one after the other; runs on every rank of a world."""
     found = []
@@ -160,7 +171,8 @@ def measure_all(
         if fault is not None:
             file, _, function = fault.rpartition(":")
             runpy.run_path(file)[function](job)
-        record = measure(job, topology_here(job), steps, None if guide is None else Measurement(**guide))
+        go_by = None if guide is None else Measurement(**guide)
+        record = measure(job, topology_here(job), steps, go_by, elsewhere=elsewhere)
         found.append(vars(record))
     return found
 

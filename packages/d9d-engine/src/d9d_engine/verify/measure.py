@@ -14,6 +14,7 @@ from d9d_core import events as ev
 from d9d_core.program.actions import MicrobatchAction, Program, Schedule
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.tensors import local
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor, nn
@@ -118,6 +119,32 @@ class Witness:
         self.record.numbers[f"{event.step}/grad_norm"] = event.result.grad_norm.item()
 
 
+class Jitter:
+    """Jittering subscriber: moves what each layer returns by up to half of its last bit, up or down at random.
+
+    Kernels, layouts and orders of sums that are all right differ by that much. What follows from it, such as a token
+    that goes to another expert, is no fault.
+    """
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)  # of its own: dropout must draw what it always does
+
+    def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+        """Subscription to the ready model."""
+        return [(ev.ModelReady, self._model_ready)]
+
+    def _model_ready(self, event: ev.ModelReady) -> None:
+        for module in event.stage.modules():
+            if not any(True for _ in module.children()):
+                module.register_forward_hook(self._moved)
+
+    def _moved(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        share = torch.rand(output.shape, generator=self._generator).to(output.device) - 0.5
+        return (output * (1 + share * torch.finfo(output.dtype).eps)).to(output.dtype)
+
+
 def measure(
     job: Job,
     topology: Topology,
@@ -125,7 +152,7 @@ def measure(
     guide: Measurement | None = None,
     rate: Rate | None = None,
     resume: Resume | None = None,
-    backwards: bool = False,
+    elsewhere: bool = False,
 ) -> Record:
     """Measure the first steps of a job, then its metrics and its evaluation, without logs or export.
 
@@ -138,17 +165,19 @@ def measure(
         guide: the reference that every step starts from, see :class:`Witness`.
         rate: learning rate of the steps; by default the job's own.
         resume: a save, and maybe a load, between two steps.
-        backwards: run the microbatches of a step in reverse order; for one pipeline stage.
+        elsewhere: round elsewhere, as a sound run might, see :class:`Jitter`; and if there is one pipeline stage, run
+            the microbatches of a step in reverse order.
 
     Raises:
         D9dError: the job cannot run.
     """
     witness = Witness(guide)
-    trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
+    observers: list[Subscriber] = [witness, Jitter()] if elsewhere else [witness]
+    trainer: Trainer = job.build(lambda _text: None, topology, observers=observers)
     if rate is not None:
         trainer.step.lr_schedule = rate.on(trainer.step.lr_schedule)
-    if backwards:
-        executor = trainer.step.executor
+    executor = trainer.step.executor
+    if elsewhere and len(executor.pipeline.hosts) == 1:
         executor.pipeline = replace(executor.pipeline, schedule=_backwards(executor.pipeline.schedule), _programs={})
     with trainer.checkpointer.store.opened() if resume else nullcontext(), trainer.prefetcher as prefetcher:
         for step in range(steps):

@@ -150,7 +150,7 @@ def _reference(
     directory: Path,
     launch: Launch,
 ) -> tuple[Measurement, list[Measurement]]:
-    """Measure the reference and its sound variants: other kernels and orders of microbatches, and narrow formats.
+    """Measure the reference, and sound variants that round elsewhere: also with other kernels and narrow formats.
 
     Raises:
         TrainingError: the reference could not be computed.
