@@ -6,14 +6,20 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from d9d_core import events as ev
+from d9d_core.extend import local
 from d9d_engine.api import Job
+from d9d_testing.layouts import topology_here
+from d9d_testing.logs import read_log
+from d9d_testing.world import World
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional
 
 LAYERS, HEADS, HEAD_DIM, EXPERTS, CHOSEN = 2, 2, 8, 4, 2
@@ -181,17 +187,17 @@ class Poisoner:
 
 
 def job_values(directory: Path) -> dict[str, Any]:
-    for number in range(30):
+    for number in range(40):
         (directory / f"{number}.txt").write_text(f"{number}: " + "a quick brown fox jumps. " * 3, "utf-8")
         text = (directory / f"{number}.txt").read_text("utf-8")
         (directory / f"{number}.txt").write_text(text[: 5 + number * 7 % 23], "utf-8")
     data = {
         "name": "documents", "sources": [str(directory)], "sequence_length": 24, "pad_multiple": 1, "held_out": 0.3,
-        "bucket_window": 6,
+        "bucket_window": 8,
     }  # fmt: skip
     return {
         "steps": STEPS,
-        "batch": {"size": 6, "microbatch": 2},
+        "batch": {"size": 8, "microbatch": 2},
         "model": {
             "name": "qwen3_moe", "vocab_size": 257, "hidden_size": HEADS * HEAD_DIM, "moe_intermediate_size": 8,
             "num_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": 1, "max_positions": 64,
@@ -215,48 +221,94 @@ def job_values(directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.smoke
-def test_a_whole_job_is_what_plain_pytorch_computes(
-    small_job: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "texts").mkdir()
-    poisoner = Poisoner()
-    trainer = Job.load(small_job(**job_values(tmp_path / "texts"))).build(lambda _: None, observers=[poisoner])
+class Clock:
+    """Clock of the host that events move: steps take 3, 4, 5, ... seconds, evaluations and saves an hour."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+        return [(ev.StepStarts, self._step), (ev.EvaluationStarts, self._hour), (ev.CheckpointStarts, self._hour)]
+
+    def _step(self, event: ev.StepStarts) -> None:
+        self.now += 3 + event.step
+
+    def _hour(self, _event: object) -> None:
+        self.now += 3600
+
+
+def run(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the job on this rank: weights at its start and end, packs of steps and of an evaluation, biases of steps."""
+    poisoner, clock = Poisoner(), Clock()
+    here = Job.from_values(values)
+    topology = topology_here(here) if dist.is_initialized() else None
+    trainer = here.build(lambda _: None, topology, observers=[poisoner, clock])
+    assert trainer.evaluator is not None
     poisoner.stage = trainer.stage
     trainer.stage.get_submodule("norm").register_forward_hook(poisoner.poison)
-    plain = Plain(dict(trainer.stage.named_parameters()))
+    begin = {name: local(weight.detach()).clone() for name, weight in trainer.stage.named_parameters()}
     held_out: list[list[Microbatch]] = []
-    assert trainer.evaluator is not None
     following = trainer.evaluator._next
 
     def kept() -> Any:
-        held_out.append(list(following()))
+        held_out.append([dict(microbatch) for microbatch in following()])
         return held_out[-1]
 
-    monkeypatch.setattr(trainer.evaluator, "_next", kept)
-    trainer.train()
-    of_each = held_out[: len(held_out) // len(EVALUATED)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.evaluator, "_next", kept)
+        patch.setattr("d9d_engine.run.trainer.time", clock)
+        trainer.train()
+    return {
+        "begin": begin,
+        "end": {name: local(weight.detach()).clone() for name, weight in trainer.stage.named_parameters()},
+        "packs": poisoner.packs,
+        "held_out": held_out[: len(held_out) // len(EVALUATED)],
+        "biases": poisoner.biases,
+    }
 
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_whole_job_is_what_plain_pytorch_computes(
+    small_job: Write, world: type[World], tmp_path: Path, ranks: int
+) -> None:
+    (tmp_path / "texts").mkdir()
+    values = json.loads(small_job(**job_values(tmp_path / "texts")).read_text())
+    if ranks == 1:
+        of_ranks = [run(values)]
+    else:
+        of_ranks = world(ranks).run(run, values | {"mesh": {"dp_replicate": ranks}, "parallel": ["replicate"]})
+    packs, held_out = (
+        [list(chain(*of_step)) for of_step in zip(*(found[name] for found in of_ranks), strict=True)]
+        for name in ("packs", "held_out")
+    )
+
+    plain = Plain(of_ranks[0]["begin"])
     steps: list[Step] = []
     lengths, evaluations = [], {}
-    for index, pack in enumerate(poisoner.packs):
+    for index, pack in enumerate(packs):
         step, length = plain.train(index, pack)
         steps.append(step)
         lengths.append(length)
         for layer, bias in enumerate(plain.biases):
-            torch.testing.assert_close(poisoner.biases[index][layer], bias, msg=f"bias of layer {layer}, step {index}")
+            for found in of_ranks:
+                torch.testing.assert_close(found["biases"][index][layer], bias, msg=f"layer {layer}, step {index}")
         if index + 1 in EVALUATED:
             with torch.no_grad():
-                evaluations[index + 1] = float(plain.sums(of_each).terms["cross_entropy"])
+                evaluations[index + 1] = float(plain.sums(held_out).terms["cross_entropy"])
 
     # What the job is to show: microbatches of unequal length, clipping in some steps, loads that differ.
-    assert len({int(microbatch["lengths"].sum()) for pack in poisoner.packs for microbatch in pack}) > 3
+    assert len({int(microbatch["lengths"].sum()) for pack in packs for microbatch in pack}) > 3
     assert max(lengths) > MAX_NORM > min(lengths)
     assert any(bias.any() for bias in plain.biases)
-    for name, weight in trainer.stage.named_parameters():
-        torch.testing.assert_close(weight, plain.weights[name], rtol=1e-4, atol=2e-5, msg=name)
+    for found in of_ranks:
+        for name, weight in found["end"].items():
+            torch.testing.assert_close(weight, plain.weights[name], rtol=1e-4, atol=2e-5, msg=name)
 
-    lines = [json.loads(line) for line in (tmp_path / "runs/small/metrics.jsonl").read_text().splitlines()]
+    lines = read_log(tmp_path / "runs/small")
     logged = {line["step"]: line for line in lines if "lr" in line}
     measured = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
     assert measured == pytest.approx(evaluations, rel=1e-5)
@@ -264,14 +316,15 @@ def test_a_whole_job_is_what_plain_pytorch_computes(
     begin = 0
     for number, line in logged.items():
         period = [step for index, step in enumerate(steps[begin:number], begin) if index != POISONED]
-        assert number - 1 != POISONED
-        begin = number
         expected = {
             "loss": number_of(steps[number - 1].loss),
             **{f"loss/{name}": number_of(term) for name, term in steps[number - 1].terms.items()},
             "grad_norm": lengths[number - 1],
             "lr": LR * factor(number - 1),
             "tokens": sum(step.positions for step in steps[:number]),
+            "tokens_per_second": (
+                sum(step.positions for step in steps[begin:number]) / sum(3 + index for index in range(begin, number))
+            ),
             "perplexity": math.exp(
                 sum(number_of(step.cross_entropy) for step in period) / sum(step.targets for step in period)
             ),
@@ -280,6 +333,7 @@ def test_a_whole_job_is_what_plain_pytorch_computes(
         }
         for name, value in expected.items():
             assert line.get(name) == (None if value is None else pytest.approx(value, rel=1e-4)), (number, name)
+        begin = number
 
 
 def number_of(value: Tensor | float) -> float:
