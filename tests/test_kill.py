@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from d9d_testing.logs import read_log_without_times
 from safetensors.torch import load_file
 
 Write = Callable[..., Path]
@@ -79,13 +79,8 @@ def compare(straight: Path, broken: Path) -> None:
         a, b = load_file(straight / name), load_file(broken / name)
         assert a.keys() == b.keys()
         assert all(torch.equal(a[key], b[key]) for key in a)
-    assert _log(straight) == _log(broken)
+    assert read_log_without_times(straight) == read_log_without_times(broken)
     assert not list((broken / "checkpoints").glob(".*.tmp"))
-
-
-def _log(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
 def campaign(write: Write, runs: Path, kills: int, steps: int, seed: int) -> dict[str, int]:

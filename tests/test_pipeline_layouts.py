@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from d9d_core.extend import D9dError
 from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.logs import read_log_without_times
 from d9d_testing.world import World
 
 STALE = "docs/layouts.md shows other rows; run tools/layout_table.py pipelines"
@@ -60,12 +60,12 @@ def test_metrics_and_evaluations_of_experts_in_stages_are_those_of_one_process(
     }
     World(1, timeout=60.0).run(train, [jobs.pop("whole")], list(table.PLUGINS))
     World(2, timeout=120.0).run(train, list(jobs.values()), list(table.PLUGINS))
-    expected = _log(tmp_path / "runs" / "whole")
+    expected = read_log_without_times(tmp_path / "runs" / "whole")
     assert [line["step"] for line in expected] == [1, 2, 2]
     assert any("router" in key for key in expected[0])
     assert "eval/loss" in expected[2]
     for name in jobs:
-        for line, wanted in zip(_log(tmp_path / "runs" / name), expected, strict=True):
+        for line, wanted in zip(read_log_without_times(tmp_path / "runs" / name), expected, strict=True):
             assert line == pytest.approx(wanted, rel=2e-5, abs=1e-7)
 
 
@@ -129,8 +129,3 @@ def _shown(table: ModuleType) -> list[tuple[str, str]]:
     lines = table.PAGE.read_text("utf-8").split(begin)[1].split(end)[0].splitlines()
     rows = [line.split(" | ") for line in lines if line.startswith("| float32")]
     return [(counts, layout) for _, counts, layout, *_ in rows]
-
-
-def _log(run: Path) -> list[dict[str, float]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]

@@ -25,6 +25,7 @@ from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.supervision.failure import Failure
 from d9d_engine.testing import CheckpointStore
 from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.logs import read_log_without_times
 from d9d_testing.world import RankFailedError, World
 from safetensors.torch import load_file
 from torch import Tensor
@@ -169,7 +170,7 @@ def compare(straight: Path, broken: Path, steps: int) -> None:
     assert {name.partition("/")[0] for name in expected} == {"model", "optimizer", "metrics"}
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    assert log_of(broken) == log_of(straight)
+    assert read_log_without_times(broken) == read_log_without_times(straight)
     weights = [load_file(run / "model" / "model.safetensors") for run in (straight, broken)]
     assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
     assert not list((broken / "checkpoints").glob(".*.tmp"))
@@ -184,11 +185,6 @@ def saved(run: Path, steps: int) -> dict[str, Tensor]:
     whole = {key: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"])) for key, entry in table}
     checkpoint.load_into(whole)
     return whole
-
-
-def log_of(run: Path) -> list[dict[str, float]]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 
 @pytest.mark.thorough

@@ -14,6 +14,7 @@ import torch
 from d9d_core import events as ev
 from d9d_engine.testing import CheckpointStore
 from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.logs import read_log_without_times
 from d9d_testing.world import World
 from torch import Tensor
 from torch import distributed as dist
@@ -99,8 +100,7 @@ class Runs:
         return self.job(name, layout), None
 
     def log(self, name: str) -> list[dict[str, float]]:
-        lines = map(json.loads, (self.directory / name / "metrics.jsonl").read_text().splitlines())
-        return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+        return read_log_without_times(self.directory / name)
 
     def saved(self, name: str) -> dict[str, Tensor]:
         """All tensors of the last checkpoint, whole, whoever wrote them."""

@@ -128,6 +128,16 @@ def test_strict_turns_every_problem_into_an_error(install: Install) -> None:
         find("expert_parallel", strict=True)
 
 
+def test_strict_turns_a_name_that_two_plugins_declare_into_an_error(install: Install) -> None:
+    install("acme-moe", "9.9", ONE)
+    install("d9d-mixture", "0.1.0", ONE)
+    with pytest.raises(
+        PluginError,
+        match=r"^--strict-plugins: strategy 'expert_parallel' is declared by acme-moe 9.9 and d9d-mixture 0.1.0",
+    ):
+        find("acme-moe/expert_parallel", strict=True)
+
+
 def test_an_older_plugin_api_says_what_to_install(install: Install) -> None:
     install("d9d-mixture", "0.1.0", "D9D_API = 0")
     assert (

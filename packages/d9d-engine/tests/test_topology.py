@@ -149,15 +149,14 @@ def test_kernels_are_loaded_eagerly_unless_someone_chose_otherwise(
 
 
 def test_4096_ranks_exist_in_one_process() -> None:
+    # If anything were quadratic, this would take hours.
     here = topology(1234, pp=4, dp_replicate=8, dp_shard=8, cp=2, tp=8, ep=32)
-    started = time.monotonic()
     with simulated_world(4096, 1234):
         meshes = {view: here.mesh(view) for view in VIEWS}
         sharded = here.mesh("dense", "dp_replicate", "fsdp")
     assert {view: mesh.size() for view, mesh in meshes.items()} == dict.fromkeys(VIEWS, 4096)
     assert tuple(sharded.shape) == (8, 16)
     assert not dist.is_initialized()
-    assert time.monotonic() - started < 60  # seconds; hours, if anything were quadratic
 
 
 def test_dimensions_that_join_the_same_ranks_share_one_group() -> None:

@@ -133,6 +133,28 @@ def test_float32_state_of_bfloat16_parameters_rounds_each_update_once(kind: str,
     assert all(tensor.dtype == torch.bfloat16 for tensor in mine.values())
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_float32_state_of_bfloat16_parameters_follows_the_schedule_as_torch_does(kind: str, device: str) -> None:
+    mine = parameters(device, torch.bfloat16)
+    exact = {name: nn.Parameter(tensor.float()) for name, tensor in mine.items()}
+    optimizer, reference = ours(kind, mine, "float32"), theirs(kind, exact)
+    optimizer.init_state()
+    for step in range(4):
+        set_gradients(mine, step)
+        for name, parameter in exact.items():
+            parameter.grad = mine[name].grad.float()
+        factor = (0.0, 0.5, 1.0, 0.1)[step]
+        optimizer.set_lr_factor(factor)
+        for group in reference.param_groups:
+            group["lr"] = (0.01 if kind == "adamw" else 0.1) * factor
+        optimizer.step(gate(device))
+        reference.step()
+        with torch.no_grad():
+            for parameter in exact.values():
+                parameter.copy_(parameter.bfloat16())
+        assert_same_bits({name: tensor.float() for name, tensor in bits(mine).items()}, bits(exact))
+
+
 def test_float32_state_keeps_slow_averages_moving(device: str) -> None:
     second_moment = {}
     for state_dtype in ("parameter", "float32"):

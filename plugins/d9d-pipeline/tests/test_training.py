@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.logs import read_log_without_times
 from d9d_testing.tolerances import assert_close_values
 from d9d_testing.world import World
 from d9d_weights import ModelDirectory
@@ -59,8 +59,7 @@ def train(jobs: list[dict[str, Any]]) -> list[int]:
 
 
 def log(directory: Path, name: str) -> list[dict[str, float]]:
-    lines = map(json.loads, (directory / name / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    return read_log_without_times(directory / name)
 
 
 def exported(directory: Path, name: str) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from d9d_engine.testing import CheckpointStore
 from safetensors.torch import load_file
 from torch import Tensor
 
+from d9d_testing.logs import read_log
 from d9d_testing.toy import plugin
 
 
@@ -64,7 +65,7 @@ def noted(job: Job) -> tuple[Trainer, list[str]]:
 
 def metrics_of(job: Job) -> list[dict[str, Any]]:
     """The lines of the run's metrics.jsonl."""
-    return [json.loads(line) for line in (job.run.directory / "metrics.jsonl").read_text().splitlines()]
+    return read_log(job.run.directory)
 
 
 def final_tensors(job: Job) -> dict[str, Tensor]:

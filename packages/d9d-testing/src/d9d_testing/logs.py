@@ -1,0 +1,17 @@
+"""Logs of runs, as the tracker ``jsonl`` leaves them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def read_log_without_times(run: Path) -> list[dict[str, Any]]:
+    """Lines of a run's ``metrics.jsonl`` without the one series that another run of the same job may not repeat."""
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in read_log(run)]
