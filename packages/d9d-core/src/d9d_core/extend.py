@@ -38,6 +38,7 @@ from d9d_core.errors import (
     JobError,
     NonFiniteError,
     PluginError,
+    SaveError,
     TrainingError,
 )
 from d9d_core.events import (
@@ -221,6 +222,7 @@ __all__ = [
     "Reducer",
     "Routing",
     "RunInfo",
+    "SaveError",
     "SaveReport",
     "Schedule",
     "ScheduleConfig",

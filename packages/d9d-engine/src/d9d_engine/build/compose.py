@@ -86,7 +86,7 @@ def build(
     lr_schedule = build_lr_schedule(job, selection)
     own_task: Task = instantiate(selection.task, job.task)
     task = CheckedTask(selection.task, own_task)
-    store = open_store(job, topology)
+    store = open_store(job, topology, note)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
     all_parts = topology.axes_group("pp", *DATA_AXES) if topology.world_size > 1 else None

@@ -149,6 +149,7 @@ class Trainer:
         )
         clock = _Clock()
         saved = progress.step if progress.step else None
+        retry: int | None = None
         self.events.emit(ev.TrainingStarts(progress.step, total))
         while progress.step < total and not logbook.stop:
             self.topology.watchdog.phase("step", progress.step)
@@ -162,11 +163,14 @@ class Trainer:
                 logbook.drain()
                 with clock.paused():
                     self._evaluate(progress.step)
-            if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not at_end:
+            due = job.checkpoint.every and progress.step % job.checkpoint.every == 0
+            if (due or progress.step == retry) and not at_end:
                 logbook.drain()
                 with clock.paused():
-                    self._save(progress, logbook)
-                saved = progress.step
+                    if self._save(progress, logbook):
+                        saved, retry = progress.step, None
+                    else:  # all ranks count alike, where their clocks would differ
+                        retry = progress.step + 2 ** (self.checkpointer.store.failures - 1)
         logbook.drain()
         if saved != progress.step:
             self._save(progress, logbook, wait=True)
@@ -194,13 +198,14 @@ class Trainer:
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
-    def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> None:
+    def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> bool:
         logbook.drain()  # no checkpoint from a step whose finiteness is unread
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         self.topology.watchdog.phase("checkpoint", progress.step)
         self.events.emit(ev.CheckpointStarts(progress.step))
-        self.checkpointer.save(progress, self._logged, wait)
+        saved = self.checkpointer.save(progress, self._logged, wait)
         self._announce()
+        return saved
 
     def _announce(self) -> None:
         """Report the checkpoints that exist by now."""
