@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,24 @@ def test_ranks_with_different_jobs_all_end_and_one_says_why(small_job: Write, st
 # --- in a world ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Told:
+    """Listener of a rank: a file as long as it tells a cause."""
+
+    path: Path
+
+    def failed(self, failure: Failure) -> None:
+        self.path.write_text(json.dumps(asdict(failure)))
+
+    def echoes(self, first: str) -> None:
+        self.path.unlink()
+
+
 def run_and_tell(values: dict[str, Any], plugins: list[str], directory: Path) -> None:
     """A whole run as the command line makes it; how it failed is told to a file."""
     job, rank, size = job_of(values, plugins), dist.get_rank(), dist.get_world_size()
     place = ProcessEnv(rank, size, rank, size, "node-a", "torchrun")
-    teller = FailureReporter(f"{describe_rank(job.mesh.sizes(), rank)} on node-a", directory / f"told-{rank}")
+    teller = FailureReporter(f"{describe_rank(job.mesh.sizes(), rank)} on node-a", Told(directory / f"told-{rank}"))
     with job.joined(place, teller) as topology:
         job.build(topology=topology).train()
 
@@ -189,8 +203,7 @@ def told_by(world: type[World], job: Path, directory: Path, plugins: list[str]) 
     """What the only rank told that told anything but the echo of another one."""
     with pytest.raises(RankFailedError):
         world(2, timeout=PATIENCE).run(run_and_tell, json.loads(job.read_text()), plugins, directory)
-    files = [json.loads(file.read_text()) for file in directory.glob("told-*")]
-    (failure,) = [failure for failure in map(Failure.read, files) if failure is not None]
+    (failure,) = [Failure(**json.loads(file.read_text())) for file in directory.glob("told-*")]
     return failure
 
 

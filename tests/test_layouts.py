@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from d9d_engine.api import Layout
+from d9d_testing.layouts import Harness, assert_passed
 
 SLOW = pytest.mark.slow
 
@@ -57,3 +59,13 @@ def _shown(table: ModuleType, marks: tuple[str, str]) -> list[list[str]]:
 def test_the_table_shows_these_layouts_only(table: ModuleType) -> None:
     assert len(_shown(table, table.DENSE_MARKS)) == 2 * 2 * 6
     assert len(_shown(table, table.EXPERT_MARKS)) == 2 * 12
+
+
+@pytest.mark.thorough
+def test_a_bfloat16_run_that_changes_its_layout_computes_every_step_as_one_process_does(
+    table: ModuleType, tmp_path: Path
+) -> None:
+    job = table.job(tmp_path / "corpus", "bfloat16") | {"optimizer": {"name": "adamw", "lr": 0.01}}
+    harness = Harness(job, table.PLUGINS, steps=8)
+    shards, copies = (table.sized(layout, 3) for layout in (table.LAYOUTS[3], table.LAYOUTS[1]))
+    assert_passed([harness.compare_resumed(shards, copies, table.sized(Layout("reference", {}, ()), 3))])

@@ -50,6 +50,7 @@ DECLARED = (
     *("d9d_pipeline.simulator.costs", "d9d_pipeline.simulator.picture", "d9d_pipeline.simulator.run"),
     *("d9d_qwen3.backbone", "d9d_qwen3.config", "d9d_qwen3.flops", "d9d_qwen3.model", "d9d_qwen3.moe_config"),
     *("d9d_qwen3.hugging_face.dense", "d9d_qwen3.hugging_face.moe"),
+    *("d9d_testing.hostile.files", "d9d_testing.hostile.judge", "d9d_testing.hostile.values"),
     *("d9d_testing.layouts", "d9d_testing.tolerances", "d9d_testing.world"),
     *("d9d_testing.suites.dataset", "d9d_testing.suites.kernel", "d9d_testing.suites.lr_schedule"),
     *("d9d_testing.suites.metric", "d9d_testing.suites.model", "d9d_testing.suites.moe.dispatcher"),

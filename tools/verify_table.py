@@ -75,7 +75,7 @@ PIPELINE = Layout("pp 2", {"pp": 2}, ())
 PIPELINE_FSDP = Layout("pp 2, fsdp 2", {"pp": 2, "dp_shard": 2}, ["fsdp"])
 SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
 
-DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1}}
+DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1, "bucket_window": 24}}
 #: Fault -> the case and the layout that shows it.
 FAULTS: Mapping[str, tuple[str, str]] = {
     # gradients
@@ -183,11 +183,11 @@ def job(directory: Path, case: Case, dtype: str) -> Job:
     corpus = directory / "corpus"
     if not corpus.exists():
         corpus.mkdir()
-        for number in range(40):
-            text = f"{number}: " + "the quick brown fox jumps over the lazy dog. "[: 10 + 5 * (number % 8)]
-            (corpus / f"{number}.txt").write_text(text * (1 + number % 3))
+        for number in range(120):
+            text = "the quick brown fox jumps over the lazy dog. "[: 2 + 5 * (number % 9)]
+            (corpus / f"{number}.txt").write_text(f"{number}: {text}")
     sections = {name: value for name, value in case.sections.items() if name != "data"}
-    data = {"name": "text", "sources": [str(corpus)], "sequence_length": 24, "held_out": 0.2}
+    data = {"name": "text", "sources": [str(corpus)], "sequence_length": 24, "held_out": 0.3}
     data |= dict(case.sections.get("data", {}))
     values = {
         "run": {"name": "verified", "dir": str(directory / "runs")},

@@ -41,12 +41,17 @@ def page_of(path: str) -> str | None:
         return path.removeprefix("docs/")
     if readme := re.fullmatch(r"((?:packages|plugins|examples)/[^/]+)/README\.md", path):
         return f"{readme[1]}.md"
-    return {"README.md": "start.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}.get(path)
+    return {
+        "README.md": "start.md",
+        "CONTRIBUTING.md": "contributing.md",
+        "CHANGELOG.md": "changelog.md",
+        "SECURITY.md": "security.md",
+    }.get(path)
 
 
 def sources(root: Path) -> Iterator[str]:
     """Files of the repository that are pages, besides those of docs/."""
-    yield from ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    yield from ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
     for top in ("packages", "plugins", "examples"):
         yield from sorted(str(path.relative_to(root)) for path in root.glob(f"{top}/*/README.md"))
 

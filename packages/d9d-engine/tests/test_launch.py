@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import d9d_testing.toy.plugin as toy
 import pytest
 from d9d_core.errors import JobError, PluginError
-from d9d_engine.launch.agent import Launch, cause
-from d9d_engine.launch.channel import VARIABLE, Channel
-from d9d_engine.launch.process import ENDED, ERROR_FILE, Process, running
+from d9d_engine.launch.agent import Launch, cause, run_module
+from d9d_engine.launch.process import ERROR_FILE, Process, running
+from d9d_engine.launch.ranks import Rank
 from d9d_engine.process_env import ProcessEnv
-from d9d_engine.supervision.failure import Failure, FailureReporter
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.supervision.failure import ErrorFile, Failure
+from d9d_testing.processes import LOOPBACK, children_of, is_running, listening_at, ranks_of
 
 #: Stands for a job that uses several processes: three steps, each with a collective.
 ENTRY = """
@@ -34,7 +38,7 @@ from d9d_engine.process_env import ProcessEnv
 
 what, directory = sys.argv[1], Path(sys.argv[2])
 place = ProcessEnv.from_environment(os.environ)
-with running(place, os.environ) as process:
+with Interrupts().noted() as interrupts, running(place, os.environ, interrupts) as process:
     import torch
     from torch import distributed as dist
     from d9d_engine.distributed.mesh import describe_rank
@@ -43,12 +47,17 @@ with running(place, os.environ) as process:
     sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": place.world_size, "cp": 1, "tp": 1, "ep": 1}
     job = {"seed": place.rank if what == "differs" else 0}
     reporter = process.reporter(describe_rank(sizes, place.rank))
-    limits = {"startup": 60, "step": 60, "checkpoint": 60}
-    with joined(place, torch.device("cpu"), Identity.of(Manifest({}), job), sizes, limits, reporter):
+    limits = {"startup": 60, "step": 3 if what == "hangs" else 60, "checkpoint": 60}
+    (directory / f"here-{place.rank}").touch()
+    while what == "waits" and not (directory / "go").exists():
+        time.sleep(0.05)
+    with joined(place, torch.device("cpu"), Identity.of(Manifest({}), job), sizes, limits, reporter) as world:
         warnings.warn("take care")
-        (directory / f"ready-{place.rank}").touch()
-        with Interrupts() as interrupts:
-            for step in range(1000 if what == "long" else 3):
+        (directory / f"built-{place.rank}").touch()
+        time.sleep(60 if what == "builds" else 0)
+        with interrupts:
+            for step in range(3 if what in ("raises", "killed once", "") else 1000):
+                world.watchdog.phase("step", step)
                 total = torch.tensor([float(interrupts.requested is not None), 0.0])
                 if step == 1 and place.rank == 1 and what == "raises":
                     raise ValueError("broken")
@@ -58,8 +67,10 @@ with running(place, os.environ) as process:
                 dist.all_reduce(total)
                 if total[0] > 0:
                     break
-                time.sleep(0.05 if what == "long" else 0)
-        end = "all steps" if total[0] == 0 else interrupts.requested
+                (directory / f"ready-{place.rank}").touch()
+                time.sleep(0.05 if what in ("long", "saves", "hangs", "waits") else 0)
+            time.sleep(3 if what == "saves" else 0)
+            end = "all steps" if total[0] == 0 else interrupts.requested
         os.write(1, f"rank {place.rank} saved after {end}\\n".encode())  # in one piece
 """
 PARENT = """
@@ -69,6 +80,7 @@ restarts, *arguments = sys.argv[1:]
 sys.exit(Launch(arguments, 2, int(restarts), lambda rank: f"rank {rank} (dp_shard={rank})").run())
 """
 Run = Callable[..., "subprocess.Popen[str]"]
+MOMENTS = ("here", "built")
 
 
 @pytest.fixture
@@ -81,16 +93,20 @@ def start(tmp_path: Path) -> Iterator[Run]:
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     started: list[subprocess.Popen[str]] = []
 
-    def run(what: str, launcher: str = "d9d", restarts: int = 0) -> subprocess.Popen[str]:
+    def run(what: str, launcher: str = "d9d", restarts: int = 0, **variables: str) -> subprocess.Popen[str]:
         before = [str(parent), str(restarts)] if launcher == "d9d" else [*torchrun, "--rdzv-endpoint", "localhost:0"]
         command = [sys.executable, *before, str(entry), what, str(tmp_path)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ | variables
+        )
         started.append(process)
         return process
 
     yield run
     for process in started:
-        process.kill()
+        for pid in [*ranks_of(process.pid).values(), process.pid]:  # a stopped one does not notice
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -155,7 +171,6 @@ def test_after_a_killed_rank_all_start_again(start: Run) -> None:
 def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) -> None:
     process = start("long")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
@@ -163,26 +178,129 @@ def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) ->
     assert "Traceback" not in errors
 
 
-def test_processes_end_when_their_launcher_is_killed(start: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "order", ["1", "01L", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("0", "1L0", "L01"))]
+)
+def test_sigterm_to_any_process_in_any_order_lets_all_ranks_save(start: Run, tmp_path: Path, order: str) -> None:
+    process = start("saves")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    pids = {"L": process.pid, **{str(rank): pid for rank, pid in ranks_of(process.pid).items()}}
+    for who in order:
+        os.kill(pids[who], signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert sorted(output.splitlines()) == ["rank 0 saved after SIGTERM", "rank 1 saved after SIGTERM"]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.thorough
+def test_a_rank_whose_main_thread_is_stuck_passes_on_that_it_was_asked_to_stop(start: Run, tmp_path: Path) -> None:
     process = start("long")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
-    children = [int(number) for number in _children(process.pid)]
-    assert len(children) == 2
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)  # so rank 0 waits for it in a collective
+    os.kill(ranks[0], signal.SIGTERM)
+    os.kill(ranks[1], signal.SIGCONT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "rank 1 saved after SIGTERM" in output
+
+
+@pytest.mark.parametrize(
+    ("moment", "order"),
+    [("here", "1L"), ("built", "0"), *(pytest.param(*x, marks=pytest.mark.thorough) for x in product(MOMENTS, "01L"))],
+)
+def test_sigterm_during_start_up_ends_well_with_nothing_to_save(
+    start: Run, tmp_path: Path, moment: str, order: str
+) -> None:
+    process = start("waits" if moment == "here" else "builds")
+    wait_for(lambda: len(list(tmp_path.glob(f"{moment}-*"))) == 2)
+    pids = {"L": process.pid, **{str(rank): pid for rank, pid in ranks_of(process.pid).items()}}
+    for who in order:
+        os.kill(pids[who], signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert output == ""
+    assert [line for line in errors.splitlines() if "take care" not in line and "warnings.warn" not in line] == [
+        "SIGTERM: stopped during start-up; nothing was trained"
+    ]
+
+
+def test_sigterm_to_a_process_that_has_hardly_begun_ends_well(start: Run) -> None:
+    process = start("long")
+    wait_for(lambda: children_of(process.pid))
+    os.kill(children_of(process.pid)[0], signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "SIGTERM: stopped during start-up; nothing was trained\n")
+
+
+def test_ctrl_c_between_joining_and_the_first_step_says_that_nothing_was_trained(start: Run, tmp_path: Path) -> None:
+    process = start("builds")
+    wait_for(lambda: len(list(tmp_path.glob("built-*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted: during start-up; nothing was trained"
+
+
+@pytest.mark.thorough
+def test_a_second_ctrl_c_interrupts_at_once(start: Run, tmp_path: Path) -> None:
+    process = start("long")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    ranks = ranks_of(process.pid)
+    os.kill(ranks[1], signal.SIGSTOP)  # so that the first one has no effect
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: not _pending(process.pid, signal.SIGINT))
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (130, "")
+    assert errors.splitlines()[-1] == "interrupted"
+    assert not any(is_running(pid) for pid in ranks.values())
+
+
+@pytest.mark.thorough
+def test_a_rank_that_stands_still_ends_all_and_they_start_again(start: Run, tmp_path: Path) -> None:
+    process = start("hangs", restarts=1)
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    first = ranks_of(process.pid)
+    os.kill(first[1], signal.SIGSTOP)
+    assert process.stderr is not None
+    seen = []
+    while not (seen and seen[-1].startswith("starting all 2 processes again")):
+        assert seen.append(process.stderr.readline()) is None
+        assert seen[-1], seen
+    assert any(re.match(r"error: no progress for \d+ s in phase 'step' \(timeouts.step\)", line) for line in seen), seen
+    assert any(line.startswith("  rank 1: no answer") for line in seen)
+    assert not any(is_running(pid) for pid in first.values())
+    wait_for(lambda: len(ranks_of(process.pid)) == 2)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_a_launcher_that_is_killed_leaves_no_file_and_no_process(start: Run, tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    process = start("long", TMPDIR=str(tmp_path / "temporary"))
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    ranks = ranks_of(process.pid)
+    assert len(ranks) == 2
     process.kill()
-    process.wait()
-    wait_for(lambda: not any(_is_running(child) for child in children))
+    wait_for(lambda: not any(is_running(pid) for pid in ranks.values()))
+    assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def _children(pid: int) -> list[str]:
-    # The files of all threads: the agent may start processes from any of them.
-    return [word for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nothing_of_a_launch_on_one_machine_listens_beyond_the_loopback(start: Run, tmp_path: Path) -> None:
+    process = start("long")
+    wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
+    found = [address for pid in [process.pid, *ranks_of(process.pid).values()] for address in listening_at(pid)]
+    assert found
+    assert set(found) <= LOOPBACK
 
 
-def _is_running(pid: int) -> bool:
-    try:
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+def _pending(pid: int, number: int) -> bool:
+    masks = re.findall(r"^(?:Sig|Shd)Pnd:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
@@ -248,21 +366,6 @@ def test_what_cannot_start_is_one_message_without_torch(
 # --- which failure is the cause --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def failed(tmp_path: Path) -> Callable[..., ProcessFailure]:
-    """A process as the agent describes it."""
-
-    def make(rank: int, exit_code: int, told: Failure | None = None, echo: bool = False, later: int = 0) -> Any:
-        file = tmp_path / f"error-{rank}"
-        if told is not None:
-            FailureReporter(f"rank {rank}", file).tell(told, claim=lambda name: "rank 9" if echo else name)
-        process = ProcessFailure(rank, 4000 + rank, exit_code, str(file))
-        process.timestamp += later
-        return process
-
-    return make
-
-
 BROKEN = Failure("rank 0 failed:\nRuntimeError: Connection closed by peer", 1, second_hand=True)
 OWN = Failure("rank 1 failed:\nValueError: mine", 1)
 
@@ -270,30 +373,36 @@ OWN = Failure("rank 1 failed:\nValueError: mine", 1)
 @pytest.mark.parametrize(
     ("failures", "text"),
     [
-        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": 1, "told": OWN}}, "ValueError: mine"),
-        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": -9}}, "rank 1 (x) on {node} was killed by SIGKILL"),
-        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": -9, "later": 30}}, "Connection closed"),
-        ({0: {"exit_code": 1, "told": OWN, "echo": True}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by"),
-        ({0: {"exit_code": -15}, 1: {"exit_code": 1, "told": OWN}}, "ValueError: mine"),
-        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": 7}}, "rank 1 (x) on {node} ended with exit status 7"),
-        ({0: {"exit_code": 1, "told": BROKEN}, 1: {"exit_code": ENDED}}, "Connection closed"),
+        ({0: {"failure": BROKEN}, 1: {"failure": OWN}}, "ValueError: mine"),
+        ({0: {"failure": BROKEN}, 1: {"exit_code": -9}}, "rank 1 (x) on {node} was killed by SIGKILL"),
+        ({0: {"echoes": True}, 1: {"exit_code": -11}}, "rank 1 (x) on {node} was killed by SIGSEGV"),
+        ({0: {"exit_code": -15}, 1: {"failure": OWN}}, "ValueError: mine"),
+        ({0: {"failure": BROKEN}, 1: {"exit_code": 7}}, "rank 1 (x) on {node} ended with exit status 7"),
+        ({0: {"echoes": True}, 1: {"failure": BROKEN}}, "Connection closed"),
         ({0: {"exit_code": -15}}, "rank 0 (x) on {node} was killed by SIGTERM"),
+        ({0: {"exit_code": -9, "ended": 2}, 1: {"exit_code": -6, "ended": 1}}, "rank 1 (x) on {node} was killed by"),
     ],
 )
-def test_the_cause_is_found_among_its_consequences(
-    failed: Callable[..., ProcessFailure], failures: dict[int, dict[str, Any]], text: str
-) -> None:
+def test_the_cause_is_found_among_its_consequences(failures: dict[int, dict[str, Any]], text: str) -> None:
     import platform
 
-    found = cause({rank: failed(rank, **facts) for rank, facts in failures.items()}, lambda rank: f"rank {rank} (x)")
-    assert text.format(node=platform.node()) in found.text
+    nothing: Any = None
+    failed = [Rank(rank, nothing, nothing, **({"exit_code": 1} | facts)) for rank, facts in failures.items()]
+    assert text.format(node=platform.node()) in cause(failed, lambda rank: f"rank {rank} (x)").text
 
 
-def test_errors_keep_their_exit_status_through_the_file(tmp_path: Path) -> None:
-    Failure.of(PluginError("d9d-moe is missing")).write(tmp_path / "error")
+def test_errors_keep_their_exit_status() -> None:
+    nothing: Any = None
+    failure = Failure.of(PluginError("d9d-moe is missing"))
+    assert cause([Rank(0, nothing, nothing, failure=failure, exit_code=2)], str).exit_code == 2
+
+
+def test_an_agent_finds_the_cause_in_its_file(tmp_path: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    ErrorFile(tmp_path / "error").failed(Failure.of(PluginError("d9d-moe is missing")))
     process = ProcessFailure(0, 1, 1, str(tmp_path / "error"))
     assert process.message["extraInfo"]["py_callstack"] == "error: d9d-moe is missing"  # type: ignore[index]
-    assert cause({0: process}, str).exit_code == 2
 
 
 # --- one process -----------------------------------------------------------------------------------------------------
@@ -302,13 +411,13 @@ SECOND = ProcessEnv(1, 2, 1, 2, "node-a", "torchrun")
 
 
 def test_an_error_before_the_ranks_meet_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"), running(SECOND, {}):
+    with pytest.raises(SystemExit, match="2"), running(SECOND, {}, Interrupts()):
         raise JobError("no such file")
     assert capsys.readouterr().err == "error: no such file\n"
-    with pytest.raises(SystemExit, match="2"), running(SECOND, {ERROR_FILE: str(tmp_path / "error")}):
+    with pytest.raises(SystemExit, match="2"), running(SECOND, {ERROR_FILE: str(tmp_path / "error")}, Interrupts()):
         raise JobError("no such file")
     assert capsys.readouterr().err == ""
-    assert json.loads((tmp_path / "error").read_text())["d9d"]["text"] == "error: no such file"
+    assert json.loads((tmp_path / "error").read_text())["message"]["message"] == "error: no such file"
 
 
 def test_what_was_told_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,32 +426,14 @@ def test_what_was_told_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> 
         process.reporter("rank 1 (tp=1)").raised(error, claim=lambda name: name)
         raise error
 
-    with pytest.raises(SystemExit, match="1"), running(SECOND, {}) as process:
+    with pytest.raises(SystemExit, match="1"), running(SECOND, {}, Interrupts()) as process:
         fail(process)
     assert capsys.readouterr().err == "rank 1 (tp=1) on node-a failed:\nValueError: mine\n"
 
 
 def test_a_process_alone_raises_as_usual() -> None:
-    with pytest.raises(ValueError, match="mine"), running(ProcessEnv(), {}):
+    with pytest.raises(ValueError, match="mine"), running(ProcessEnv(), {}, Interrupts()):
         raise ValueError("mine")
-
-
-def test_a_process_that_was_asked_to_stop_before_it_began_ends(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()
-    with pytest.raises(SystemExit, match="130"), running(SECOND, {VARIABLE: str(tmp_path)}):
-        raise AssertionError("must not begin")
-
-
-def test_a_launcher_reaches_the_processes_that_have_begun(tmp_path: Path) -> None:
-    channel, received = Channel(tmp_path), []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        channel.enter(0)
-        assert not channel.stop(signal.SIGTERM, processes=2)
-        assert received == [signal.SIGTERM]
-        assert channel.stopping
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def test_the_launcher_leaves_its_own_process_as_it_was() -> None:
@@ -350,3 +441,32 @@ def test_the_launcher_leaves_its_own_process_as_it_was() -> None:
     assert Launch(("-c", "import os; os._exit(0 if os.environ['OMP_NUM_THREADS'] else 1)"), 1, 0, str).run() == 0
     assert dict(os.environ) == before
     assert signal.getsignal(signal.SIGINT) == handler
+
+
+def test_sigterm_before_there_is_anything_to_save_ends_a_process_that_is_alone() -> None:
+    previous = signal.getsignal(signal.SIGTERM)
+    with Interrupts().noted() as interrupts:
+        with pytest.raises(Terminated), interrupts.raised():
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Terminated), interrupts.raised():
+            raise AssertionError("must not begin")
+        with interrupts:  # what has begun in spite of it stops after its first step
+            assert interrupts.requested == "SIGTERM"
+        assert interrupts.requested is None
+    assert signal.getsignal(signal.SIGTERM) == previous
+
+
+def test_a_module_runs_in_processes_that_know_each_other(tmp_path: Path) -> None:
+    (tmp_path / "greets.py").write_text(
+        "import os, sys\n"
+        "from torch import distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "os.write(1, f'{sys.argv[1]} {dist.get_rank()} of {dist.get_world_size()}\\n'.encode())\n"
+        "sys.exit(3 * int(sys.argv[1] == 'fails'))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with (tmp_path / "output").open("w+") as output:
+        assert run_module("greets", ["rank"], 2, environ, output) == 0
+        assert run_module("greets", ["fails"], 1, environ, output) == 3
+    assert sorted((tmp_path / "output").read_text().splitlines()) == ["fails 0 of 1", "rank 0 of 2", "rank 1 of 2"]

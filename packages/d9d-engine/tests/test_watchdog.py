@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,19 @@ TORCH = Path(torch.__file__).parent
 # --- in a world ------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Told:
+    """Listener of a rank: a file as long as it tells a cause."""
+
+    path: Path
+
+    def failed(self, failure: Failure) -> None:
+        self.path.write_text(json.dumps(asdict(failure)))
+
+    def echoes(self, first: str) -> None:
+        self.path.unlink()
+
+
 def read_data() -> None:
     time.sleep(60)
 
@@ -41,7 +54,7 @@ def train(directory: Path, what: str) -> int:
     here = ProcessEnv(rank, size, rank, size, "node-a", "torchrun")
     identity = Identity.of(Manifest({}), {})
     limits = {"startup": 10.0, "step": 0.6, "checkpoint": 4.0}
-    reporter = FailureReporter(f"rank {rank}", directory / str(rank))
+    reporter = FailureReporter(f"rank {rank}", Told(directory / str(rank)))
     total = torch.ones(1)
     with joined(here, torch.device("cpu"), identity, sizes, limits, reporter) as world:
         for step in range(3):
@@ -68,16 +81,15 @@ def _misbehave(what: str, watchdog: Watchdog) -> None:
         dist.recv(torch.ones(1), 0)
 
 
-def told(directory: Path) -> dict[int, str]:
-    """Rank -> what it told, of those that were first."""
-    found = {int(file.name): Failure.read(json.loads(file.read_text())) for file in directory.glob("[0-9]*")}
-    return {rank: failure.text for rank, failure in found.items() if failure is not None}
+def told(directory: Path) -> list[str]:
+    """What ranks told as the cause."""
+    return [json.loads(file.read_text())["text"] for file in directory.glob("[0-9]*")]
 
 
 def hang(world: Callable[..., Any], size: int, directory: Path, what: str) -> list[str]:
     with pytest.raises(RankFailedError):
         world(size, timeout=40).run(train, directory, what)
-    (text,) = told(directory).values()
+    (text,) = told(directory)
     return text.splitlines()
 
 
@@ -109,7 +121,7 @@ def test_a_process_that_does_not_answer_is_named(world: Callable[..., Any], tmp_
 @pytest.mark.parametrize("what", ["saves", "beats"])
 def test_a_rank_with_time_left_is_waited_for(world: Callable[..., Any], tmp_path: Path, what: str) -> None:
     assert world(2, timeout=40).run(train, tmp_path, what) == [2, 2]
-    assert told(tmp_path) == {}
+    assert told(tmp_path) == []
 
 
 # --- alone -----------------------------------------------------------------------------------------------------------

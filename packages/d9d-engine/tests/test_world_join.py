@@ -7,6 +7,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from d9d_core.plugin.manifest import Manifest
 from d9d_engine.distributed.devices import device_of
 from d9d_engine.distributed.world import joined, process_groups
 from d9d_engine.process_env import ProcessEnv
-from d9d_engine.supervision.failure import FailureReporter
+from d9d_engine.supervision.failure import ErrorFile, FailureReporter
 from d9d_engine.supervision.identity import Identity, agree, spell_ranks
+from d9d_testing.processes import LOOPBACK, listening_at
 from torch import distributed as dist
 
 CPU = torch.device("cpu")
@@ -173,7 +175,7 @@ def join_anew(port: int, directory: Path, fails: bool) -> tuple[str, bool, float
     here = process_env(launcher="slurm", master=("127.0.0.1", port))
     dist.destroy_process_group()
     limits, outcome = dict(TIMEOUTS), "left"
-    reporter = FailureReporter(f"rank {here.rank}", directory / str(here.rank))
+    reporter = FailureReporter(f"rank {here.rank}", ErrorFile(directory / str(here.rank)))
     try:
         with joined(here, CPU, identity(), sizes(2), limits, reporter) as found:
             half = dist.new_group([here.rank], use_local_synchronization=True, timeout=timedelta(seconds=1))
@@ -192,6 +194,32 @@ def join_anew(port: int, directory: Path, fails: bool) -> tuple[str, bool, float
 
 def test_ranks_meet_at_a_port_and_all_groups_get_the_longest_limit(world: Callable[..., Any], tmp_path: Path) -> None:
     assert world(2).run(join_anew, free_port(), tmp_path, False) == [("left", False, 100.0)] * 2
+
+
+def listening_while_joined(port: int, host: str, local: int) -> list[str]:
+    """Addresses on which this process listens when ranks meet at a port, as under Slurm."""
+    here = process_env(launcher="slurm", master=(host, port))
+    here = replace(here, local_rank=0 if local == 1 else here.rank, local_world_size=local)
+    dist.destroy_process_group()
+    with joined(here, CPU, identity(), sizes(2), TIMEOUTS):
+        dist.new_group([0, 1])
+        dist.barrier()
+        return listening_at(os.getpid())
+
+
+def test_ranks_of_one_machine_listen_for_it_alone_wherever_they_were_told_to_meet(world: Callable[..., Any]) -> None:
+    for addresses in world(2).run(listening_while_joined, free_port(), socket.gethostname(), 2):
+        assert addresses
+        assert set(addresses) <= LOOPBACK
+
+
+def test_a_store_listens_only_at_the_address_that_was_told(
+    world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for addresses in world(2).run(listening_while_joined, free_port(), "127.0.0.1", 1):
+        assert addresses
+        assert set(addresses) <= LOOPBACK
 
 
 def test_a_rank_that_fails_frees_the_others_and_alone_tells(world: Callable[..., Any], tmp_path: Path) -> None:

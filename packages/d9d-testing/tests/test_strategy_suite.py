@@ -73,5 +73,5 @@ def test_a_resumed_run_that_goes_on_differently_is_noticed(lr: float, passes: bo
     if passes:
         assert_passed([verdict])
     else:
-        with pytest.raises(AssertionError, match=r"here, then there: step 4: "):
+        with pytest.raises(AssertionError, match=r"here, then there: step 3: the learning rate is off by 2.0e-01"):
             assert_passed([verdict])

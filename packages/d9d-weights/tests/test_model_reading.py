@@ -366,11 +366,11 @@ def test_threads_read_at_once_and_do_not_mix_up(tmp_path: Path, where: str) -> N
 
 def test_a_link_into_a_cache_is_followed(tmp_path: Path) -> None:
     (tmp_path / "blobs").mkdir()
-    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshots" / "main").mkdir(parents=True)
     for name, text in content().items():
         (tmp_path / "blobs" / f"hash-{name}").write_bytes(text)
-        (tmp_path / "snapshot" / name).symlink_to(f"../blobs/hash-{name}")
-    with ModelDirectory.open(tmp_path / "snapshot") as model:
+        (tmp_path / "snapshots" / "main" / name).symlink_to(f"../../blobs/hash-{name}")
+    with ModelDirectory.open(tmp_path / "snapshots" / "main") as model:
         check(model)
 
 

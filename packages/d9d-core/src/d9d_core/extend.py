@@ -7,6 +7,7 @@ Everything a component itself needs is here; importing this module imports no to
 |---|---|
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
+| foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
 | data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
@@ -131,6 +132,7 @@ from d9d_core.traits import (
     modules_with,
 )
 from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec
+from d9d_core.untrusted import parse_json, read_regular
 
 if TYPE_CHECKING:
     from d9d_core.deferral import Deferral, DeferredWeights
@@ -270,10 +272,12 @@ __all__ = [
     "load_config",
     "local",
     "modules_with",
+    "parse_json",
     "parse_programs",
     "placement",
     "plugin_error",
     "problems_of",
+    "read_regular",
     "single_stage",
     "validate",
     "wide_dtype",

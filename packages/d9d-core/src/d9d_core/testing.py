@@ -1,10 +1,11 @@
-"""Names for conformance suites besides :mod:`d9d_core.extend`: reading of job files, and the tables of names."""
+"""Names for conformance suites besides :mod:`d9d_core.extend`: reading of job files, errors in words, and the tables of names."""
 
 from __future__ import annotations
 
 from d9d_core.config.document import Document
 from d9d_core.config.job import Mesh
 from d9d_core.config.load import validate_job
+from d9d_core.failures import describe
 from d9d_core.plugin import installed
 from d9d_core.plugin.capabilities import MESH_AXES, MODEL_TRAITS
 from d9d_core.plugin.single_file import file_plugin
@@ -14,6 +15,7 @@ __all__ = [
     "MODEL_TRAITS",
     "Document",
     "Mesh",
+    "describe",
     "file_plugin",
     "installed",
     "validate_job",

@@ -19,6 +19,7 @@ from d9d_core.job import JobFile
 from d9d_core.plugin.manifest import Manifest
 
 from d9d_engine.process_env import ProcessEnv
+from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.supervision.failure import FailureReporter
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
 
@@ -81,6 +82,7 @@ class Job(JobFile):
         note: Callable[[str], None] = print_note,
         topology: Topology | None = None,
         observers: Sequence[Subscriber] = (),
+        interrupts: Interrupts | None = None,
     ) -> Trainer:
         """Build the trainer for this process. Collective over all ranks.
 
@@ -88,6 +90,7 @@ class Job(JobFile):
             note: gets one line about each piece of long work, and warnings.
             topology: this process among others, from :meth:`joined`; by default it is alone.
             observers: subscribers besides those of the job file.
+            interrupts: requests to stop, which may have come already; by default, signals during training.
 
         Raises:
             D9dError: the job cannot run.
@@ -99,7 +102,7 @@ class Job(JobFile):
 
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        return build(self, self.registry, topology, note if topology.is_main else _silent, observers)
+        return build(self, self.registry, topology, note if topology.is_main else _silent, observers, interrupts)
 
     @contextmanager
     def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:

@@ -63,7 +63,7 @@ def d9d_views() -> Iterator[ViewSpec]:
 
 @hookimpl
 def d9d_health_checks() -> Iterator[HealthCheckSpec]:
-    """Health checks of torch and of the device."""
+    """Health checks of torch, of the device and of the network."""
     yield HealthCheckSpec(
         name="torch",
         summary="torch imports",
@@ -75,6 +75,11 @@ def d9d_health_checks() -> Iterator[HealthCheckSpec]:
         summary="which device trains",
         requires=TORCH,
         run=Ref("d9d_engine.cli.health:check_device"),
+    )
+    yield HealthCheckSpec(
+        name="network",
+        summary="whom runs of several processes trust",
+        run=Ref("d9d_engine.cli.health:check_network"),
     )
 
 

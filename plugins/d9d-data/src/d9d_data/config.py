@@ -11,11 +11,14 @@ from pydantic import Field, field_validator, model_validator
 #: Texts that every Python installation brings along.
 PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources")
 
+#: Ids of the largest vocabulary: sixty times that of published tokenizers. Tables have an entry for each.
+MAX_VOCABULARY = 1 << 24
+
 
 class BpeTokenizer(Section):
     """Byte-level BPE tokenizer, trained on the corpus."""
 
-    bpe: int = Field(ge=257)
+    bpe: int = Field(ge=257, le=MAX_VOCABULARY)
     """Size of the vocabulary: 256 bytes, the end-of-text token, and merges."""
 
 

@@ -33,7 +33,7 @@ class Qwen3Base(ModelConfig):
     hidden_size: int = Field(gt=0)
     """Features of a token between layers."""
 
-    num_layers: int = Field(gt=0)
+    num_layers: int = Field(gt=0, le=1024)
     """Number of decoder layers."""
 
     num_attention_heads: int = Field(gt=0)

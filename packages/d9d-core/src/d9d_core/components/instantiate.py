@@ -15,7 +15,8 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
     """Instantiate a component: call its record's ``build`` reference, and check what it returns.
 
     Raises:
-        BuildError: its module cannot be imported, it takes other arguments, or it builds something else.
+        BuildError: its module cannot be imported, it takes other arguments, it builds something else, or sizes in its
+            config make a tensor that no memory holds.
     """
     assert isinstance(chosen.spec, ConfiguredSpec)
     try:
@@ -28,10 +29,17 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         raise build_error from error
     try:
         component = build(config, *arguments)
-    except TypeError as error:
+    except (TypeError, RuntimeError, OverflowError) as error:
+        where = f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
+        if "overflow" in str(error).lower():  # torch's word for sizes whose product has no 64 bits
+            reason = str(error).partition("\n")[0][:200]
+            raise BuildError(
+                f"{where}: its sizes make a tensor larger than any memory ({reason}); correct them"
+            ) from error
+        if not isinstance(error, TypeError):
+            raise
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # it was not entered
             kinds = ", ".join(["config", *(type(argument).__name__ for argument in arguments)])
-            where = f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
             raise BuildError(f"{where}: {chosen.spec.build} cannot be called with ({kinds}): {error}") from error
         raise
     check_component(chosen, component)

@@ -18,6 +18,9 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+#: Of the whole numbers that tensors and clocks count in.
+_LARGEST = 2**63 - 1
+
 
 def closest(word: object, known: Iterable[str]) -> str | None:
     """The known word nearest to ``word``, if any is near."""
@@ -29,20 +32,23 @@ def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
 
 
-def _bools_read(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    # pydantic reads true as 1; its strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
+def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:
+    """Numbers that pydantic reads and nothing else would: true as 1, and what has no 64 bits."""
+    # pydantic's strict mode would also refuse the numbers that YAML leaves as strings, such as 1e3.
     if isinstance(given, bool) and type(read) in (int, float):
-        yield loc, given
+        yield line_error("not_a_number", "input should be a number", loc, given)
+    elif type(read) is int and abs(read) > _LARGEST:
+        yield line_error("too_large", f"a whole number has at most 64 bits, up to {_LARGEST}", loc, given)
     elif isinstance(given, Mapping) and isinstance(read, Mapping):
         for key in given.keys() & read.keys():
-            yield from _bools_read(given[key], read[key], (*loc, key))
+            yield from _unfit(given[key], read[key], (*loc, key))
     elif isinstance(given, list | tuple) and isinstance(read, list | tuple):
         for index, pair in enumerate(zip(given, read, strict=False)):
-            yield from _bools_read(*pair, (*loc, index))
+            yield from _unfit(*pair, (*loc, index))
 
 
 class Section(BaseModel):
-    """Base of the job file's sections: frozen; refuses unknown fields, and true and false where a number belongs."""
+    """Base of the job file's sections: frozen; refuses unknown fields, and true, false and huge numbers for numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), use_attribute_docstrings=True)
 
@@ -56,7 +62,7 @@ class Section(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, lines) from None
         given = value if isinstance(value, Mapping) else {}
         read = {name: getattr(section, name) for name in cls.model_fields if name in given}
-        if lines := [line_error("not_a_number", "input should be a number", *at) for at in _bools_read(given, read)]:
+        if lines := list(_unfit(given, read)):
             raise ValidationError.from_exception_data(cls.__name__, lines)
         return section
 

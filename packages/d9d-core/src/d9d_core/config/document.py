@@ -14,6 +14,10 @@ from d9d_core.config.location import Location, dotted
 from d9d_core.config.reading import READERS
 from d9d_core.config.yaml_reader import read_yaml
 from d9d_core.errors import JobError
+from d9d_core.untrusted import read_regular
+
+#: Bytes of the largest job file: a hundred times what people write.
+MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,15 @@ class Document:
         Raises:
             JobError: the file cannot be read or is malformed.
         """
-        try:
-            text = path.read_text("utf-8")
-        except FileNotFoundError:
-            raise JobError(f"{path}: no such job file") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"{path}: cannot be read: {error}") from error
         reader = READERS.get(path.suffix.lower())
         if reader is None:
             raise JobError(f"{path}: a job file ends in {', '.join(READERS)}")
+        try:
+            text = read_regular(path, MAX_BYTES).decode("utf-8")
+        except FileNotFoundError:
+            raise JobError(f"{path}: no such job file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise JobError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
         values, lines = reader(text, str(path))
         if not isinstance(values, dict):
             kind = {list: "a list", type(None): "empty"}.get(type(values), "a single value")

@@ -14,7 +14,13 @@ from d9d_core.plugin.policy import PluginPolicy, normalise
 
 # float16 would need a loss scaler, which the loop does not have.
 Dtype = Literal["float32", "bfloat16"]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Three years: clocks of libraries overflow at some hundreds.
+Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
+
+#: Processes of the largest mesh: each is known to every other one.
+MAX_RANKS = 1 << 17
+#: Forward passes of the longest step on one rank: each is an action of the step's program.
+MAX_MICROBATCHES = 1 << 14
 
 
 class Run(Section):
@@ -67,6 +73,12 @@ class Mesh(Section):
             rest //= size
         axes = ", ".join(f"{axis}={size}" for axis, size in inner.items())
         raise ValueError(f"{value} expert groups must cover whole inner axes and divide the next one; here {axes}")
+
+    @model_validator(mode="after")
+    def _is_buildable(self) -> Mesh:
+        if self.world_size > MAX_RANKS:
+            raise ValueError(f"these are {self.world_size:,} processes; a mesh has at most {MAX_RANKS:,}")
+        return self
 
     @property
     def world_size(self) -> int:
@@ -338,6 +350,11 @@ class JobConfig(Section):
             raise ValueError(
                 f"batch.size {size} on {ranks} data-parallel rank(s) is {share} samples each, "
                 f"not a multiple of batch.microbatch {micro}; {best} would be"
+            )
+        if self.microbatches > MAX_MICROBATCHES:
+            raise ValueError(
+                f"batch.size {size} makes {self.microbatches:,} microbatches a step on each rank, and at most "
+                f"{MAX_MICROBATCHES:,} can be scheduled; make batch.microbatch larger"
             )
         return self
 

@@ -33,11 +33,11 @@ def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> Plug
     except ValidationError as error:
         raise _job_error(error, document, ("plugins",)) from None
     for index, file in enumerate(section.files):
-        if not file.is_file():
+        if not _is_file(file):
             location = (
                 ("plugins", index) if isinstance(document.values["plugins"], list) else ("plugins", "files", index)
             )
-            raise JobError(f"{document.where(location)}: {dotted(location)}: there is no file {file}")
+            raise JobError(f"{document.where(location)}: {dotted(location)}: there is no file {_short(str(file))}")
     return section.policy() | PluginPolicy.from_environment(os.environ) | (extra or PluginPolicy())
 
 
@@ -87,10 +87,20 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     if line["type"] == "missing":
         text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
     elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
-        given = repr(line["input"])
-        text = f"{text[0].lower()}{text[1:]}, got {given if len(given) <= _LONG else given[:_LONG] + '...'}"
+        text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
     label = f"{dotted(location)}: " if location else ""
     return f"{document.where(location)}: {label}{text}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONG else text[:_LONG] + "..."
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that the system refuses, or a folder that it does not show
+        return False
 
 
 def _location_in_file(location: Location, value: Any) -> Location:

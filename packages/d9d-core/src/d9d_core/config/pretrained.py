@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from d9d_core.errors import CheckpointError, D9dError, JobError, PluginError
 from d9d_core.plugin.entries import Entry, plugin_error
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.untrusted import MAX_JSON_BYTES, parse_json, read_regular
 
 
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def read_config_json(location: str) -> dict[str, Any]:
         CheckpointError: it is absent or no JSON object.
     """
     try:
-        text = _read(location)
+        content = _read(location)
     except Exception as error:  # drivers of addresses raise whatever their client library raises
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
@@ -62,21 +62,22 @@ def read_config_json(location: str) -> dict[str, Any]:
             "checkpoints goes on without it: run its job.yaml with model.pretrained set to null"
         ) from error
     try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(content)
+    except ValueError as error:
         raise CheckpointError(f"its config.json is damaged: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError("its config.json holds no JSON object")
     return values
 
 
-def _read(location: str) -> str:
+def _read(location: str) -> bytes:
     name = "config.json"
     if location.endswith(".safetensors"):
         location = location.rpartition("/")[0] or "."
     if "://" in location:
         import fsspec  # type: ignore[import-untyped]
 
-        with fsspec.open(f"{location.rstrip('/')}/{name}", "rt", encoding="utf-8") as file:
-            return str(file.read())
-    return Path(location, name).read_text("utf-8")
+        with fsspec.open(f"{location.rstrip('/')}/{name}", "rb") as file:
+            content: bytes = file.read(MAX_JSON_BYTES + 1)
+            return content
+    return read_regular(Path(location, name), links="near")

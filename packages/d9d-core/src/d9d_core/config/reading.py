@@ -7,7 +7,7 @@ import tomllib
 from typing import Any
 
 from d9d_core.config.location import Location
-from d9d_core.config.yaml_reader import MAX_DEPTH, read_yaml
+from d9d_core.config.yaml_reader import MAX_DEPTH, check_scalar, read_yaml
 from d9d_core.errors import JobError
 
 
@@ -43,14 +43,24 @@ def _shallow(values: Any, source: str) -> Any:
     level = [values]
     for _ in range(MAX_DEPTH + 1):
         level = [item for value in level for item in _items(value)]
+        for value in level:
+            if not isinstance(value, dict | list):
+                _check(value, source)
         if not level:
             return values
     raise _too_deep(source)
 
 
+def _check(value: Any, source: str) -> None:
+    try:
+        check_scalar(value)
+    except ValueError as error:
+        raise JobError(f"{source}: {ascii(value)[:80] if isinstance(value, str) else 'a number'}: {error}") from error
+
+
 def _items(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return list(value.values())
+        return [*value, *value.values()]
     return value if isinstance(value, list) else []
 
 

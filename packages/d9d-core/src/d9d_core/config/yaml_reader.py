@@ -17,6 +17,8 @@ from d9d_core.errors import JobError
 #: Aliases repeat values, so a short file can stand for more of them than memory holds.
 MAX_VALUES = 100_000
 MAX_DEPTH = 100
+#: Of a whole number, which would overflow as a float.
+_MAX_BITS = 1000
 
 _TAG = "tag:yaml.org,2002:"
 _MERGE = _TAG + "merge"
@@ -69,6 +71,18 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
         raise JobError(f"{source}:{line}: nested more than {MAX_DEPTH} levels deep") from None
 
 
+def check_scalar(value: Any) -> None:
+    """Refuse what nothing can print or compute with later.
+
+    Raises:
+        ValueError: a text that is none, or a number of hundreds of digits.
+    """
+    if isinstance(value, str):
+        value.encode()  # half of a surrogate pair has no encoding
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        raise ValueError("the number is too large")
+
+
 def _explained(error: yaml.MarkedYAMLError) -> str:
     if isinstance(error, yaml.composer.ComposerError):  # its two halves make one sentence
         return ", ".join(part for part in (error.context, error.problem) if part)
@@ -108,10 +122,12 @@ class _Builder:
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:
-            return self._loader.construct_object(node)
+            value = self._loader.construct_object(node)
+            check_scalar(value)
         except (ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
             kind = node.tag.removeprefix(_TAG)
-            raise self._error(node, f"{node.value!r} cannot be read as !!{kind}") from error
+            raise self._error(node, f"{node.value[:80]!r} cannot be read as !!{kind}") from error
+        return value
 
     def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -138,6 +154,10 @@ class _Builder:
             kind = {"int": "a number", "float": "a number"}.get(node.tag.removeprefix(_TAG), "a value of its own")
             hint = "put it in quotes if it is meant as a word (so also on, off, yes, no, true, false and null)"
             raise self._error(node, f"a key is a word, and {node.value} is {kind}; {hint}")
+        try:
+            check_scalar(node.value)
+        except ValueError as error:
+            raise self._error(node, f"{node.value[:80]!r} is no text") from error
         return str(node.value)
 
     def _error(self, node: yaml.Node, text: str) -> JobError:

@@ -63,6 +63,7 @@ def build(
     topology: Topology,
     note: Callable[[str], None],
     observers: Sequence[Subscriber] = (),
+    interrupts: Interrupts | None = None,
 ) -> Trainer:
     """Compose everything a run needs; nothing is looked up by name afterwards. Collective over all ranks.
 
@@ -72,6 +73,7 @@ def build(
         topology: this process among others, and its device.
         note: prints a line about long work or a warning.
         observers: subscribers besides those of the job.
+        interrupts: requests to stop, which may have come already; by default, signals during training.
 
     Raises:
         D9dError: the job cannot run; the text says why.
@@ -129,7 +131,7 @@ def build(
     )
     auxiliary_losses = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
     tallies = Tallies(assembly.stages, data_ranks)
-    interrupts = Interrupts()
+    interrupts = interrupts or Interrupts()
     executor = Executor(
         stages=assembly.stages,
         pipeline=assembly.pipeline,

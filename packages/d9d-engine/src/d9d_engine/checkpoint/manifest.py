@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
+from d9d_core.untrusted import parse_json
 from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.safetensors import Written
 
-FORMAT = "d9d-checkpoint"
-#: Version 1 had whole tensors in one file; no release ever wrote it.
-VERSION = 2
-#: Everything that is not a tensor.
-VALUES = "state.json"
+from d9d_engine.checkpoint.manifest_model import FORMAT, VERSION, check_form
+
+#: Bytes of the largest JSON file of a checkpoint: thousands of ranks with thousands of tensors each.
+MAX_BYTES = 1 << 30
 _CHUNK = 1 << 22
 
 
@@ -45,24 +45,37 @@ def read_manifest(storage: DirectoryStore, name: str) -> dict[str, Any]:
     """Read and check a checkpoint's manifest, not the other files.
 
     Raises:
-        CheckpointError: it is absent, damaged, or of another format.
+        CheckpointError: it is absent, damaged, of another format, or not as it is written here.
     """
     where = f"checkpoint {storage.location(name)}"
     try:
-        with storage.open(name, MANIFEST) as file:
-            manifest = json.loads(file.read().decode())
+        manifest = read_values(storage, name, MANIFEST)
     except FileNotFoundError as error:
         raise CheckpointError(f"{where} lacks {MANIFEST}: it was not finished, or is damaged") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{where} has no readable {MANIFEST} ({error})") from error
     if not isinstance(manifest, dict):
         raise CheckpointError(f"{where}: {MANIFEST} is damaged")
     if manifest.get("format") != FORMAT or manifest.get("version") != VERSION:
-        has = f"{manifest.get('format')} version {manifest.get('version')}"
+        has = f"{str(manifest.get('format'))[:40]} version {str(manifest.get('version'))[:40]}"
         raise CheckpointError(f"{where} is {has}; this d9d reads {FORMAT} version {VERSION}")
     if manifest.get("sha256") != _digest(manifest):
         raise CheckpointError(f"{where}: the checksum of {MANIFEST} is wrong, the file is damaged")
+    check_form(manifest, f"{where}: {MANIFEST}")
     return manifest
+
+
+def read_values(storage: DirectoryStore, name: str, file: str) -> Any:
+    """Read a JSON file of a checkpoint.
+
+    Raises:
+        FileNotFoundError: it is absent.
+        OSError: it cannot be read, is no regular file, or is too large.
+        ValueError: it is no JSON as it is written here.
+    """
+    with storage.open(name, file) as source:
+        content = source.read(MAX_BYTES + 1)
+    return parse_json(content, strict=True, limit=MAX_BYTES)
 
 
 def verify_file(storage: DirectoryStore, name: str, file: str, facts: Mapping[str, Any]) -> None:

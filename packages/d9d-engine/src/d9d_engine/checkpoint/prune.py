@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Set
 
 from d9d_core.errors import CheckpointError
-from d9d_weights.files.directory import DirectoryStore
+from d9d_weights.files.directory import DirectoryStore, is_set_aside
 from d9d_weights.sharding.agreement import reason
 
 from d9d_engine.checkpoint.manifest import read_manifest
 from d9d_engine.checkpoint.retention import Retention
 
 _PREFIX = "step-"
+_NAME = re.compile(rf"{_PREFIX}([0-9]{{8,18}})")
 
 
 def folder(step: int) -> str:
@@ -19,10 +21,25 @@ def folder(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """Step of the checkpoint that has this name; ``None`` if no checkpoint is called so."""
+    match = _NAME.fullmatch(name)
+    step = int(match[1]) if match else None
+    return step if step is not None and folder(step) == name else None
+
+
 def steps_in(storage: DirectoryStore) -> list[int]:
     """Steps of the checkpoints that exist, newest first, unverified."""
-    numbers = [name.removeprefix(_PREFIX) for name in storage.names() if name.startswith(_PREFIX)]
-    return sorted((int(number) for number in numbers if number.isdigit()), reverse=True)
+    return sorted((step for name in storage.names() if (step := step_of(name)) is not None), reverse=True)
+
+
+def strays_in(storage: DirectoryStore) -> list[str]:
+    """Names that look like checkpoints, but are none that is written or set aside here."""
+    return sorted(
+        name
+        for name in storage.names()
+        if name.startswith(_PREFIX) and step_of(name) is None and not is_set_aside(name)
+    )
 
 
 class Pruner:
@@ -31,17 +48,19 @@ class Pruner:
     Args:
         storage: where they lie.
         retention: which ones stay.
+        foreign: steps whose folders hold something else; they stay, and do not count.
     """
 
-    def __init__(self, storage: DirectoryStore, retention: Retention) -> None:
+    def __init__(self, storage: DirectoryStore, retention: Retention, foreign: Set[int]) -> None:
         self._storage = storage
         self._retention = retention
+        self._foreign = foreign
         self._scores: dict[int, float | None] = {}
 
     def prune(self, saved: int) -> str | None:
         """Remove what is kept no longer now that step ``saved`` exists; returns what went wrong."""
         try:
-            steps = steps_in(self._storage)
+            steps = [step for step in steps_in(self._storage) if step not in self._foreign]
             self._scores.pop(saved, None)  # it may have been written anew
             for step in self._retention.surplus(steps, self._scores_of(steps), saved):
                 self._storage.remove(folder(step))

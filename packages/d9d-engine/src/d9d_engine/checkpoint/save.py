@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from d9d_engine.checkpoint.manifest import VALUES, manifest_bytes, tensors_file
+from d9d_engine.checkpoint.manifest import manifest_bytes, tensors_file
+from d9d_engine.checkpoint.manifest_model import VALUES, piece_key
 
 #: Where a shard is: file, key in it, bytes of the file, checksum of the file.
 _Location = tuple[str, str, int, str]
@@ -202,9 +203,7 @@ def _key(item: WriteItem) -> str:
     """Key in the file: the tensor's name if the shard is all of it, else with its offset."""
     data = item.tensor_data
     assert data is not None
-    if data.chunk.sizes == data.size:
-        return item.index.fqn
-    return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+    return piece_key(item.index.fqn, data.chunk.offsets, data.chunk.sizes == data.size)
 
 
 def _table(metadata: Metadata) -> dict[str, Any]:

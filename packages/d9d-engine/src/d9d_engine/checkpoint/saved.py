@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,7 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from d9d_engine.checkpoint import load as dcp_load
-from d9d_engine.checkpoint.manifest import VALUES
+from d9d_engine.checkpoint.manifest import read_values
+from d9d_engine.checkpoint.manifest_model import VALUES
 
 
 class Checkpoint:
@@ -46,11 +46,20 @@ class Checkpoint:
         return int(self.manifest["step"])
 
     def values(self) -> dict[str, Any]:
-        """Values that are no tensors. Collective over all ranks."""
+        """Values that are no tensors. Collective over all ranks.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
 
         def read() -> Any:
-            with self._storage.open(self.name, VALUES) as file:
-                return json.loads(file.read())
+            try:
+                values = read_values(self._storage, self.name, VALUES)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{self.location}: {VALUES} cannot be read ({error})") from error
+            if not isinstance(values, dict):
+                raise CheckpointError(f"{self.location}: {VALUES} holds no JSON object but a {type(values).__name__}")
+            return values
 
         values: dict[str, Any] = on_main(read, self._group)
         return values

@@ -36,12 +36,15 @@ from torch import distributed as dist
 from d9d_engine.checkpoint.attempts import Attempts
 from d9d_engine.checkpoint.background import Background
 from d9d_engine.checkpoint.manifest import read_manifest, verify_file
-from d9d_engine.checkpoint.prune import Pruner, folder, steps_in
+from d9d_engine.checkpoint.prune import Pruner, folder, steps_in, strays_in
 from d9d_engine.checkpoint.retention import Retention
 from d9d_engine.checkpoint.save_job import SaveJob, unwritten
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.staging import Staged, Stager
 from d9d_engine.distributed.mesh import Topology
+
+#: Ignored folders that are spelled out; the rest is counted.
+_SHOWN = 3
 
 
 class CheckpointStore:
@@ -75,7 +78,8 @@ class CheckpointStore:
         self.asynchronous = asynchronous
         self._storage = open_store(directory)
         self.group = _own_group(timeout) if self.topology.world_size > 1 else None
-        self._pruner = Pruner(self._storage, self.retention)
+        self._foreign: set[int] = set()
+        self._pruner = Pruner(self._storage, self.retention, self._foreign)
         self._stager = Stager()
         self._staged: Staged | None = None
         self._owners: Owners | None = None
@@ -144,7 +148,8 @@ class CheckpointStore:
     def newest(self, warn: Callable[[str], None]) -> Checkpoint | None:
         """Newest usable checkpoint, the same on all ranks; damaged ones are reported and passed over.
 
-        Every rank verifies a part of the files. Collective over all ranks.
+        Folders that no save made so, such as ``step-7`` or a copy of another step's, are reported and ignored. Every
+        rank verifies a part of the files. Collective over all ranks.
 
         Args:
             warn: called on the first rank.
@@ -152,25 +157,40 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, but all are damaged.
         """
+        strays: list[str] = on_main(lambda: strays_in(self._storage), self.group)
         problems = []
+        found = None
         for step in self.steps():
             try:
-                return self._open(folder(step))
+                found = self._open(folder(step))
             except CheckpointError as error:
                 problems.append(str(error))
                 if self.topology.is_main:
                     warn(f"{error}; trying the one before")
-        if problems:
+                continue
+            if found.step == step:
+                break
+            strays.append(f"{folder(step)} (a copy of step {found.step})")
+            self._foreign.add(step)
+            found = None
+        if strays and self.topology.is_main:
+            warn(
+                f"{self.directory}: ignored {', '.join(strays[:_SHOWN])}"
+                + (f" and {len(strays) - _SHOWN} more" if len(strays) > _SHOWN else "")
+                + f": checkpoints are called {folder(7)} after their own step; rename or remove these"
+            )
+        if problems and found is None:
             raise CheckpointError(
                 "no usable checkpoint: " + "; ".join(problems) + f"; remove {self.directory} to start from scratch"
             )
-        return None
+        return found
 
     def set_aside(self, newer_than: int) -> list[str]:
         """Set checkpoints aside that could not be used, and return where they are. Collective over all ranks."""
 
         def move() -> list[str]:
-            return [self._storage.set_aside(folder(step)) for step in steps_in(self._storage) if step > newer_than]
+            newer = [step for step in steps_in(self._storage) if step > newer_than and step not in self._foreign]
+            return [self._storage.set_aside(folder(step)) for step in newer]
 
         moved: list[str] = on_main(move, self.group)
         return moved

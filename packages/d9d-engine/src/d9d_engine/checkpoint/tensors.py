@@ -46,11 +46,7 @@ class CheckpointTensors:
         if not _is_folder(text):
             parent = _checkpoints_below(text)
             storage = open_store(parent)
-            found = (folder(step) for step in steps_in(storage))
-            finished = next((folder for folder in found if _is_finished(storage, folder)), None)
-            if finished is None:
-                raise CheckpointError(f"{parent} holds no checkpoint")
-            name = finished
+            name = _newest(storage)
         self._storage, self._name = open_store(parent or "."), name
         self.location = self._storage.location(name)
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
@@ -113,7 +109,7 @@ def is_checkpoint(location: str) -> bool:
     if _is_folder(text):
         return True
     if "://" in text:
-        return bool(steps_in(open_store(text)))
+        return bool(_steps(open_store(text)))
     path = Path(text)
     return (path / "checkpoints").is_dir() or any(path.glob(f"step-*/{MANIFEST}"))
 
@@ -130,13 +126,26 @@ def _is_folder(location: str) -> bool:
         return True
 
 
-def _is_finished(storage: DirectoryStore, folder: str) -> bool:
-    """Whether a folder has its manifest; behind an address it may exist before."""
+def _newest(storage: DirectoryStore) -> str:
+    """Name of the newest finished checkpoint; behind an address, a folder may exist before its manifest does."""
+    for step in _steps(storage):
+        try:
+            with storage.open(folder(step), MANIFEST):
+                pass
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise CheckpointError(f"{storage.location(folder(step))} cannot be read: {error}") from error
+        if read_manifest(storage, folder(step))["step"] == step:  # else it is a copy of another step's
+            return folder(step)
+    raise CheckpointError(f"{storage} holds no checkpoint")
+
+
+def _steps(storage: DirectoryStore) -> list[int]:
     try:
-        with storage.open(folder, MANIFEST):
-            return True
-    except FileNotFoundError:
-        return False
+        return steps_in(storage)
+    except OSError as error:
+        raise CheckpointError(f"{storage} cannot be read: {error}; check the address and your rights there") from error
 
 
 def _checkpoints_below(location: str) -> str:

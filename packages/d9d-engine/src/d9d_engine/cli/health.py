@@ -1,6 +1,8 @@
-"""Health checks of the engine: torch and the device that would train."""
+"""Health checks of the engine: torch, the device that would train, and the network that it would trust."""
 
 from __future__ import annotations
+
+import os
 
 from d9d_core.protocols.health import Health
 
@@ -24,3 +26,12 @@ def check_device() -> Health:
     if device.type == "cpu":
         return Health(True, f"no accelerator; training runs on the CPU with {torch.get_num_threads()} threads")
     return Health(True, f"{torch.accelerator.device_count()} x {device.type}")
+
+
+def check_network() -> Health:
+    """Network that a run of several processes would listen on, and whom it would trust there."""
+    names = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if os.environ.get(name)]
+    told = "".join(f"; {name}={os.environ[name]}" for name in names)
+    local = f"--nproc listens on {'the interfaces named here' if names else 'the loopback only'}"
+    several = "runs on several machines trust everyone who reaches their ports, so keep them on a private network"
+    return Health(True, f"{local}; {several} (docs/launching.md, Trust){told}")

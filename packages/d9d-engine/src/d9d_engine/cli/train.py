@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Annotated, Any
 
 import typer
@@ -13,8 +13,9 @@ from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, c
 from d9d_core.errors import JobError
 
 from d9d_engine.job import Job
-from d9d_engine.launch.process import running
+from d9d_engine.launch.process import Process, running
 from d9d_engine.process_env import ProcessEnv
+from d9d_engine.run.interrupt import Interrupts, Terminated
 
 app = command_app("train", "Train, or continue after an interruption.")
 
@@ -37,44 +38,65 @@ def train(
     ] = None,
 ) -> None:
     """Train. Continues from the newest checkpoint of the run, if there is one."""
-    env = ProcessEnv.from_environment(os.environ)
-    if nproc is not None or max_restarts is not None:
-        if env.launcher is not None:
-            raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; tell it instead")
-        loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
-        options = [word for option in overrides for word in ("--set", option)]
-        options += [word for file in plugin for word in ("--plugin", str(file))]
-        options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
-        raise typer.Exit(_launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0))
-    with running(env, os.environ) as process:
-        loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, quiet=process.repeats)
-        loaded.check(env.world_size)
-        with _start_up(), interrupts_deferred():
-            # Imports of torch and numpy, once and for all that follows.
-            import d9d_engine.build.compose
-            import d9d_engine.distributed.world  # noqa: F401
-            from d9d_engine.distributed.mesh import describe_rank
+    with Interrupts().noted() as interrupts:
+        try:
+            env = ProcessEnv.from_environment(os.environ)
+            if nproc is None and max_restarts is None:
+                with running(env, os.environ, interrupts) as process:
+                    _train(
+                        process,
+                        interrupts,
+                        lambda: load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, process.repeats),
+                    )
+                return
+            if env.launcher is not None:
+                raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; tell it instead")
+            with interrupts.raised():
+                loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
+            options = [word for option in overrides for word in ("--set", option)]
+            options += [word for file in plugin for word in ("--plugin", str(file))]
+            options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+            status = _launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0, interrupts)
+            raise typer.Exit(status)
+        except Terminated:
+            typer.echo("SIGTERM: stopped during start-up; nothing was trained", err=True)
 
-        # A process that is alone says why it failed on its way out, as every command does.
-        alone = env.launcher is None
-        reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
-        with loaded.joined(env, reporter) as topology:
-            with _start_up():
-                trainer = loaded.build(topology=topology)
-            outcome = trainer.train()
-        if outcome.status == "finished" and topology.is_main:
-            typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
+
+def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> None:
+    env = process.env
+    # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every command
+    # does. Others stop together, after their first step.
+    alone = env.launcher is None
+    with _start_up(interrupts, alone):
+        loaded = load()
+        loaded.check(env.world_size)
+    with _start_up(), interrupts_deferred():
+        # Imports of torch and numpy, once and for all that follows.
+        import d9d_engine.build.compose
+        import d9d_engine.distributed.world  # noqa: F401
+        from d9d_engine.distributed.mesh import describe_rank
+
+    reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
+    with loaded.joined(env, reporter) as topology:
+        with _start_up(interrupts, alone):
+            trainer = loaded.build(topology=topology, interrupts=interrupts)
+        outcome = trainer.train()
+    if outcome.status == "finished" and topology.is_main:
+        typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
 
 
 @contextmanager
-def _start_up() -> Iterator[None]:
+def _start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Iterator[None]:
     try:
-        yield
+        with interrupts.raised() if interrupts is not None and alone else nullcontext():
+            yield
+    except Terminated:
+        raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt("during start-up; nothing was trained") from None
 
 
-def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:
+def _launch(job: Any, arguments: list[str], nproc: str, restarts: int, interrupts: Interrupts) -> int:
     from d9d_engine.launch.agent import Launch
 
     if nproc != "auto" and not nproc.isdecimal():
@@ -87,4 +109,4 @@ def _launch(job: Any, arguments: list[str], nproc: str, restarts: int) -> int:
     def name_of(rank: int) -> str:
         return describe_rank(job.mesh.sizes(), rank)
 
-    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of).run()
+    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of, job.timeouts.startup).run(interrupts)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,7 +27,9 @@ from d9d_engine.supervision.watchdog import Watchdog
 
 #: The watchdog's report comes before any backend's own.
 _BACKEND_MARGIN = 60.0
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+#: Variables with the interface on which a backend listens.
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,45 +74,46 @@ def joined(
         PluginError: loaded plugins differ between ranks.
         TrainingError: ranks did not arrive in time.
     """
-    who = f"{describe_rank(sizes, env.rank)} on {env.node}"
-    store = _meet(env, timeouts["startup"])
+    with _loopback(env):
+        who = f"{describe_rank(sizes, env.rank)} on {env.node}"
+        store = _meet(env, timeouts["startup"])
 
-    def claim(name: str) -> str:
-        return store.compare_set(FAILED, "", name).decode()
+        def claim(name: str) -> str:
+            return store.compare_set(FAILED, "", name).decode()
 
-    watchdog = Watchdog(timeouts, who, changed=lambda: _set_timeouts(max(timeouts.values()) + _BACKEND_MARGIN))
-    own = False
-    try:
-        agree(store, env, identity, timeouts["startup"])
-        own = not dist.is_initialized()
-        if own:
-            _init(env, device, store, timeouts["startup"])
-        if env.world_size > 1:
-            tell = reporter or FailureReporter(who, None)
-            shortest = min(timeouts.values())
-            alarm = Alarm(
-                # A connection of its own: the main thread may be waiting for the store.
-                store.clone(),
-                env.rank,
-                env.world_size,
-                tell=lambda failure: tell.tell(failure, claim),
-                grace=min(10.0, max(2.0, shortest)),
-            )
-            # Each rank asks the store: seldom enough for thousands of them.
-            watchdog.start(alarm, pause=min(max(1.0, env.world_size / 1000), shortest / 4))
-        yield World(env, store, watchdog)
-    except BaseException as error:
-        if reporter is not None and isinstance(error, Exception):
-            # Before connections close: the others must find out who was first.
-            reporter.raised(error, claim)
+        watchdog = Watchdog(timeouts, who, changed=lambda: _set_timeouts(max(timeouts.values()) + _BACKEND_MARGIN))
+        own = False
+        try:
+            agree(store, env, identity, timeouts["startup"])
+            own = not dist.is_initialized()
+            if own:
+                _init(env, device, store, timeouts["startup"])
+            if env.world_size > 1:
+                tell = reporter or FailureReporter(who, None)
+                shortest = min(timeouts.values())
+                alarm = Alarm(
+                    # A connection of its own: the main thread may be waiting for the store.
+                    store.clone(),
+                    env.rank,
+                    env.world_size,
+                    tell=lambda failure: tell.tell(failure, claim),
+                    grace=min(10.0, max(2.0, shortest / 4)),
+                )
+                # Each rank asks the store: seldom enough for thousands of them.
+                watchdog.start(alarm, pause=min(max(1.0, env.world_size / 1000), shortest / 4))
+            yield World(env, store, watchdog)
+        except BaseException as error:
+            if reporter is not None and isinstance(error, Exception):
+                # Before connections close: the others must find out who was first.
+                reporter.raised(error, claim)
+            watchdog.stop()
+            if own and dist.is_initialized():
+                _abort()
+            raise
         watchdog.stop()
-        if own and dist.is_initialized():
-            _abort()
-        raise
-    watchdog.stop()
-    if own:
-        _leave_together(store, env, timeouts["startup"])
-        dist.destroy_process_group()
+        if own:
+            _leave_together(store, env, timeouts["startup"])
+            dist.destroy_process_group()
 
 
 def process_groups() -> list[dist.ProcessGroup]:
@@ -130,25 +136,49 @@ def _meet(env: ProcessEnv, timeout: float) -> Store:
 
 
 def _connect(env: ProcessEnv, master: tuple[str, int], timeout: float) -> Store:
-    # torchrun's agent may serve a store already, and says so; see torch.distributed.rendezvous, which cannot be used:
-    # it waits until all have come, and does not tell who is missing.
+    # torchrun's agent or d9d's launcher may serve a store already, and says so; see torch.distributed.rendezvous, which
+    # cannot be used: it waits until all have come, and does not tell who is missing.
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    host, port = master
+    if not served and env.local_world_size == env.world_size:
+        host = _LOOPBACK
     try:
+        listening = _listening_at(host, port) if env.rank == 0 and not served else None
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
-            *master,
+            host,
+            port,
             env.world_size,
             is_master=env.rank == 0 and not served,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=listening,
         )
-    except dist.DistNetworkError as error:
+    except (dist.DistNetworkError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise TrainingError(
-            f"rank {env.rank} on {env.node} cannot meet the others at {master[0]}:{master[1]} within {timeout:g} s "
+            f"rank {env.rank} on {env.node} cannot meet the others at {host}:{port} within {timeout:g} s "
             f"(timeouts.startup); did rank 0 start there, and is the port free? {reason}"
         ) from error
     return store
+
+
+def _listening_at(host: str, port: int) -> int | None:
+    """Descriptor of a socket that listens at an address and nowhere else; ``None`` for a host that only has a name.
+
+    A name may mean another address here than elsewhere, such as 127.0.1.1 for this machine's own.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        return socket.create_server((host, port), family=family).detach()
+    except ValueError:
+        return None
+    except OSError as error:
+        # The address is that of a router in front of this machine; or a store of this process listens there already.
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise
 
 
 def _below(prefix: str, store: Any) -> Store:
@@ -161,31 +191,33 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     hook = sys.excepthook
-    with _loopback(env):
-        # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the
-        # topology has only the members of a group make it.
-        dist.init_process_group(
-            backend,
-            store=_below("group", store),  # type: ignore[arg-type]
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
+    # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the topology
+    # has only the members of a group make it.
+    dist.init_process_group(
+        backend,
+        store=_below("group", store),  # type: ignore[arg-type]
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
     if env.world_size == 1:
         sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback
 
 
 @contextmanager
 def _loopback(env: ProcessEnv) -> Iterator[None]:
-    # Alone, gloo needs no network, but warns where the host's own name is unknown.
-    if env.world_size > 1 or _GLOO_INTERFACE in os.environ or platform.system() != "Linux":
-        yield
-        return
-    os.environ[_GLOO_INTERFACE] = "lo"
+    """Let backends listen for this machine only if all ranks are on it, unless the user names an interface.
+
+    Alone, gloo needs no network, but warns where the host's own name is unknown.
+    """
+    elsewhere = env.world_size > env.local_world_size or platform.system() != "Linux"
+    chosen = [] if elsewhere else [name for name in _INTERFACES if name not in os.environ]
+    os.environ.update(dict.fromkeys(chosen, "lo"))
     try:
         yield
     finally:
-        del os.environ[_GLOO_INTERFACE]
+        for name in chosen:
+            os.environ.pop(name, None)
 
 
 def _set_timeouts(seconds: float) -> None:

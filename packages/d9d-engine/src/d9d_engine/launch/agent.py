@@ -1,74 +1,69 @@
 """``d9d train --nproc``: starts the processes that torchrun would start, and prints one cause at the end.
 
-torch's elastic agent starts and watches them. Restarts are made here, one agent after the other: it has no way to say
-why it restarts, and would repeat a job whose error cannot go away.
+They all are on this machine, and nothing listens where another one could reach it: the store in which ranks meet is
+bound to the loopback, and so are the listeners of gloo and NCCL unless the user names another interface. torch's
+elastic agent would bind its stores to all interfaces, and unpickles what it finds in them.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import signal
+import socket
 import sys
-import tempfile
-import uuid
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any
 
-from d9d_engine.launch.channel import VARIABLE, Channel
-from d9d_engine.launch.process import ENDED
+from d9d_engine.launch.ranks import Ended, Rank, Ranks
+from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.supervision.failure import Failure
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-#: Signals that processes die of by themselves. SIGTERM is the agent's way to end those that are left.
-_OWN_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT})
-#: The agent kills what is left 30 s after a failure; a process that was killed sooner was not killed by it.
-_OWN_KILL_SECONDS = 20
-#: The user interrupted before every process could be asked to stop, so none was as far as the first step.
-_BEFORE_PROCESSES = Failure("interrupted", 130)
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Launch of processes on this machine by an elastic agent.
+    """Launch of processes on this machine.
 
     Attributes:
         arguments: of the Python interpreter.
         processes: how many.
         restarts: how often to start all again after a failure.
         name_of: rank -> how messages call it.
+        patience: seconds until the last process must have ended after the first one did well.
     """
 
     arguments: Sequence[str]
     processes: int
     restarts: int
     name_of: Callable[[int], str]
+    patience: float = 600.0
 
-    def run(self) -> int:
+    def run(self, interrupts: Interrupts | None = None) -> int:
         """Run until all processes have ended; prints why if they failed.
 
+        Args:
+            interrupts: what asked this process to stop before this call.
+
         Returns:
-            The exit status: of the process that failed first, or 130 if the user ended the start-up.
+            The exit status: of the process that failed first; 0 if SIGTERM ended the run, 130 if Ctrl-C ended its
+            start-up.
         """
-        with tempfile.TemporaryDirectory(prefix="d9d-launch-") as directory:
+        with signals_received() as signals:
+            if interrupts is not None and interrupts.requested:
+                signals.append(signal.Signals[interrupts.requested])
             for attempt in range(self.restarts + 1):
-                channel = Channel(Path(directory) / str(attempt))
-                channel.directory.mkdir()
-                failure = self._attempt(channel)
+                ended = run_ranks(self.arguments, self.processes, signals, self.patience)
+                failure = cause(ended.failed, self.name_of) if ended.failed else None
+                if ended.asked is not None:
+                    return _stopped(ended, failure, first=attempt == 0)
                 if failure is None:
                     return 0
-                if channel.stopping:
-                    # The processes of an earlier attempt may have trained.
-                    early = attempt == 0 and failure is _BEFORE_PROCESSES
-                    _say("interrupted: during start-up; nothing was trained" if early else "interrupted")
-                    return 130
                 _say(failure.text)
                 # Exit status 2 is a mistake in the job or its surroundings, which another attempt repeats.
                 if attempt == self.restarts or failure.exit_code == 2:
@@ -76,123 +71,152 @@ class Launch:
                 _say(f"starting all {self.processes} processes again (restart {attempt + 1} of {self.restarts})")
         raise AssertionError("the last attempt returns")
 
-    def _attempt(self, channel: Channel) -> Failure | None:
-        try:
-            with self._signals_passed_on(channel), _environment(channel, self.processes), _quiet_agent():
-                return _run_agent(self, channel)
-        except KeyboardInterrupt:
-            return _BEFORE_PROCESSES
 
-    @contextmanager
-    def _signals_passed_on(self, channel: Channel) -> Iterator[None]:
-        asked = 0
-
-        def ask(number: int, _frame: FrameType | None) -> None:
-            nonlocal asked
-            asked += 1
-            gentle = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-            if not channel.stop(gentle if asked < 3 else signal.SIGKILL, self.processes):
-                raise KeyboardInterrupt  # nothing runs that could be saved; the agent ends what there is
-
-        wanted = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-            wanted.append(signal.SIGHUP)
-        previous = {number: signal.signal(number, ask) for number in wanted}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-
-def _run_agent(launch: Launch, channel: Channel) -> Failure | None:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=launch.processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(channel.directory)),
-        signals_to_handle="SIGQUIT",  # the others are passed on by ourselves
-    )
-    try:
-        elastic_launch(config, sys.executable)(*launch.arguments)
-    except ChildFailedError as error:
-        return cause(error.failures, launch.name_of)
-    return None
-
-
-def cause(failures: Mapping[int, ProcessFailure], name_of: Callable[[int], str]) -> Failure:
-    """Cause among the failures that the agent saw: the one that led to the others.
+def run_ranks(
+    arguments: Sequence[str],
+    processes: int,
+    signals: list[int],
+    patience: float,
+    environ: Mapping[str, str] | None = None,
+    output: IO[str] | None = None,
+) -> Ended:
+    """Run processes with torchrun's variables on this machine until all have ended.
 
     Args:
-        failures: rank -> what the agent knows about it.
-        name_of: rank -> how messages call it.
+        arguments: of the Python interpreter.
+        processes: how many.
+        signals: numbers of the signals that this process received; see :func:`signals_received`.
+        patience: seconds until the last one must have ended after the first one did well.
+        environ: environment variables; by default, those of this process.
+        output: where they print; by default, where this process prints.
     """
-    first = min(failure.timestamp for failure in failures.values())
+    store = _loopback_store()
+    common = _environment(processes) | dict(os.environ if environ is None else environ)
+    common |= {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    each = [{**common, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return Ranks(arguments, each, output).wait(signals, patience)
 
-    def order(item: tuple[int, tuple[ProcessFailure, Failure | None]]) -> tuple[int, int]:
-        _, (process, told) = item
-        signalled = -process.exitcode in _OWN_SIGNALS and process.timestamp - first < _OWN_KILL_SECONDS
-        told_nothing = process.error_file_data.get("message") == "<NONE>"
-        if told is not None:
-            guilt = 3 if told.second_hand else 0
-        elif signalled:
-            guilt = 1
-        elif told_nothing and process.exitcode > 0 and process.exitcode != ENDED:
-            guilt = 2
-        else:
-            guilt = 4
-        return guilt, process.timestamp
 
-    found = {rank: (process, Failure.read(process.error_file_data)) for rank, process in failures.items()}
-    rank, (process, told) = min(found.items(), key=order)
-    if told is not None:
-        return told
-    who = f"{name_of(rank)} on {platform.node()}"
-    if process.exitcode < 0:
-        name = signal.Signals(-process.exitcode).name
-        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
-        return Failure(f"{who} was killed by {name}{hint}")
-    return Failure(f"{who} ended with exit status {process.exitcode}, without an error of its own", process.exitcode)
+def run_module(
+    module: str,
+    arguments: Sequence[str],
+    processes: int,
+    environ: Mapping[str, str] | None = None,
+    output: IO[str] | None = None,
+    patience: float = 600.0,
+) -> int:
+    """Run a module in processes with torchrun's variables on this machine, which nothing outside of it can reach.
+
+    Args:
+        module: name for ``python -m``.
+        arguments: of the module.
+        processes: how many.
+        environ: environment variables; by default, those of this process.
+        output: where they print; by default, where this process prints.
+        patience: seconds until the last one must have ended after the first one did well.
+
+    Returns:
+        The exit status: 0, or that of the process that failed first.
+
+    Raises:
+        KeyboardInterrupt: this process was asked to stop; all others have ended.
+    """
+    with signals_received() as signals:
+        ended = run_ranks(("-m", module, *arguments), processes, signals, patience, environ, output)
+    if ended.asked is not None:
+        raise KeyboardInterrupt
+    return cause(ended.failed, lambda rank: f"rank {rank}").exit_code if ended.failed else 0
 
 
 @contextmanager
-def _environment(channel: Channel, processes: int) -> Iterator[None]:
+def signals_received() -> Iterator[list[int]]:
+    """Numbers of the signals that ask this process to stop, as they arrive within the block.
+
+    Outside the main thread signals cannot be caught, and none arrives.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+        wanted.append(signal.SIGHUP)
+    previous = {number: signal.signal(number, note) for number in wanted}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def cause(failed: Sequence[Rank], name_of: Callable[[int], str]) -> Failure:
+    """Cause among failed processes: the failure that led to the others.
+
+    Args:
+        failed: at least one, without those that the launcher ended.
+        name_of: rank -> how messages call it.
+    """
+
+    def order(rank: Rank) -> tuple[int, int]:
+        if rank.failure is not None:
+            guilt = 3 if rank.failure.second_hand else 0
+        elif rank.echoes:
+            guilt = 4
+        else:
+            guilt = 1 if (rank.exit_code or 0) < 0 else 2
+        return guilt, rank.ended
+
+    rank = min(failed, key=order)
+    if rank.failure is not None:
+        return rank.failure
+    code = rank.exit_code or 0
+    who = f"{name_of(rank.number)} on {platform.node()}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        return Failure(f"{who} was killed by {name}{hint}")
+    return Failure(f"{who} ended with exit status {code}, without an error of its own", code)
+
+
+def _stopped(ended: Ended, failure: Failure | None, first: bool) -> int:
+    """Exit status of a run that was asked to stop; says what became of it unless the processes did."""
+    if ended.training and not ended.insisted:
+        if failure is not None:
+            _say(failure.text)
+        return 0 if failure is None else failure.exit_code
+    # The processes of an earlier attempt may have trained.
+    early = first and not ended.training
+    if ended.asked == "SIGINT" or ended.training:
+        _say("interrupted: during start-up; nothing was trained" if early else "interrupted")
+        return 130
+    _say(f"{ended.asked}: stopped during start-up" + ("; nothing was trained" if early else ""))
+    return 0
+
+
+def _loopback_store() -> Any:
+    """Store in which ranks meet, served by this process to this machine alone."""
+    from torch import distributed as dist
+
+    listening = socket.create_server((_LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def _environment(processes: int) -> dict[str, str]:
     """Environment of started processes, where the user has set nothing else."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     values = {"OMP_NUM_THREADS": str(max(1, cores // processes))}
     if platform.system() == "Linux":
-        values["GLOO_SOCKET_IFNAME"] = "lo"  # all on this machine, whose own name may be unknown to it
-    before = dict(os.environ)
-    os.environ.update({**values, **before, VARIABLE: str(channel.directory)})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Silence the agent's log, which repeats what is printed here, unless LOGLEVEL is set."""
-    logger: Any = logging.getLogger("torch.distributed.elastic")
-    silent, before = logging.NullHandler(), logger.propagate
-    if "LOGLEVEL" not in os.environ:
-        logger.addHandler(silent)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(silent)
-        logger.propagate = before
+        # All are on this machine, whose own name may be unknown to it.
+        values |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return values
 
 
 def _say(text: str) -> None:

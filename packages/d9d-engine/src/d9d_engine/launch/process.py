@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import d9d_engine
-from d9d_engine.launch.channel import Channel
+from d9d_engine.launch.link import Link
 from d9d_engine.process_env import ProcessEnv
-from d9d_engine.supervision.failure import Failure, FailureReporter
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.supervision.failure import ErrorFile, Failure, FailureReporter, Listener
 
 #: Where an elastic agent wants to read why a process failed.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-#: Exit status of a process that was told to end: what a shell shows for SIGTERM.
+#: Exit status of a process whose launcher is gone: what a shell shows for SIGTERM.
 ENDED = 128 + signal.SIGTERM
-#: How long a process may go on after the agent told it to end because another one failed.
-_LAST_SECONDS = 2.0
 #: Between the command line and what it runs.
 _HIDDEN = {
     contextlib.__file__,
@@ -36,14 +35,14 @@ class Process:
 
     Args:
         env: which one.
-        file: where the agent wants to read errors.
+        listener: who wants to know why it fails.
         repeats: what is true of the job file alone has been said, by the launcher or by rank 0.
     """
 
-    def __init__(self, env: ProcessEnv, file: Path | None, repeats: bool) -> None:
+    def __init__(self, env: ProcessEnv, listener: Listener | None, repeats: bool) -> None:
         self.env = env
         self.repeats = repeats
-        self._file = file
+        self._listener = listener
         self._reporter: FailureReporter | None = None
         self._name = f"rank {env.rank}"
 
@@ -54,7 +53,7 @@ class Process:
             name: the rank with its coordinates, which are known once the job is; warnings show it from now on.
         """
         self._name = name
-        self._reporter = FailureReporter(f"{name} on {self.env.node}", self._file, hide=_HIDDEN)
+        self._reporter = FailureReporter(f"{name} on {self.env.node}", self._listener, hide=_HIDDEN)
         return self._reporter
 
     def fail(self, error: Exception) -> NoReturn:
@@ -62,7 +61,8 @@ class Process:
         failure = Failure.of(error, f"{self._name} on {self.env.node}")
         if self._reporter is None or not self._reporter.told:
             # The ranks have not met, so nobody knows whether others say the same.
-            (self._reporter or FailureReporter(failure.text, self._file)).tell(failure, claim=lambda name: name)
+            reporter = self._reporter or FailureReporter(failure.text, self._listener)
+            reporter.tell(failure, claim=lambda name: name)
         sys.exit(failure.exit_code)
 
     def warn(self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
@@ -72,22 +72,24 @@ class Process:
 
 
 @contextlib.contextmanager
-def running(env: ProcessEnv, environ: Mapping[str, str]) -> Iterator[Process]:
+def running(env: ProcessEnv, environ: Mapping[str, str], interrupts: Interrupts) -> Iterator[Process]:
     """Run as a launched process of a job inside the block: an error that leaves it ends the process, reported once.
 
     A process that nobody started as one of several just runs the block.
+
+    Args:
+        env: which process.
+        environ: its environment variables.
+        interrupts: what the launcher asks for arrives there.
     """
-    file = Path(environ[ERROR_FILE]) if ERROR_FILE in environ else None
-    channel = Channel.from_environment(environ)
-    process = Process(env, file, repeats=env.rank != 0 or channel is not None)
+    link = Link.from_environment(environ)
+    listener = link or (ErrorFile(Path(environ[ERROR_FILE])) if ERROR_FILE in environ else None)
+    process = Process(env, listener, repeats=env.rank != 0 or link is not None)
     if env.launcher is None:
         yield process
         return
-    if channel is not None:
-        channel.enter(env.local_rank)
-        if channel.stopping:  # asked between two attempts
-            sys.exit(130)
-        _end_with_launcher(channel)
+    if link is not None:
+        _follow(link, interrupts)
     with warnings.catch_warnings():
         if env.rank != 0:
             warnings.showwarning = process.warn  # type: ignore[assignment]
@@ -97,25 +99,31 @@ def running(env: ProcessEnv, environ: Mapping[str, str]) -> Iterator[Process]:
             sys.exit(130)
         except Exception as error:
             process.fail(error)
+    if link is not None:
+        link.send(done=True)
 
 
-def _end_with_launcher(channel: Channel) -> None:
-    """End this process when its launcher is gone, or wants its end because another process failed.
+def _follow(link: Link, interrupts: Interrupts) -> None:
+    """Do what the launcher asks, tell it what others ask, and end this process when it is gone.
 
-    The loop takes a SIGTERM for a request to save and stop, which a main thread that waits for a dead rank never gets
-    to. Python notes a signal in this file at once, whatever the main thread does.
+    Whoever asks one process asks all: the main thread may be waiting for another rank, and is then not reached by a
+    signal. Python notes it in this file at once, whatever the main thread does.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    parent = os.getppid()
+    interrupts.entered = lambda: link.send(training=True)
 
     def watch() -> None:
-        while os.getppid() == parent:
-            ready, _, _ = select.select([reading], [], [], 1.0)
-            if ready and signal.SIGTERM in os.read(reading, 64) and not channel.stopping:
-                threading.Event().wait(_LAST_SECONDS)
-                break
-        os._exit(ENDED)
+        try:
+            while True:
+                ready, _, _ = select.select([reading, link.connection.fileno()], [], [])
+                for number in os.read(reading, 64) if reading in ready else b"":
+                    if number in (signal.SIGINT, signal.SIGTERM):
+                        link.send(asked=signal.Signals(number).name)
+                for message in link.receive() if link.connection.fileno() in ready else ():
+                    interrupts.request(message["stop"])
+        except EOFError:
+            os._exit(ENDED)
 
     threading.Thread(target=watch, name="d9d-launcher-watch", daemon=True).start()

@@ -255,17 +255,27 @@ class Checkpointer:
         return logged.get(best.series)
 
     def _continue(self, checkpoint: Checkpoint) -> tuple[Progress, Mapping[str, State]]:
+        if missing := [name for name in ("job", "plugins") if checkpoint.manifest.get(name) is None]:
+            raise CheckpointError(
+                f"{checkpoint.location} does not say which {' and '.join(missing)} it is of: no job saved it"
+            )
         self._compare(checkpoint)
+        values = _checked(checkpoint.values(), checkpoint.location)
         self._load(checkpoint)
-        values = checkpoint.values()
-        self._stream.load_state(values["data"])
+        try:
+            self._stream.load_state(values["data"])
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"{checkpoint.location} has a position in the data that the dataset does not understand "
+                f"({type(error).__name__}: {error}); go on with the dataset that wrote it"
+            ) from error
         for location in self.store.set_aside(newer_than=checkpoint.step):
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
         return Progress(checkpoint.step, values["tokens"], values["skipped"]), values["trackers"]
 
     def _load(self, checkpoint: Checkpoint) -> None:
         tensors = self._everything()
-        may_lack = self._left_out() & set(checkpoint.manifest["left_out"])
+        may_lack = self._left_out() & set(checkpoint.manifest.get("left_out", ()))
         for scope in (_MODEL, _OPTIMIZER):
             part = {name: tensor for name, tensor in tensors.items() if name.startswith(scope)}
             checkpoint.load_into(part, scope, may_lack)
@@ -305,6 +315,21 @@ class Checkpointer:
         saved = Manifest(checkpoint.manifest["plugins"])
         for line in saved.differences(self._manifest, "checkpoint", "now"):
             self._note(f"warning: plugins changed since {checkpoint.name}: {line}")
+
+
+def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
+    """Values of a checkpoint, after a look at their kinds."""
+    kinds = {"data": dict, "tokens": int, "skipped": int, "trackers": dict}
+    wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
+    wrong += [name for name in ("tokens", "skipped") if name not in wrong and values[name] < 0]
+    wrong += ["trackers"] if "trackers" not in wrong and not all(map(_is_table, values["trackers"].values())) else []
+    if wrong:
+        raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
+    return values
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _prefixed(scope: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

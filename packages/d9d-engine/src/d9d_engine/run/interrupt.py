@@ -1,35 +1,87 @@
-"""Ctrl-C and SIGTERM as a request to stop after the step."""
+"""Ctrl-C and SIGTERM as a request to stop after the step. Imports no torch."""
 
 from __future__ import annotations
 
+import atexit
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived while nothing could be saved yet."""
+
+
 class Interrupts:
-    """Signal handlers within a block: the first SIGINT or SIGTERM sets :attr:`requested`, the second SIGINT interrupts.
+    """Requests to stop: in a block, the first SIGINT or SIGTERM sets :attr:`requested`, the second SIGINT interrupts.
 
     Outside the main thread signals cannot be caught, and the block changes nothing.
+
+    Attributes:
+        requested: name of the signal that asks to stop; ``None`` if nobody has asked, and again after the block.
+        entered: called when the block begins: from now on there is something to save.
     """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self.entered: Callable[[], None] = lambda: None
+        self._raises = False
         self._previous: dict[int, Any] = {}
 
+    def request(self, name: str) -> None:
+        """Ask to stop, as the signal of that name does. Before the block, this stops what begins there."""
+        self.requested = self.requested or name
+
+    @contextmanager
+    def noted(self) -> Iterator[Interrupts]:
+        """SIGTERM inside the block, before and after training, is a request, too; for what runs as a whole process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        previous = signal.signal(signal.SIGTERM, self._note)
+        try:
+            yield self
+        finally:
+            # What was saved stays saved, although the interpreter takes its time to end.
+            atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, previous)
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """SIGTERM inside a block within :meth:`noted` ends it, as nothing needs to be saved.
+
+        Raises:
+            Terminated: SIGTERM has arrived.
+        """
+        self._raises = True
+        try:
+            if self.requested is not None:
+                raise Terminated
+            yield
+        finally:
+            self._raises = False
+
     def __enter__(self) -> Interrupts:
-        self.requested = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._request)
+        self.entered()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        while self._previous:
+            signal.signal(*self._previous.popitem())
+        self.requested = None
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
+        if self._raises:
+            raise Terminated
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:

@@ -1,8 +1,8 @@
 """Failure reports of ranks, so that the user reads the cause, once. Imports no torch.
 
-Where an elastic agent (torchrun, ``d9d train --nproc``) waits for the process, the text goes into the file that the
-agent asks for, in the agent's format: it prints the first failure when everything has ended. Elsewhere the rank prints
-it. Ranks that fail because another one did stay silent.
+Where somebody waits for the process, the text goes there, and is printed when everything has ended: to ``d9d train
+--nproc`` over its link, to torchrun's elastic agent in the file and the format that it asks for. Elsewhere the rank
+prints it. Ranks that fail because another one did stay silent.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from d9d_core.errors import D9dError
 from d9d_core.failures import describe
@@ -58,16 +58,44 @@ class Failure:
             text = f"{who} failed:\n{text}"
         return cls(text, 1, isinstance(error, RuntimeError | OSError) and bool(_BROKEN.search(str(error))))
 
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Failure | None:
-        """Read a failure from an error file; ``None`` if d9d did not write it, or if it echoes another failure."""
-        own = data.get("d9d")
-        return cls(**own) if isinstance(own, dict) else None
 
-    def write(self, path: Path) -> None:
-        """Write the failure into the file that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``."""
-        fields = {"text": self.text, "exit_code": self.exit_code, "second_hand": self.second_hand}
-        _replace(path, {**_agent_format(self.text, time.time()), "d9d": fields})
+class Listener(Protocol):
+    """Protocol of who waits for a process and wants to know why it failed."""
+
+    def failed(self, failure: Failure) -> None:
+        """Tell why this process fails; the last one counts."""
+        ...
+
+    def echoes(self, first: str) -> None:
+        """Tell that this process fails because the one named ``first`` did."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFile:
+    """File that an elastic agent asked for with ``TORCHELASTIC_ERROR_FILE``.
+
+    Attributes:
+        path: of the file.
+    """
+
+    path: Path
+
+    def failed(self, failure: Failure) -> None:
+        """Write the failure."""
+        self._replace(failure.text, time.time())
+
+    def echoes(self, first: str) -> None:
+        """Write whose failure led to this one, with a later time: an agent takes the earliest for the cause."""
+        self._replace(f"stopped because {first} failed", time.time() + 1)
+
+    def _replace(self, text: str, when: float) -> None:
+        headline = text.strip().rpartition("\n")[2]
+        extra = {"py_callstack": text, "timestamp": str(int(when))}
+        # In one step: the process may be ended while it writes, and half a file would hide the cause.
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        temporary.write_text(json.dumps({"message": {"message": headline, "extraInfo": extra}}))
+        temporary.replace(self.path)
 
 
 class FailureReporter:
@@ -75,14 +103,14 @@ class FailureReporter:
 
     Args:
         who: rank and node.
-        file: where the agent that started the process expects the error; without it, standard error is used.
+        listener: who started the process and waits for it; without one, standard error is used.
         hide: source files whose frames are left out where tracebacks begin.
     """
 
-    def __init__(self, who: str, file: Path | None, hide: Collection[str] = ()) -> None:
+    def __init__(self, who: str, listener: Listener | None, hide: Collection[str] = ()) -> None:
         self.who = who
         self.told = False
-        self._file = file
+        self._listener = listener
         self._hide = hide
         self._lock = threading.Lock()
 
@@ -105,31 +133,18 @@ class FailureReporter:
             if self.told:
                 return False
             self.told = True
-        # Written before the claim: a rank that learns that it is not the first may end, which ends all.
-        if self._file is not None:
-            failure.write(self._file)
+        # Before the claim: a rank that learns that it is not the first may end, which ends all.
+        if self._listener is not None:
+            self._listener.failed(failure)
         try:
             first = claim(self.who)
         except RuntimeError:  # the store is gone, with the process that held it
             first = "another rank" if failure.second_hand else self.who
         if first != self.who:
-            if self._file is not None:
-                # An agent takes the earliest for the cause.
-                _replace(self._file, _agent_format(f"stopped because {first} failed", time.time() + 1))
+            if self._listener is not None:
+                self._listener.echoes(first)
             return False
-        if self._file is None:
+        if self._listener is None:
             sys.stderr.write(f"{failure.text}\n")
             sys.stderr.flush()
         return True
-
-
-def _replace(path: Path, content: Mapping[str, Any]) -> None:
-    # In one step: the process may be ended while it writes, and half a file would hide the cause.
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(content))
-    temporary.replace(path)
-
-
-def _agent_format(text: str, when: float) -> dict[str, Any]:
-    headline = text.strip().rpartition("\n")[2]
-    return {"message": {"message": headline, "extraInfo": {"py_callstack": text, "timestamp": str(int(when))}}}

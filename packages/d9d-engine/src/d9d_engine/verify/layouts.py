@@ -114,6 +114,8 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     microbatch = min(job.microbatch_size, 2)
     ranks = math.lcm(*(layout.data_parallel_size for layout in layouts))
     count, stages = _stages(job, selection, layouts)
+    if ranks * microbatch * count > job.batch.size:  # there may not be more data
+        microbatch = 1
     values |= {
         "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
         "steps": max(steps, job.steps),  # a learning-rate schedule may need them all

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +15,7 @@ from d9d_core.errors import D9dError, JobError, TrainingError
 
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.job import Job
+from d9d_engine.launch.agent import run_module
 from d9d_engine.verify.compare import Verdict, compare, compared
 from d9d_engine.verify.deviations import Limits
 from d9d_engine.verify.layouts import (
@@ -36,19 +35,18 @@ Launch = Callable[[Path, int], str | None]
 
 def launch_processes(directory: Path, ranks: int) -> str | None:
     """Launch the processes of a layout; returns why they failed, or ``None``."""
-    worker = ["-m", "d9d_engine.verify.worker", str(directory)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *(launcher if ranks > 1 else ()), *worker]
     alone = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environ = {name: value for name, value in os.environ.items() if name not in alone}
-    done = subprocess.run(  # noqa: S603 - our own interpreter and module
-        command, capture_output=True, text=True, check=False, env={"OMP_NUM_THREADS": "1", **environ}
-    )
-    if done.returncode == 0:
-        return None
-    failure = directory / "failure.txt"
-    lines = failure.read_text() if failure.exists() else done.stderr
-    return lines.strip().splitlines()[-1] if lines.strip() else f"exit status {done.returncode}"
+    with (directory / "output.txt").open("w+", encoding="utf-8", errors="replace") as output:
+        status = run_module(
+            "d9d_engine.verify.worker", [str(directory)], ranks, {"OMP_NUM_THREADS": "1", **environ}, output
+        )
+        if status == 0:
+            return None
+        output.seek(0)
+        failure = directory / "failure.txt"
+        lines = failure.read_text() if failure.exists() else output.read()
+    return lines.strip().splitlines()[-1] if lines.strip() else f"exit status {status}"
 
 
 def verify(

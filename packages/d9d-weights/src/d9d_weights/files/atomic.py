@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +27,8 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON that ends up on the disk. NaN and infinity are refused: they are no JSON."""
-    path.write_bytes(json_bytes(value))
-    sync(path)
+    """Replace a JSON file in one step. NaN and infinity are refused: they are no JSON."""
+    write_text(path, json_bytes(value).decode())
 
 
 def json_bytes(value: Any) -> bytes:
@@ -44,9 +44,24 @@ def json_bytes(value: Any) -> bytes:
 def write_text(path: Path, text: str) -> None:
     """Replace a small file in one step."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, "utf-8")
+    create(temporary, text.encode())
     sync(temporary)
     temporary.replace(path)
+
+
+def create(path: Path, content: bytes) -> None:
+    """Write a file of a name that is nobody else's; what has it is removed, and a link is not followed."""
+    path.unlink(missing_ok=True)
+    with path.open("xb") as file:
+        file.write(content)
+
+
+def clear(path: Path) -> None:
+    """Remove a directory, or whatever else has its name, as far as that can be; a link is not followed."""
+    if path.is_symlink() or path.is_file():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -58,7 +73,7 @@ def published(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    clear(temporary)
     temporary.mkdir()
     try:
         yield temporary
@@ -73,7 +88,7 @@ def replace(target: Path, new: Path) -> None:
     """Rename a directory, replacing another one if there is one; if that fails, the other one stays."""
     # A directory cannot be renamed over another one, so for a moment the old one has a name of its own.
     old = target.with_name(f".{target.name}{_OLD}")
-    shutil.rmtree(old, ignore_errors=True)
+    clear(old)
     if target.exists():
         target.rename(old)
     try:
@@ -83,7 +98,7 @@ def replace(target: Path, new: Path) -> None:
             old.rename(target)
         raise
     sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    clear(old)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -102,14 +117,24 @@ def exclusive(path: Path, busy: str) -> Iterator[None]:
     """Hold a lock file while the block runs; the lock goes with the process, however it ends.
 
     Raises:
-        CheckpointError: another process holds it; the text is ``busy`` and that process's number.
+        CheckpointError: another process holds it; the text is ``busy`` and that process's number. Or its name is that
+            of a link, which would have another file overwritten.
     """
-    with path.open("a+") as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link, and must be a file of its own: remove it") from error
+        raise
+    with open(descriptor, "r+") as file:  # noqa: PTH123 - a descriptor
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
+            raise CheckpointError(f"{path} is a link or no file, and must be a file of its own: remove it")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            raise CheckpointError(f"{busy} (process {file.read().strip()})") from None
+            raise CheckpointError(f"{busy} (process {file.read(20).strip()})") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

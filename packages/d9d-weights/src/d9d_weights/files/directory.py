@@ -8,6 +8,7 @@ the checkpoints of a run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,6 +18,12 @@ from d9d_weights.files.safetensors import Source
 
 #: The file that makes a directory of a store exist; written last.
 MANIFEST = "manifest.json"
+_SET_ASIDE = re.compile(r".+\.damaged(-[0-9]+)?")
+
+
+def is_set_aside(name: str) -> bool:
+    """Whether a local directory has the name of one that was set aside."""
+    return _SET_ASIDE.fullmatch(name) is not None
 
 
 class OpenFile(Source, Protocol):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from d9d_core.errors import CheckpointError
+from d9d_core.untrusted import open_regular, read_regular
 
-from d9d_weights.files.atomic import exclusive, remove_leftovers, replace, sync
+from d9d_weights.files.atomic import clear, create, exclusive, remove_leftovers, replace, sync
 from d9d_weights.files.directory import OpenFile
 from d9d_weights.files.failures import unreadable
 
@@ -37,7 +38,7 @@ class LocalDirectory:
     def read(self, name: str) -> bytes:
         """See :class:`~d9d_weights.files.directory.Directory`."""
         with unreadable(f"{self}/{name}"):
-            return (self._path / name).read_bytes()
+            return read_regular(self._path / name, links="near")
 
     def open(self, name: str) -> OpenFile:
         """See :class:`~d9d_weights.files.directory.Directory`."""
@@ -50,7 +51,7 @@ class LocalFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor = open_regular(path)
 
     def size(self) -> int:
         """See :class:`~d9d_weights.files.safetensors.Source`."""
@@ -79,7 +80,7 @@ class LocalDraft:
 
     def start(self) -> None:
         """See :class:`~d9d_weights.files.directory.Draft`."""
-        shutil.rmtree(self._draft, ignore_errors=True)
+        clear(self._draft)
         self._draft.mkdir(parents=True)
 
     @contextmanager
@@ -122,7 +123,7 @@ class LocalDraft:
 
     def discard(self) -> None:
         """See :class:`~d9d_weights.files.directory.Draft`."""
-        shutil.rmtree(self._draft, ignore_errors=True)
+        clear(self._draft)
 
 
 class LocalStore:
@@ -142,7 +143,7 @@ class LocalStore:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
         self.directory.mkdir(parents=True, exist_ok=True)
         probe = self.directory / ".probe.tmp"
-        probe.write_bytes(b"")
+        create(probe, b"")
         probe.unlink()
 
     def is_visible(self) -> bool:
@@ -173,17 +174,22 @@ class LocalStore:
 
     def open(self, name: str, file: str) -> BinaryIO:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
-        return (self.directory / name / file).open("rb")
+        # Nothing here is written as a link; one would lead out of the directory.
+        return open(open_regular(self.directory / name / file, links="none"), "rb")  # noqa: PTH123 - a descriptor
 
     def set_aside(self, name: str) -> str:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
+        source = self.directory / name
+        numbers = itertools.count(2)
         target = self.directory / f"{name}.damaged"
-        shutil.rmtree(target, ignore_errors=True)
-        return str((self.directory / name).rename(target))
+        while os.path.lexists(target):
+            target = self.directory / f"{name}.damaged-{next(numbers)}"
+        return str(source.rename(target))
 
     def remove(self, name: str) -> None:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
         # Under this name, what remains of it is a leftover and no damaged checkpoint.
         doomed = self.directory / f".{name}.tmp"
+        clear(doomed)
         (self.directory / name).rename(doomed)
-        shutil.rmtree(doomed)
+        clear(doomed)

@@ -53,8 +53,9 @@ def open_store(location: str | Path) -> DirectoryStore:
 
         try:
             return RemoteStore(str(location))
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(f"checkpoints cannot be kept at {location}: {error}") from error
+        except Exception as error:  # a driver raises whatever it likes
+            reason = str(error) or type(error).__name__
+            raise CheckpointError(f"checkpoints cannot be kept at {location}: {reason}; use another address") from error
     return LocalStore(Path(location))
 
 

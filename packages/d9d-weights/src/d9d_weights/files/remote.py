@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from d9d_core.errors import CheckpointError
+from d9d_core.untrusted import MAX_JSON_BYTES
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
 from d9d_weights.files.directory import OpenFile
@@ -50,7 +51,11 @@ class RemoteDirectory:
     def read(self, name: str) -> bytes:
         """See :class:`~d9d_weights.files.directory.Directory`."""
         with unreadable(f"{self}/{name}"):
-            return cast("bytes", self._files.cat_file(f"{self._root}/{name}"))
+            with self._files.open(f"{self._root}/{name}", "rb") as file:
+                content: bytes = file.read(MAX_JSON_BYTES + 1)
+            if len(content) > MAX_JSON_BYTES:
+                raise OSError(f"it has more than {MAX_JSON_BYTES:,} bytes, too many for such a file")
+            return content
 
     def open(self, name: str) -> OpenFile:
         """See :class:`~d9d_weights.files.directory.Directory`."""

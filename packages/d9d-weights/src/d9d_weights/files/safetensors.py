@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Protocol, runtime_checkable
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
+from d9d_core.untrusted import parse_json
 from torch import Tensor
 
 _DTYPES = {
@@ -39,12 +40,15 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: Dtypes that a file can hold -> their names there.
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _ALIGNMENT = 8
 # As the safetensors library has it: a longer header is an attack or a damaged length.
 _MAX_HEADER = 100_000_000
+_MAX_DIMS = 64
+_LARGEST = 2**63 - 1
 #: Written and hashed at once: small enough for the cache, large enough that the interpreter does not matter.
 _CHUNK = 1 << 22
 #: Rows up to this size are read in full and cut in memory, instead of one read for every part of a row.
@@ -116,12 +120,12 @@ def plan_layout(specs: Mapping[str, TensorSpec], metadata: Mapping[str, str] | N
     starts: dict[str, int] = {}
     end = 0
     for name, spec in specs.items():
-        if spec.dtype not in _NAMES:
+        if spec.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"tensor '{name}' is {spec.dtype}, which a safetensors file cannot hold")
         if name == _METADATA:
             raise CheckpointError(f"no tensor can be called '{name}' in a safetensors file: rename it")
         start, end = end, end + math.prod(spec.shape) * spec.dtype.itemsize
-        entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [start, end]}
         starts[name] = start
     if metadata:
         entries = {_METADATA: dict(metadata), **entries}
@@ -139,6 +143,12 @@ def memory_of(tensor: Tensor) -> memoryview:
     """Memory of a contiguous tensor of the host as bytes, not copied."""
     # A contiguous tensor of one element may have any stride, and then view() refuses.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def is_possible(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether torch has tensors of a shape, given natural numbers: not too many dimensions, countable bytes."""
+    # An empty tensor has strides as if it were not.
+    return len(shape) <= _MAX_DIMS and math.prod(max(n, 1) for n in shape) * dtype.itemsize <= _LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +285,7 @@ class TensorFile:
             raise self._damaged(f"it has {size} bytes and claims a header of {length}")
         text = bytearray(length)
         self._read_whole(_LENGTH_BYTES, memoryview(text))
-        header = json.loads(text.decode(), object_pairs_hook=_once)
+        header = parse_json(bytes(text), strict=True)
         header.pop(_METADATA, None)
         begin = _LENGTH_BYTES + length
         entries, spans = {}, []
@@ -283,8 +293,10 @@ class TensorFile:
             if facts["dtype"] not in _DTYPES:
                 raise ValueError(f"entry '{name}' is {facts['dtype']}, which torch has no dtype for")
             dtype, shape, (start, end) = _DTYPES[facts["dtype"]], tuple(facts["shape"]), facts["data_offsets"]
-            if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
+            if not all(type(n) is int and 0 <= n <= _LARGEST for n in (*shape, start, end)):
                 raise ValueError(f"entry '{name}' has a size or an offset that is no natural number")
+            if not is_possible(shape, dtype):
+                raise ValueError(f"entry '{name}' has sizes that no tensor has")
             if end - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"entry '{name}' has {end - start} bytes for {facts['dtype']} {list(shape)}")
             entries[name] = Entry(dtype, shape, begin + start)
@@ -304,11 +316,3 @@ class TensorFile:
 
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self._name} is damaged: {why}")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"'{next(name for name in names if names.count(name) > 1)}' appears twice")
-    return found

@@ -195,7 +195,8 @@ def _split(location: str | Path) -> tuple[Directory, str | None]:
 def _opened(directory: Directory, name: str, resources: ExitStack) -> TensorFile:
     source = directory.open(name)
     resources.callback(source.close)
-    if source.size() < _LFS_BYTES and directory.read(name).startswith(_LFS):
+    start = bytearray(len(_LFS))
+    if source.size() < _LFS_BYTES and start[: source.read_into(0, memoryview(start))] == _LFS:
         raise CheckpointError(f"{directory}/{name} is a note by Git LFS, not the file itself: run 'git lfs pull' there")
     try:
         return TensorFile(source, f"{directory}/{name}")

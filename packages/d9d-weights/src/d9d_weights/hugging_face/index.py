@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from d9d_core.errors import CheckpointError
+from d9d_core.untrusted import parse_json
 
 from d9d_weights.hugging_face.layout import SAFETENSORS, is_plain_name, refuse_pickles, some
 
@@ -24,8 +24,8 @@ def read_object(file: str, content: bytes) -> dict[str, Any]:
         CheckpointError: it is something else.
     """
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(content)
+    except ValueError as error:
         raise CheckpointError(f"{file} is no JSON ({error}): {_AGAIN}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} holds no JSON object but a {type(value).__name__}: {_AGAIN}")

@@ -7,6 +7,7 @@ and repaired.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,9 +15,9 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from d9d_core.extend import DataError
+from d9d_core.extend import DataError, parse_json, read_regular
 
 MANIFEST = "manifest.json"
 _ABANDONED_AFTER = 24 * 3600  # seconds
@@ -60,8 +61,20 @@ def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: 
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of each file, by name, from the manifest of a cached directory."""
-    manifest: dict[str, str] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    """SHA-256 of each file, by name, from the manifest of a cached directory.
+
+    Raises:
+        OSError: the manifest cannot be read.
+        ValueError: it is no such table, or names what is not in the directory.
+    """
+    manifest = parse_json(read_regular(directory / MANIFEST), strict=True)
+    if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+        raise ValueError(f"{MANIFEST} is no table of checksums")
+    for name in manifest:
+        if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
+            raise ValueError(f"{MANIFEST} names {name[:80]!r}, which is no file of it")
+        if not (directory / name).is_file():
+            raise FileNotFoundError(errno.ENOENT, "it is not there, or no regular file", name)
     return manifest
 
 
@@ -72,7 +85,7 @@ def find_damage(directory: Path) -> str | None:
         for name, digest in digests.items():
             if _sha256(directory / name) != digest:
                 return f"{name} has another checksum than when it was written"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 

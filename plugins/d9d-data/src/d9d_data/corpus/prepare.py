@@ -24,6 +24,8 @@ from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Part of the cache key; raise it when the layout, or how tokens are made, changes.
 FORMAT = 1
+#: Documents whose reading is announced.
+_MANY = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
     """
-    documents = find_documents(config.sources, lines=isinstance(config, DocumentsConfig))
+    documents = find_documents(config.sources, lines=isinstance(config, DocumentsConfig), note=note)
+    if len(documents) >= _MANY:
+        note(f"reading {len(documents):,} documents from {', '.join(config.sources)}, to see whether they are prepared")
     key = _key(config, documents)
 
     def build(directory: Path) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from d9d_core.extend import DataError
+from d9d_core.extend import DataError, parse_json
 
 
 class Document(Protocol):
@@ -119,7 +118,7 @@ class LineDocument:
             DataError: the line is no JSON object with such a field.
         """
         try:
-            value = json.loads(self.raw())
+            value = parse_json(self.raw())
         except ValueError as error:
             raise DataError(f"data.sources: {self.name} is not JSON ({error}); write one object a line") from error
         text = value.get("text") if isinstance(value, dict) else None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,13 +92,13 @@ class PackReader:
                 persistent_workers=True,
                 # Forked workers would inherit locks of threads that they do not have, and the accelerator's context.
                 multiprocessing_context="spawn",
-                worker_init_fn=_ignore_interrupts,
+                worker_init_fn=partial(_follow_training_process, os.getpid()),
                 # The loader draws a seed for its workers. From the default generator, it would change the training.
                 generator=torch.Generator(),
             )
         # In the main thread the loader would install a handler for ended children that raises between any two lines.
         with ThreadPoolExecutor(1) as thread:
-            self._packs = thread.submit(iter, self._loader).result()
+            self._packs = thread.submit(_start_workers, self._loader).result()
 
 
 class _Places:
@@ -126,6 +130,30 @@ def _as_it_is(pack: Any) -> Any:
     return pack
 
 
-def _ignore_interrupts(_worker: int) -> None:
-    """Ignore Ctrl-C, which reaches all processes of a terminal; the training process decides how to stop."""
+def _start_workers(loader: DataLoader[Arrays]) -> Iterator[Arrays]:
+    """Start the workers, in a thread of its own, with requests to stop blocked from their first moment.
+
+    Ctrl-C reaches all processes of a terminal, and Slurm and systemd send SIGTERM to all. The training process decides
+    how to stop, and needs its workers until then.
+    """
+    resource_tracker.ensure_running()  # starting it unblocks them again
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    return iter(loader)
+
+
+def _follow_training_process(parent: int, _worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigtimedwait"):
+        threading.Thread(target=_end_with_training_process, args=(parent,), daemon=True).start()
+
+
+def _end_with_training_process(parent: int) -> None:
+    """End this process when the training process says so or is gone.
+
+    The loader's own watch takes for the parent whoever that is when the worker has started, which takes seconds.
+    """
+    while os.getppid() == parent:
+        asked = signal.sigtimedwait([signal.SIGTERM], 1.0)
+        if asked is not None and asked.si_pid == parent:
+            break
+    os._exit(0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from d9d_core.extend import DataError
+from d9d_core.extend import DataError, parse_json, read_regular
 
+from d9d_data.config import MAX_VOCABULARY
 from d9d_data.tokenizer.base import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
 
 #: How published tokenizers call the end of a document, most specific first.
@@ -40,8 +40,12 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
         DataError: the file holds no tokenizer, or its end-of-text token is unknown.
     """
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises plain Exception
+        content = read_regular(file, links="near")
+        parse_json(content)  # the library's parser has no bound on the depth of some values
+        backend = tokenizers.Tokenizer.from_buffer(content)
+    except BaseException as error:  # the library raises plain Exception, and PanicException, which is none
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
         raise DataError(
             f"data.tokenizer: {file} is no tokenizer ({error}); give a tokenizer.json as Hugging Face tokenizers "
             "writes it, 'bytes', or {bpe: 2048} to train one"
@@ -49,6 +53,12 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
     # Files may ask for truncation or padding; both would change the documents.
     backend.no_truncation()
     backend.no_padding()
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= MAX_VOCABULARY:
+        raise DataError(
+            f"data.tokenizer: {file} has a token of id {largest:,}; a vocabulary has at most {MAX_VOCABULARY:,} ids, "
+            "because a model has a row for each"
+        )
     config = _read_config(file.with_name(CONFIG_FILE))
     end = _end_of_text(backend, config, end_of_text, file)
     return TextTokenizer(backend, end, f"{file.name} of {backend.get_vocab_size()} tokens", config | {"eos_token": end})
@@ -58,8 +68,8 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        config = parse_json(read_regular(file, links="near"))
+    except (OSError, ValueError) as error:
         raise DataError(f"data.tokenizer: {file} is not JSON ({error}); repair it or move it away") from error
     if not isinstance(config, dict):
         raise DataError(f"data.tokenizer: {file} holds no JSON object; repair it or move it away")

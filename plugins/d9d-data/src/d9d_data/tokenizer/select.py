@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
+from d9d_core.extend import DataError, read_regular
+
 from d9d_data.config import BpeTokenizer
 from d9d_data.tokenizer.base import CONFIG_FILE, TextTokenizer
 from d9d_data.tokenizer.byte_level import BytesTokenizer, train_bpe
@@ -36,7 +38,7 @@ def tokenizer_identity(choice: str | BpeTokenizer) -> str:
     """Identity of the tokenizer that a choice stands for; for a file, its contents rather than its path.
 
     Raises:
-        DataError: the file is absent.
+        DataError: the file is absent or cannot be read.
     """
     if isinstance(choice, BpeTokenizer):
         return f"bpe {choice.bpe}"
@@ -44,4 +46,7 @@ def tokenizer_identity(choice: str | BpeTokenizer) -> str:
         return choice
     file = find_tokenizer_file(choice)
     parts = [part for part in (file, file.with_name(CONFIG_FILE)) if part.is_file()]
-    return " ".join(hashlib.sha256(part.read_bytes()).hexdigest() for part in parts)
+    try:
+        return " ".join(hashlib.sha256(read_regular(part, links="near")).hexdigest() for part in parts)
+    except OSError as error:
+        raise DataError(f"data.tokenizer: cannot read {file}: {error.strerror or error}; make it readable") from error

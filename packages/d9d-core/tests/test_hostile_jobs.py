@@ -1,0 +1,99 @@
+"""Job files that were made to harm: one error that names the file, soon."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from d9d_core.config.base import Section
+from d9d_core.config.document import Document
+from d9d_core.config.job import Mesh, Timeouts
+from d9d_core.config.load import plugin_policy
+from d9d_core.config.pretrained import read_config_json
+from d9d_core.errors import CheckpointError, JobError
+from pydantic import ValidationError
+
+
+def test_a_job_file_that_is_a_device_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").symlink_to("/dev/zero")
+    with pytest.raises(JobError, match=r"job.yaml: cannot be read: it is a device"):
+        Document.read(tmp_path / "job.yaml")
+
+
+def test_a_job_file_that_is_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.yaml")
+    with pytest.raises(JobError, match=r"job.yaml: cannot be read: it is a named pipe"):
+        Document.read(tmp_path / "job.yaml")
+
+
+def test_a_huge_job_file_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "job.yaml").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(JobError, match=r"job.yaml: cannot be read: it has more than 1,048,576 bytes"):
+        Document.read(tmp_path / "job.yaml")
+
+
+@pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a": "\\udc00"}', b'{"a": 1' + b"0" * 400 + b"}", b"\xff"])
+def test_a_config_of_a_model_that_would_fail_later_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="its config.json is damaged"):
+        read_config_json(str(tmp_path))
+
+
+ODD_VALUES = {
+    "surrogate.yaml": '"\\ud800"',
+    "surrogate.json": '"\\ud800"',
+    "digits.yaml": "0x" + "f" * 9000,
+    "digits.json": "1" + "0" * 400,
+    "digits.toml": "0x" + "f" * 9000,
+}
+
+
+@pytest.mark.parametrize("name", ODD_VALUES)
+def test_values_that_nothing_can_print_are_refused(tmp_path: Path, name: str) -> None:
+    value = ODD_VALUES[name]
+    text = f"key = {value}" if name.endswith("toml") else f'{{"key": {value}}}'
+    (tmp_path / name).write_text(text)
+    with pytest.raises(JobError, match=name) as caught:
+        Document.read(tmp_path / name)
+    str(caught.value).encode()
+    assert len(str(caught.value)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["key.yaml", "key.json"])
+def test_a_key_that_is_no_text_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"\\udc80": 1}')
+    with pytest.raises(JobError, match=name) as caught:
+        Document.read(tmp_path / name)
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("value", [1e30, 2**63, -(2**70)])
+def test_a_whole_number_has_64_bits(value: float) -> None:
+    class Sizes(Section):
+        size: int
+        more: tuple[int, ...] = ()
+
+    with pytest.raises(ValidationError, match="at most 64 bits|exceeded maximum size"):
+        Sizes.model_validate({"size": value})
+    with pytest.raises(ValidationError, match="at most 64 bits|exceeded maximum size"):
+        Sizes.model_validate({"size": 1, "more": [2, value]})
+
+
+@pytest.mark.parametrize("value", [1e15, 1e300])
+def test_a_timeout_is_one_that_clocks_can_hold(value: float) -> None:
+    with pytest.raises(ValidationError, match="less than or equal"):
+        Timeouts.model_validate({"step": value})
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "/root/\x01/x"])
+def test_a_plugin_file_of_a_name_that_the_system_refuses_is_not_there(name: str) -> None:
+    with pytest.raises(JobError, match="plugins.files\\[0\\]: there is no file"):
+        plugin_policy(Document({"plugins": {"files": [name]}}))
+
+
+def test_a_mesh_has_no_more_processes_than_can_know_each_other() -> None:
+    assert Mesh(dp_shard=1 << 17).world_size == 1 << 17
+    with pytest.raises(ValidationError, match="262,144 processes; a mesh has at most 131,072"):
+        Mesh(dp_shard=1 << 17, tp=2)

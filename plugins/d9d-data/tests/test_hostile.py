@@ -1,0 +1,113 @@
+"""Corpora and tokenizers that were made to harm: an error that names the file, soon, in little memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.extend import DataError
+from d9d_data.config import TextConfig
+from d9d_data.corpus import cache
+from d9d_data.sources import find
+from d9d_data.sources.document import lines_of
+from d9d_data.tokenizer.file import load_tokenizer
+from pydantic import ValidationError
+
+
+def tokenizer(path: Path, **ids: int) -> Path:
+    value: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1} | ids, "unk_token": "</s>"},
+    }
+    path.write_text(json.dumps(value))
+    return path
+
+
+@pytest.mark.parametrize("largest", [2**32 - 1, 2**24])
+def test_a_token_of_a_huge_id_is_refused_before_tables_are_made(tmp_path: Path, largest: int) -> None:
+    file = tokenizer(tmp_path / "tokenizer.json", b=largest)
+    with pytest.raises(DataError, match=f"token of id {largest:,}; a vocabulary has at most 16,777,216 ids"):
+        load_tokenizer(file, None)
+
+
+def test_a_vocabulary_to_train_has_a_limit() -> None:
+    with pytest.raises(ValidationError, match="less than or equal"):
+        TextConfig.model_validate({"sources": ["x"], "sequence_length": 1, "tokenizer": {"bpe": 10**18}})
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a": "\\ud800"}', b"\xff", b'{"a": 1' + b"0" * 999 + b"}"])
+def test_a_tokenizer_of_odd_json_is_an_error(tmp_path: Path, name: str, content: bytes) -> None:
+    file = tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=name):
+        load_tokenizer(file, None)
+
+
+def test_a_huge_tokenizer_is_not_read(tmp_path: Path) -> None:
+    file = tokenizer(tmp_path / "tokenizer.json")
+    with file.open("r+b") as opened:
+        opened.truncate(1 << 40)
+    with pytest.raises(DataError, match="too many for such a file"):
+        load_tokenizer(file, None)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": "\\ud800"}', b'{"text": ' + b"[" * 10**5, b'{"text": 1' + b"0" * 5000 + b"}"]
+)
+def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line)
+    documents = lines_of(tmp_path / "a.jsonl")
+    assert documents[0].text() == "fine"
+    with pytest.raises(DataError, match="a.jsonl:2 is not JSON"):
+        documents[1].text()
+
+
+def test_a_large_folder_is_named_and_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(find, "_MANY", 2)
+    monkeypatch.setattr(find, "MAX_FILES", 30)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for number in range(25):
+        (tmp_path / f"{number:02}.txt").write_text("x")
+    (tmp_path / ".hidden").mkdir()
+    for number in range(25):
+        (tmp_path / ".hidden" / f"{number:02}.txt").write_text("x")
+    for source in ("~", "~/*.txt"):
+        notes: list[str] = []
+        assert len(find.find_documents([source], note=notes.append)) == 25
+        assert [note.partition(" has ")[2] for note in notes] == [
+            "2 files, and the search goes on",
+            "20 files, and the search goes on",
+        ]
+        assert f"data.sources[0]: {tmp_path}" in notes[0]
+    monkeypatch.setattr(find, "MAX_FILES", 24)
+    for source in ("~", "~/*.txt"):
+        with pytest.raises(DataError, match=r"has more than 24 files; name the folder of the corpus"):
+            find.find_documents([source])
+
+
+@pytest.mark.parametrize("source", ["a\0b", "x" * 5000, "~nobody-of-this-name/x", "[" * 3000])
+def test_a_source_of_an_odd_name_is_an_error(source: str) -> None:
+    with pytest.raises(DataError, match=r"data.sources\[0\]"):
+        find.find_documents([source])
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "", "pipe", "a\0b"])
+def test_a_cached_directory_whose_manifest_leads_outside_is_damaged(tmp_path: Path, name: str) -> None:
+    (tmp_path / "outside").write_text("x")
+    (tmp_path / "entry").mkdir()
+    os.mkfifo(tmp_path / "entry" / "pipe")
+    (tmp_path / "entry" / "manifest.json").write_text(json.dumps({name: "0" * 64}))
+    damage = cache.find_damage(tmp_path / "entry")
+    assert damage is not None
+    assert "no regular file" in damage or "which is no file of it" in damage
+
+
+@pytest.mark.parametrize("content", ["[" * 10**5, "[]", '{"a": 1}', '{"a": NaN}'])
+def test_a_cached_directory_with_a_manifest_that_is_none_is_damaged(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    assert cache.find_damage(tmp_path) is not None

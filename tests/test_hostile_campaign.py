@@ -1,0 +1,66 @@
+"""Hostile files of every kind, drawn: each is refused by an error of ours, or read as the sound file is."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from d9d_core.errors import JobError
+from d9d_testing.hostile.judge import Judge, WrongLoad
+
+Fault = tuple[int, str]
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    """The tool that runs campaigns."""
+    file = Path(__file__).parents[1] / "tools" / "hostile_campaign.py"
+    spec = importlib.util.spec_from_file_location("hostile_campaign", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def faults(tool: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]:
+    reports = tool.run(examples, 0)
+    assert {kind: report.counts.total() for kind, report in reports.items()} == examples
+    return {kind: report.faults for kind, report in reports.items() if report.faults}
+
+
+def test_a_sample_of_hostile_files_does_no_harm(tool: ModuleType) -> None:
+    assert faults(tool, jobs=15, models=10, checkpoints=25, tokenizers=25) == {}
+
+
+@pytest.mark.slow
+def test_hostile_files_do_no_harm(tool: ModuleType) -> None:
+    assert faults(tool, jobs=10_000, models=2_000, checkpoints=1_000, tokenizers=2_000) == {}
+
+
+def test_a_judge_tells_what_readers_do(tmp_path: Path) -> None:
+    judge = Judge(tmp_path / "inside", seconds=0.05)
+    (tmp_path / "inside").mkdir()
+    for place in ("inside/file", "outside"):
+        (tmp_path / place).write_text("x")
+
+    def fail(error: BaseException) -> None:
+        raise error
+
+    def spin() -> None:
+        while True:
+            pass
+
+    kinds = {
+        "read": (tmp_path / "inside" / "file").read_text,
+        "refused": lambda: fail(JobError("no such job")),
+        "traceback": lambda: fail(KeyError("x")),
+        "hang": spin,
+        "outside": (tmp_path / "outside").read_text,
+        "wrong": lambda: fail(WrongLoad("values of x")),
+    }
+    assert {kind: judge(read).kind for kind, read in kinds.items()} == {kind: kind for kind in kinds}
+    assert judge(lambda: fail(JobError("\ud800"))).kind == "traceback"
+    assert judge(lambda: (tmp_path / "new").write_text("x")).kind == "outside"

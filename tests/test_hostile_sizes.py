@@ -1,0 +1,31 @@
+"""Sizes that no machine has: an error that names the field, before anything runs for ever or is allocated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import BuildError, JobError
+from d9d_engine.api import Job
+
+LARGE = 2**62
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "head_dim"])
+def test_sizes_whose_product_cannot_be_counted(small_job: Callable[..., Path], field: str) -> None:
+    model = json.loads(small_job().read_text())["model"]
+    with pytest.raises(BuildError, match="model: .*its sizes make a tensor larger than any memory"):
+        Job.load(small_job(model={**model, field: LARGE})).plan()
+
+
+def test_more_layers_than_can_be_built(small_job: Callable[..., Path]) -> None:
+    model = json.loads(small_job().read_text())["model"]
+    with pytest.raises(JobError, match=r"model.num_layers: .*less than or equal to 1024"):
+        Job.load(small_job(model={**model, "num_layers": 10**18}))
+
+
+def test_more_microbatches_than_can_be_scheduled(small_job: Callable[..., Path]) -> None:
+    with pytest.raises(JobError, match=r"batch.size .* microbatches a step.*make batch.microbatch larger"):
+        Job.load(small_job(batch={"size": 10**18, "microbatch": 1}))
