@@ -28,6 +28,7 @@ PARTS = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "docs",
     "packages",
     "plugins",

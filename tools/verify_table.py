@@ -39,7 +39,7 @@ DENSE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
 }  # fmt: skip
 TIED = DENSE | {"num_layers": 4, "tie_embeddings": True}
-DYNAMIC = DENSE | {"rope_scaling": {"name": "dynamic_ntk", "factor": 2.0, "original_positions": 16}}
+DYNAMIC = DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 8}}
 EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_size"} | {
     "name": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 24,
     "balancing": [
@@ -83,7 +83,7 @@ FAULTS: Mapping[str, tuple[str, str]] = {
     "double_reduction": ("dense", REPLICATE.name),
     "average_instead_of_sum": ("dense", FSDP.name),
     "forgotten_replicas": ("dense", HSDP.name),
-    "wrong_loss_weight": ("dense", FSDP.name),
+    "wrong_loss_weight": ("documents", FSDP.name),
     "heavier_rank": ("dense", FSDP.name),
     "mean_of_means": ("documents", REPLICATE.name),
     "last_microbatch_only": ("dense", FSDP.name),
@@ -163,6 +163,7 @@ def sound_cases() -> dict[str, Case]:
     data = {layout.name: layout for layout in (REPLICATE, FSDP, HSDP)}
     two = {layout.name: layout for layout in (REPLICATE, FSDP)}
     experts = {layout.name: layout for layout in (FSDP, FSDP_EP, REPLICATE_EP)}
+    router = {"metrics": ["perplexity", "router"]}
     piped = {layout.name: layout for layout in (PIPELINE, PIPELINE_FSDP)}
     sgd = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
     return {
@@ -172,8 +173,8 @@ def sound_cases() -> dict[str, Case]:
         "dense, float32 state": Case(DENSE, two, {"optimizer": {"name": "adamw", "state_dtype": "float32"}}),
         "dense, noisy signs": Case(DENSE, two, {"optimizer": {"name": "adamw", "lr": 0.01, "betas": [0.0, 0.0]}}),
         "dynamic NTK": Case(DYNAMIC, two, DOCUMENTS),
-        "experts": Case(EXPERTS, experts),
-        "experts, documents": Case(EXPERTS, experts, DOCUMENTS),
+        "experts": Case(EXPERTS, experts, router),
+        "experts, documents": Case(EXPERTS, experts, DOCUMENTS | router),
         **{f"tied, {name}": Case(TIED, piped, {"pipeline": name}) for name in SCHEDULES},
     }
 

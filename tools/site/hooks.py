@@ -35,6 +35,10 @@ def root_of(config: MkDocsConfig) -> Path:
     return Path(config.config_file_path).parent
 
 
+#: Files of the root with a page of their own, named as they are.
+_TOP = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+
+
 def page_of(path: str) -> str | None:
     """Page of the site that shows a file of the repository; ``None`` if it has no page of its own."""
     if path.startswith("docs/"):
@@ -51,7 +55,7 @@ def page_of(path: str) -> str | None:
 
 def sources(root: Path) -> Iterator[str]:
     """Files of the repository that are pages, besides those of docs/."""
-    yield from ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+    yield from ("README.md", *_TOP)
     for top in ("packages", "plugins", "examples"):
         yield from sorted(str(path.relative_to(root)) for path in root.glob(f"{top}/*/README.md"))
 

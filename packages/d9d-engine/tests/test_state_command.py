@@ -12,7 +12,7 @@ import pytest
 import torch
 from d9d_core.cli import main as cli
 from d9d_core.errors import CheckpointError
-from d9d_engine.cli.tensors import parse_dtype, parse_size
+from d9d_engine.cli.tensors import _model_of, parse_dtype, parse_size
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import quiet, toy_registry
 from safetensors.torch import load_file, save_file
@@ -259,3 +259,17 @@ def test_quantized_numbers_are_not_given_another_format(d9d: Run, run: Path, tmp
     status, text = d9d("convert", run / "model", tmp_path / "out", "--dtype", "bfloat16")
     assert (status, "is quantized" in text) == (2, True)
     assert d9d("convert", run / "model", tmp_path / "out")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        ({}, "its manifest names no model"),
+        ({"model": 3}, "its manifest names no model"),
+        ({"model": {"name": ["toy_model"]}}, "its manifest names no model"),
+        ({"model": {"name": "toy_model", "features": "wide"}}, "the model of its manifest is none that"),
+    ],
+)
+def test_a_manifest_with_an_odd_job_is_an_error(job: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        _model_of(job, toy_registry(), "step-00000002")

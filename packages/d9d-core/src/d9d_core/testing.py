@@ -1,4 +1,4 @@
-"""Names for conformance suites besides :mod:`d9d_core.extend`: reading of job files, errors in words, and the tables of names."""
+"""Names for conformance suites besides :mod:`d9d_core.extend`: job files, errors, and the tables of names."""
 
 from __future__ import annotations
 

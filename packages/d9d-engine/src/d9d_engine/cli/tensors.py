@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from d9d_core.cli.output import console_for
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.job import Precision
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import CheckpointError
 from d9d_core.plugin.records import ModelSpec
@@ -28,6 +29,7 @@ from d9d_weights.graph.pictures import Line, graph_mermaid, graph_text, tensor_l
 from d9d_weights.hugging_face.convert import convert, deviation
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import HuggingFaceFormat
+from pydantic import ValidationError
 from rich.table import Table
 
 from d9d_engine.build.pretrained import job_state_graph
@@ -161,18 +163,30 @@ def _described(
             "resume the run with export: true, which merges and writes it"
         )
     layout, model = _model_of(job, registry, tensors.location)
-    dtype = job["precision"]["parameters"] if asked.dtype is None else _dtype_name(asked.dtype)
+    if asked.dtype is not None:
+        dtype = _dtype_name(asked.dtype)
+    else:
+        try:
+            dtype = Precision.model_validate(job.get("precision", {})).parameters
+        except ValidationError as error:
+            raise CheckpointError(f"{tensors.location}: precision in its manifest cannot be: {error}") from error
     return layout.exporter(model), layout.config_json(model, dtype), {}
 
 
 def _model_of(job: Mapping[str, Any], registry: Registry, location: str) -> tuple[HuggingFaceFormat, PluginConfig]:
-    fields = dict(job["model"])
-    fields.pop("pretrained", None)  # the checkpoint has the weights, and the job all sizes
+    fields = job.get("model")
+    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+        raise CheckpointError(f"{location}: its manifest names no model; was it written by d9d train?")
+    # The checkpoint has the weights, and the job all sizes.
+    fields = {name: value for name, value in fields.items() if name != "pretrained"}
     entry = registry.find("model", fields["name"])
     spec = entry.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         raise CheckpointError(f"{location} is of model {entry}, which has no Hugging Face layout")
-    config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
+    try:
+        config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
+    except ValidationError as error:
+        raise CheckpointError(f"{location}: the model of its manifest is none that {entry} knows: {error}") from error
     layout: HuggingFaceFormat = spec.hugging_face.load()()
     return layout, config
 

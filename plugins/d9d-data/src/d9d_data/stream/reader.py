@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
-from d9d_core.extend import DataError, Pack
+from d9d_core.extend import DataError, Pack, TrainingError
 from torch.utils.data import DataLoader, Dataset
 
 # Packs that a worker holds ready.
@@ -58,7 +58,8 @@ class PackReader:
         """Read the pack that comes after ``consumed`` samples.
 
         Raises:
-            DataError: a worker process failed or died.
+            DataError: a worker process failed.
+            TrainingError: one died, for which jobs are restarted.
         """
         if not self._workers:
             return _tensors(self._source.pack_at(consumed))
@@ -68,8 +69,11 @@ class PackReader:
             arrays = next(self._packs)
         except RuntimeError as error:
             self.close()
-            raise DataError(
-                f"data.workers: a process that builds packs failed or died ({error}); if memory ran out, use fewer "
+            # The loader says so of what a worker raised; anything else is that a worker is gone.
+            raised = str(error).startswith("Caught ")
+            kind, what = (DataError, "failed") if raised else (TrainingError, "died")
+            raise kind(
+                f"data.workers: a process that builds packs {what} ({error}); if memory ran out, use fewer "
                 "workers; 'data.workers: 0' builds packs in the training process and shows what is wrong"
             ) from error
         self._expected = consumed + self._places.step
