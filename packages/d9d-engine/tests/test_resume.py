@@ -22,7 +22,7 @@ pytestmark = pytest.mark.smoke
 def run_until(trained: Job, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train and die without any farewell in the middle of step ``step``."""
 
-    class Killed(BaseException):
+    class Killed(Exception):
         pass
 
     trainer = quiet(trained)

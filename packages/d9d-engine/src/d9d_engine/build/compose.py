@@ -158,8 +158,8 @@ def build(
             topology,
             job.gradient_clipping.max_norm,
             job.gradient_clipping.p,
-            # Ranks learn at different moments that a save in the background failed; they stop after the same step.
-            stop=lambda: interrupts.requested is not None or store.failed,
+            # Ranks learn at different moments that a save or a subscriber failed; they stop after the same step.
+            stop=lambda: interrupts.requested is not None or store.failed or events.failure is not None,
             views=assembly.ownership.views,
             elsewhere=ties.elsewhere,
         ),
