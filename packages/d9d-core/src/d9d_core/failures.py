@@ -10,10 +10,12 @@ from pathlib import Path
 from types import FrameType
 
 from d9d_core.errors import D9dError, TrainingError
-from d9d_core.plugin import installed
+from d9d_core.plugin import installed, ref
 from d9d_core.plugin.entries import shown
 from d9d_core.plugin.policy import FOUNDATION
 
+#: Characters of one part of a traceback.
+_LONGEST = 2000
 _FOUNDATION = ("d9d_core", "d9d_engine", "d9d_weights")
 #: Packages whose frames stand between the command line and a plugin.
 _OWN = (*_FOUNDATION, "pluggy", "importlib")
@@ -55,7 +57,7 @@ def ended_by(source: str, error: BaseException, kind: type[D9dError] = TrainingE
 
 def source_of(error: BaseException) -> str | None:
     """Plugin whose code raised an exception, with file and line; ``None`` if it was d9d itself."""
-    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_of_python(frame)]
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_between(frame)]
     if not frames or _package(frames[-1][0]) in _FOUNDATION:
         return None
     plugins = {
@@ -78,12 +80,17 @@ def _foreign_traceback(error: BaseException) -> str:
     frames = [f for f in found.stack if not f.filename.startswith("<")]
     frames = [f for f in frames if not any(Path(f.filename).is_relative_to(folder) for folder in own)]
     found.stack[:] = frames
-    return "".join(found.format()) if frames else ""
+    return "".join(map(_cut, found.format())) if frames else ""
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)\n"
 
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-def _is_of_python(frame: FrameType) -> bool:
-    return _package(frame) in sys.stdlib_module_names
+def _is_between(frame: FrameType) -> bool:
+    # Python's own, and what calls code of plugins or raises for it.
+    return _package(frame) in sys.stdlib_module_names or frame.f_globals.get("__name__") == ref.__name__

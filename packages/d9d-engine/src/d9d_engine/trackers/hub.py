@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from queue import SimpleQueue
 from typing import Any, Literal
 
+from d9d_core.plugin.entries import shown
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
 from d9d_core.types import State
@@ -164,7 +165,7 @@ class _TrackerThread:
             while (call := self._calls.get()) is not None:
                 call(run)
         except BaseException as error:  # SystemExit, too, ends this tracker only
-            self._warn(f"tracker '{self.name}' failed and is switched off: {error!r}")
+            self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")
         self.ended.set()
         self._asked.set()
 
