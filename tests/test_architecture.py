@@ -31,9 +31,9 @@ ROOT = Path(__file__).parents[1]
 #: Rooms of the foundation, lowest layer first. A module imports lower layers and its own; neighbours on one line too.
 LAYERS = {
     "d9d_core": (
-        {"deferral", "errors", "failures", "ops", "types", "untrusted"},
+        {"deferral", "errors", "ops", "types", "untrusted"},
         {"plugin", "tensors", "traits"},
-        {"grid"},
+        {"failures", "grid"},
         {"protocols"},
         {"config"},
         {"events"},

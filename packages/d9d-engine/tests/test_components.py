@@ -67,6 +67,12 @@ def test_a_metric_cannot_take_a_name_of_the_loop(job: MakeJob, monkeypatch: pyte
     assert metrics_of(run)[0]["toy_metric/loss"] == 0
 
 
+def test_a_metric_that_computes_no_mapping_is_named(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ToyMetric, "compute", lambda _self: 7)
+    with pytest.raises(BuildError, match=r"metric 'toy_metric': compute\(\) returned a int; return a mapping"):
+        quiet(job()).train()
+
+
 def test_a_metric_that_changes_its_state_is_refused(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     state = ToyMetric.state
     monkeypatch.setattr(ToyMetric, "state", lambda self: {} if self._count else state(self))

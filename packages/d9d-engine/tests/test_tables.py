@@ -58,11 +58,11 @@ def test_tables_are_logged_beside_the_values_of_their_step() -> None:
     logbook = Logbook(values.__setitem__, lambda *_: None, "error", write_tables=tables.__setitem__)
     wide, narrow = torch.arange(6.0).view(2, 3), torch.tensor([[7.0], [math.nan]])
     measured = {"a": Table(wide, **LOAD), "x": torch.tensor(3.0), "b": Table(narrow)}
-    logbook.record(1, step_result(), {"lr": 0.5}, measured)
+    logbook.record(1, step_result(), {"lr": 0.5}, measured, seconds=0.5)
     logbook.record(2, step_result(), None)
     logbook.record(3, step_result(), {"lr": 0.5}, {"x": torch.tensor(4.0)})
     logbook.drain()
-    assert values[1] == {"loss": 1, "grad_norm": 1, "x": 3, "tokens": 1, "lr": 0.5}
+    assert values[1] == {"loss": 1, "grad_norm": 1, "x": 3, "tokens": 1, "tokens_per_second": 2, "lr": 0.5}
     assert list(tables) == [1]
     assert list(tables[1]) == ["a", "b"]
     assert torch.equal(tables[1]["a"].values, wide.double())
@@ -74,7 +74,7 @@ def test_nobody_needs_to_take_tables() -> None:
     values: dict[int, Mapping[str, float]] = {}
     logbook = Logbook(values.__setitem__, lambda *_: None, "error")
     logbook.record(1, step_result(), {}, {"load": load([1.0]), "x": torch.tensor(3.0)})
-    assert values[1].keys() == {"loss", "grad_norm", "x", "tokens"}
+    assert values[1].keys() == {"loss", "grad_norm", "x", "tokens", "tokens_per_second"}
 
 
 class Rows:
@@ -153,6 +153,7 @@ def test_only_trackers_that_take_tables_get_them(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         hub.write(step, {"loss": 1.0})
         hub.write_tables(step, tables)
+    hub.close("finished")
     assert plain.calls == [(step, {"loss": 1.0}) for step in (1, 2, 3)]
     assert tabular.calls == [(1, {"loss": 1.0}), (1, tables), (2, {"loss": 1.0}), (2, tables)]
     assert len(told) == 1

@@ -6,6 +6,7 @@
     ├── DataError                 the training data: missing, empty, unreadable, too small
     ├── BuildError                the model, its strategies and kernels cannot be put together
     ├── CheckpointError           a checkpoint cannot be written, read, or belongs to something else
+    │   └── SaveError             the storage failed during a save; exit status 1: another attempt may succeed
     └── TrainingError             the run itself went wrong; exit status 1
         └── NonFiniteError        a loss or gradient was NaN or infinite and the policy is ``error``
 
@@ -41,6 +42,12 @@ class BuildError(D9dError):
 
 class CheckpointError(D9dError):
     """A checkpoint cannot be written, cannot be read, or belongs to another model."""
+
+
+class SaveError(CheckpointError):
+    """The storage failed while a checkpoint was written: a full disk, an input/output error. It may pass."""
+
+    exit_code = 1
 
 
 class TrainingError(D9dError):

@@ -16,13 +16,16 @@
     TrainingStopped     interrupted; the state is saved
     TrainingFailed      an exception ends the run; it is raised again afterwards
 
-A subscriber that raises ends the run: observers are part of the job. Handlers are frozen into tuples before step 0.
+A subscriber that raises ends the run: observers are part of the job. It is not called again; between TrainingStarts and
+TrainingFinished, all ranks finish the same step and save before the exception is raised, whatever it is. Handlers are
+frozen into tuples before step 0.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -253,19 +256,45 @@ CATALOGUE: tuple[type[Any], ...] = (
 
 
 class Events:
-    """Delivers events to the handlers it was built with, in the order of the job file."""
+    """Delivers events to the handlers it was built with, in the order of the job file.
+
+    Attributes:
+        failure: what a subscriber has raised while :meth:`deferring`; the run is to stop, and to raise it.
+    """
 
     def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
-        handlers: dict[type[Any], list[Callable[[Any], None]]] = defaultdict(list)
-        for subscriber in subscribers:
+        self.failure: BaseException | None = None
+        self._deferring = False
+        self._dismissed: set[int] = set()
+        handlers: dict[type[Any], list[tuple[int, Callable[[Any], None]]]] = defaultdict(list)
+        for number, subscriber in enumerate(subscribers):
             for event, handler in subscriber.subscriptions():
                 if event not in CATALOGUE:
                     known = ", ".join(kind.__name__ for kind in CATALOGUE)
                     raise TypeError(f"{type(subscriber).__name__} subscribes to {event!r}; events are: {known}")
-                handlers[event].append(handler)
+                handlers[event].append((number, handler))
         self._handlers = {event: tuple(found) for event, found in handlers.items()}
 
     def emit(self, event: object) -> None:
         """Call the event's handlers."""
-        for handler in self._handlers.get(type(event), ()):
-            handler(event)
+        for number, handler in self._handlers.get(type(event), ()):
+            if number in self._dismissed:
+                continue
+            try:
+                handler(event)
+            except BaseException as error:
+                self._dismissed.add(number)
+                if not self._deferring or isinstance(error, KeyboardInterrupt):
+                    raise
+                self.failure = self.failure or error
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Keep what subscribers raise inside the block as :attr:`failure`, which is raised at its end."""
+        self._deferring = True
+        try:
+            yield
+            if self.failure is not None:
+                raise self.failure
+        finally:
+            self._deferring = False

@@ -39,6 +39,7 @@ from d9d_core.errors import (
     JobError,
     NonFiniteError,
     PluginError,
+    SaveError,
     TrainingError,
 )
 from d9d_core.events import (
@@ -223,6 +224,7 @@ __all__ = [
     "Reducer",
     "Routing",
     "RunInfo",
+    "SaveError",
     "SaveReport",
     "Schedule",
     "ScheduleConfig",

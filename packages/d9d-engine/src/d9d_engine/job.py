@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.open_union import Named
 from d9d_core.config.resolve import check_world
+from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
 from d9d_core.plugin.manifest import Manifest
 
@@ -102,7 +103,8 @@ class Job(JobFile):
 
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
-        return build(self, self.registry, topology, note if topology.is_main else _silent, observers, interrupts)
+        with exits_are_errors():
+            return build(self, self.registry, topology, note if topology.is_main else _silent, observers, interrupts)
 
     @contextmanager
     def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:

@@ -196,8 +196,8 @@ FAULTS = {
     "flush keeps nothing": ({"made_of": FlushesNothing}, "write buffers out"),
     "writes after close": ({"made_of": WritesAfterClose}, "after close(), writes change"),
     "state is no JSON": ({"made_of": StateIsNoJson}, ""),
-    "exits where the backend fails": ({"made_of": ExitsOnFailure}, "ends the training with SystemExit"),
-    "waits for a backend that fails": ({"made_of": WaitsForever}, "training waits meanwhile"),
+    "exits where the backend fails": ({"made_of": ExitsOnFailure}, "raises SystemExit"),
+    "waits for a backend that fails": ({"made_of": WaitsForever}, "the run waits for it at its end"),
     "changes tables": ({"made_of": ChangesTables}, "changes the table"),
     "changes values": ({"made_of": ChangesValues}, "changes the values it is given"),
 }

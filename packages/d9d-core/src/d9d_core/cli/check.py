@@ -8,7 +8,7 @@ from rich.text import Text
 from d9d_core.cli.output import console_for
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
-from d9d_core.plugin.entries import plugin_error
+from d9d_core.plugin.entries import plugin_error, shown
 from d9d_core.plugin.policy import FOUNDATION
 from d9d_core.plugin.records import JobCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
@@ -34,7 +34,7 @@ def check_job(job: JobFile, world_size: int | None) -> None:
         try:
             run = entry.spec.run.load()
         except FOREIGN_FAILURES as error:
-            raise plugin_error(f"job check {entry}: {entry.spec.run} failed to load: {error!r}", error) from error
+            raise plugin_error(f"job check {entry}: {entry.spec.run} failed to load: {shown(error)}", error) from error
         run(job, world_size)
     if not left_out:
         return

@@ -14,13 +14,14 @@ import typer.core
 
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.errors import PluginError
+from d9d_core.failures import exits_are_errors
 from d9d_core.plugin.capabilities import missing_modules
-from d9d_core.plugin.entries import Entry, plugin_error
+from d9d_core.plugin.entries import Entry, plugin_error, shown
 from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import FOUNDATION, PluginPolicy
 from d9d_core.plugin.records import CommandSpec
-from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised
 from d9d_core.plugin.registry import Registry
 
 
@@ -59,6 +60,11 @@ class PluginGroup(typer.core.TyperGroup):
             if near := difflib.get_close_matches(name, sorted(names)):
                 ctx.fail(f"No such command {name!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command; a component that wants to end the process is an error that names it."""
+        with exits_raised(), exits_are_errors(PluginError):
+            return super().invoke(ctx)
 
     def main(self, *args: Any, **settings: Any) -> Any:
         """Run the command line; Ctrl-C gets a word, wherever it comes, where typer ends without one.
@@ -136,9 +142,17 @@ class _Lazy(typer.core.TyperCommand):
             with interrupts_deferred():
                 app = reference.load()
         except FOREIGN_FAILURES as error:
-            text = f"command {self._entry}: its app {reference} failed to load: {error!r}"
+            text = f"command {self._entry}: its app {reference} failed to load: {shown(error)}"
             raise plugin_error(text, error) from error
         command = typer.main.get_command(app)
         # In a context below d9d's, so that usage errors, exit codes and Ctrl-C reach d9d as those of its own commands.
         with command.make_context(self.name, list(ctx.args), parent=ctx.parent) as inner:
-            return command.invoke(inner)
+            if self._entry.origin.distribution in FOUNDATION:
+                return command.invoke(inner)
+            try:
+                return command.invoke(inner)
+            except SystemExit as end:  # its own command may end as it likes
+                if isinstance(end.code, str):
+                    print(end.code, file=sys.stderr)  # noqa: T201
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                raise typer.Exit(code) from end

@@ -10,6 +10,7 @@ from rich.text import Text
 from d9d_core.cli.group import shadowed_commands
 from d9d_core.cli.output import console_for
 from d9d_core.plugin.capabilities import missing_modules
+from d9d_core.plugin.entries import shown
 from d9d_core.plugin.records import HealthCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
@@ -37,7 +38,7 @@ def examine(registry: Registry, own_commands: Collection[str] = ()) -> bool:
         try:
             health: Health = entry.spec.run.load()()
         except FOREIGN_FAILURES as error:
-            health = Health(False, f"the check failed: {error!r}")
+            health = Health(False, f"the check failed: {shown(error)}")
         sound &= health.ok
         console.print(_line(health.ok, f"{entry.spec.name}: {health.message}"))
     for origin in registry.plugins:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +42,8 @@ app.add_typer(new, name="new")
 
 def main() -> None:
     """Run the command line. A known error is one message on standard error and exit status 2 (1 once training runs)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold what has no encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except D9dError as error:
@@ -93,7 +97,8 @@ def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: 
 
     registry = discover_plugins(plugin, no_plugins)
     warn_of_problems(registry)
-    schema = job_schema(registry, skipped=lambda error: say(f"warning: {error}; left out of the schema"))
+    with redirect_stdout(sys.stderr):  # what plugins print when they are imported
+        schema = job_schema(registry, skipped=lambda error: say(f"warning: {error}; left out of the schema"))
     typer.echo(json.dumps(schema, indent=1))
 
 

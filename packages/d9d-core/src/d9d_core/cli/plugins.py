@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import redirect_stdout
 from typing import Any
 
 from rich.console import Console
@@ -17,10 +19,11 @@ from d9d_core.cli.health import nothing_installed
 from d9d_core.cli.output import console_for
 from d9d_core.config.lookup import config_schema, load_config
 from d9d_core.errors import PluginError
-from d9d_core.plugin.entries import Entry
+from d9d_core.plugin.collect import RefusedError, contained
+from d9d_core.plugin.entries import Entry, shown
 from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, ConfiguredSpec, Spec
-from d9d_core.plugin.ref import FOREIGN_FAILURES, Ref
+from d9d_core.plugin.ref import Ref
 from d9d_core.plugin.registry import Registry
 
 
@@ -57,7 +60,9 @@ def show_records(registry: Registry, selector: str, as_json: bool) -> None:
         names = ", ".join(sorted({entry.spec.key for entry in registry.entries()}))
         raise PluginError(f"nothing is called '{selector}'; names: {names}")
     if as_json:
-        print(json.dumps([_detail(entry) for entry in entries], indent=1))  # noqa: T201
+        with redirect_stdout(sys.stderr):  # what plugins print when they are imported
+            details = [_detail(entry) for entry in entries]
+        print(json.dumps(details, indent=1))  # noqa: T201
         return
     console = console_for()
     for entry in entries:
@@ -116,18 +121,21 @@ def _broken_references(entry: Entry, absent: defaultdict[str, list[Entry]]) -> I
     broken = []
     for field, reference in entry.spec.refs().items():
         try:
-            reference.load()
-        except FOREIGN_FAILURES as error:
+            with contained(str(entry.origin)):
+                reference.load()
+        except RefusedError as refusal:
+            error = refusal.__cause__ or refusal
             broken.append(field)
             if module := _absent_package(reference, error):
                 absent[module].append(entry)
                 continue
-            yield f"{entry.kind.name} '{entry.spec.key}': {field} {reference} failed to load: {error!r}"
+            yield f"{entry.kind.name} '{entry.spec.key}': {field} {reference} failed to load: {shown(error)}"
     if isinstance(entry.spec, ConfiguredSpec) and "config" not in broken:
         try:
-            config_schema(entry)
-        except PluginError as error:
-            yield str(error)
+            with contained(str(entry.origin)):
+                config_schema(entry)
+        except RefusedError as refusal:
+            yield str(refusal.__cause__) if isinstance(refusal.__cause__, PluginError) else f"{entry} {refusal}"
 
 
 def _absent_package(reference: Ref, error: BaseException) -> str | None:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from d9d_core.config.base import PluginConfig, Section
 from d9d_core.config.open_union import Named
@@ -167,6 +167,9 @@ class Checkpoint(Section):
     one, ``must`` refuses to start without."""
     asynchronous: bool = True
     """Train on while a checkpoint is written, from a copy in the host's memory."""
+    tolerate_failures: NonNegativeInt = 10
+    """Failures of the storage in a row (full disk, input/output errors) after which training goes on; a save that
+    failed is tried again with growing pauses. One more ends the run."""
     trainable_only: bool = False
     """Leave frozen parameters out; what resumes must get them from elsewhere."""
     dir: str | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.errors import PluginError
-from d9d_core.plugin.entries import Entry, plugin_error
+from d9d_core.plugin.entries import Entry, plugin_error, shown
 from d9d_core.plugin.records import ConfiguredSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 
@@ -22,7 +22,7 @@ def load_config(entry: Entry) -> type[PluginConfig]:
     try:
         config = entry.spec.config.load()
     except FOREIGN_FAILURES as error:
-        raise plugin_error(f"{subject} failed to load: {error!r}", error) from error
+        raise plugin_error(f"{subject} failed to load: {shown(error)}", error) from error
     if not (isinstance(config, type) and issubclass(config, PluginConfig)):
         raise PluginError(f"{subject} is no subclass of d9d_core.config.base.PluginConfig")
     name = config.model_fields["name"].default
@@ -43,5 +43,5 @@ def config_schema(entry: Entry) -> dict[str, Any]:
     try:
         return config.model_json_schema()
     except FOREIGN_FAILURES as error:
-        text = f"{entry.kind.name} {entry}: its config {config.__qualname__} has no JSON schema: {error!r}"
+        text = f"{entry.kind.name} {entry}: its config {config.__qualname__} has no JSON schema: {shown(error)}"
         raise plugin_error(text, error) from error

@@ -10,6 +10,8 @@ from d9d_core.plugin.policy import normalise
 from d9d_core.plugin.records import CapabilitySpec, Spec
 
 Record = Spec | CapabilitySpec
+#: Characters of a plugin's value that messages show.
+_SHOWN = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,16 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.origin} {self.text}"
+
+
+def shown(value: object) -> str:
+    """Text of a value of a plugin for messages: short, printable, and there whatever its ``repr`` does."""
+    try:
+        text = repr(value)
+    except BaseException as error:
+        text = f"<{type(value).__name__} whose repr() raises {type(error).__name__}>"
+    text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def plugin_error(text: str, origin: BaseException | None) -> PluginError:

@@ -1,16 +1,42 @@
-"""References to attributes of modules, resolved only when they are needed."""
+"""References to attributes of modules, resolved only when they are needed, and what such code may do."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 #: What code of a plugin may raise. SystemExit is among it: a plugin must not end d9d as if all had gone well.
 FOREIGN_FAILURES = (Exception, SystemExit)
 
+_leave = os._exit
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+@contextmanager
+def exits_raised() -> Iterator[None]:
+    """Make ``os._exit`` raise SystemExit inside the block: in the main thread, and with status 0 in any thread.
+
+    d9d's own calls come from other threads, with other statuses. Child processes end with it as always.
+    """
+    own, before = os.getpid(), os._exit
+
+    def leave(status: int) -> None:
+        main = threading.current_thread() is threading.main_thread()
+        if os._exit is not _leave and os.getpid() == own and (main or not status):
+            raise SystemExit(f"os._exit({status})")
+        _leave(status)
+
+    os._exit = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = before
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def build(
     lr_schedule = build_lr_schedule(job, selection)
     own_task: Task = instantiate(selection.task, job.task)
     task = CheckedTask(selection.task, own_task)
-    store = open_store(job, topology)
+    store = open_store(job, topology, note)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
     all_parts = topology.axes_group("pp", *DATA_AXES) if topology.world_size > 1 else None
@@ -158,8 +158,8 @@ def build(
             topology,
             job.gradient_clipping.max_norm,
             job.gradient_clipping.p,
-            # Ranks learn at different moments that a save in the background failed; they stop after the same step.
-            stop=lambda: interrupts.requested is not None or store.failed,
+            # Ranks learn at different moments that a save or a subscriber failed; they stop after the same step.
+            stop=lambda: interrupts.requested is not None or store.failed or events.failure is not None,
             views=assembly.ownership.views,
             elsewhere=ties.elsewhere,
         ),

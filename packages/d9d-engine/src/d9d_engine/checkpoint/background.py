@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future
 from threading import Thread
 from typing import Generic, TypeVar
@@ -33,6 +34,11 @@ class Background(Generic[T]):
     def failed(self) -> bool:
         """Whether the function has raised."""
         return self.done and self._future.exception() is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the function's end, but no longer than this; returns :attr:`done`."""
+        futures.wait([self._future], seconds)
+        return self.done
 
     def result(self) -> T:
         """Wait for the function's result.

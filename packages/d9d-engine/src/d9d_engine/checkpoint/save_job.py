@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from d9d_core.errors import CheckpointError
+from d9d_core.errors import CheckpointError, SaveError
 from d9d_core.events import SaveReport
 from d9d_weights.files.directory import DirectoryStore
 from d9d_weights.sharding.agreement import is_known_to_all, reason
 from d9d_weights.sharding.shards import LocalShards
 from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.checkpoint.prune import Pruner
@@ -50,7 +51,8 @@ class SaveJob:
             stall: how long training waited; ``None`` if it waits all the time.
 
         Raises:
-            CheckpointError: it failed on some rank; the same error on all, and no trace is left.
+            SaveError: the storage failed on some rank; the same error on all, and no trace is left.
+            CheckpointError: something else failed on some rank, likewise.
         """
         began = time.perf_counter()
         draft, location = self.storage.draft(self.name), self.storage.location(self.name)
@@ -61,11 +63,17 @@ class SaveJob:
             if self.rank == 0:
                 draft.discard()  # every rank has stopped writing, or will be stopped
             if is_known_to_all(error, self.group):
-                raise CheckpointError(unwritten(location, reason(error))) from error
+                kind = SaveError if _of_storage(error) else CheckpointError
+                raise kind(unwritten(location, reason(error))) from error
             raise
         took = time.perf_counter() - began
         warning = self.pruner.prune(self.step) if self.rank == 0 else None
         return SaveReport(self.step, location, took if stall is None else stall, took, size, warning)
+
+
+def _of_storage(error: BaseException) -> bool:
+    failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    return any(isinstance(failure, OSError) for failure in failures)
 
 
 def unwritten(location: str, why: str) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,6 +33,7 @@ from d9d_weights.sharding.shards import LocalShards, Owners, check_memory, descr
 from torch import Tensor
 from torch import distributed as dist
 
+from d9d_engine.checkpoint.attempts import Attempts
 from d9d_engine.checkpoint.background import Background
 from d9d_engine.checkpoint.manifest import read_manifest, verify_file
 from d9d_engine.checkpoint.prune import Pruner, folder, steps_in, strays_in
@@ -56,6 +58,8 @@ class CheckpointStore:
         topology: the ranks.
         asynchronous: write beside the training, from copies in the host's memory.
         timeout: how long ranks wait for each other while one reads or writes.
+        tolerate: failures of the storage in a row that end no save; see :meth:`save`.
+        warn: called on the first rank, in the thread that writes.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class CheckpointStore:
         topology: Topology | None = None,
         asynchronous: bool = False,
         timeout: timedelta = timedelta(hours=1),
+        tolerate: int = 0,
+        warn: Callable[[str], None] = lambda _text: None,
     ) -> None:
         self.directory = directory
         self.topology = topology or Topology()
@@ -78,7 +84,11 @@ class CheckpointStore:
         self._staged: Staged | None = None
         self._owners: Owners | None = None
         self._form: list[Any] | None = None  # the signature that the owners were chosen for
-        self._running: Background[SaveReport] | None = None
+        # A pause, too, must not look like a hang.
+        longest = min(600.0, timeout.total_seconds() / 4)
+        self._attempts = Attempts(tolerate, longest, self.group, warn if self.topology.is_main else lambda _text: None)
+        self._superseded = threading.Event()
+        self._running: Background[SaveReport | None] | None = None
         self._reports: deque[SaveReport] = deque()
 
     def prepare(self) -> None:
@@ -199,11 +209,15 @@ class CheckpointStore:
         volatile: Collection[str] = (),
         score: float | None = None,
         wait: bool = False,
-    ) -> None:
+    ) -> bool:
         """Write a checkpoint, then remove those that are kept no longer. Collective over all ranks.
 
         An asynchronous save returns as soon as copies are under way: :meth:`before_mutation` must be called before
         the tensors change, :meth:`poll` says when the checkpoint exists. The save before is waited for.
+
+        If the storage fails, the save is tried again with growing pauses, as often as is tolerated: beside the
+        training, until the next save takes its place, or while this method waits. A synchronous save that does not
+        ``wait`` is left to the caller, after :attr:`failures` in a row.
 
         Args:
             step: optimizer steps done.
@@ -214,12 +228,18 @@ class CheckpointStore:
             score: the value by which the best checkpoint is chosen.
             wait: return when it exists, even if the store is asynchronous; needs no memory for copies.
 
+        Returns:
+            Whether the checkpoint exists or is under way; else the caller is to try again. The same on all ranks.
+
         Raises:
-            CheckpointError: this save (unless asynchronous) or the one before failed, on any rank; earlier checkpoints
-                are untouched.
+            SaveError: the storage failed once too often in this save (unless asynchronous) or the one before, on any
+                rank; earlier checkpoints are untouched.
+            CheckpointError: something else went wrong, likewise.
         """
         started = time.perf_counter()
+        self._superseded.set()
         self.wait()
+        self._superseded = superseded = threading.Event()
         best = self.retention.best
         if best is not None and score is not None and math.isfinite(score):
             facts = {**facts, "score": {"series": best.series, "value": score}}
@@ -236,11 +256,18 @@ class CheckpointStore:
             self._storage, name, step, *snapshot, rank=self.topology.rank, group=self.group, pruner=self._pruner
         )
         if wait or not self.asynchronous:
-            self._reports.append(job.run(lambda: own, stall=None))
-            return
+
+            def write() -> SaveReport:
+                return job.run(lambda: own, stall=None)
+
+            beat = self.topology.watchdog.beat
+            report = self._attempts.run(write, superseded, beat) if wait else self._attempts.once(write)
+            self._reports.extend([report] if report else [])
+            return report is not None
         ready = self._stage(own, frozenset(volatile))
         stall = time.perf_counter() - started
-        self._running = Background(lambda: job.run(ready, stall), name)
+        self._running = Background(lambda: self._attempts.run(lambda: job.run(ready, stall), superseded), name)
+        return True
 
     def before_mutation(self) -> None:
         """Call before saved tensors change: the device, not the host, waits for the copies of the last save."""
@@ -265,19 +292,34 @@ class CheckpointStore:
         """Whether the save under way has failed, as far as this rank knows. Ranks learn of it at different moments."""
         return self._running is not None and self._running.failed
 
+    @property
+    def failures(self) -> int:
+        """Number of attempts in a row that the storage has failed; the same on all ranks when no save is under way."""
+        return self._attempts.failures
+
     def wait(self) -> None:
-        """Wait for the save that is under way, if there is one.
+        """Wait for the save that is under way, if there is one, through all its attempts.
 
         Raises:
             CheckpointError: it failed, on any rank; the same error on all.
         """
         self._staged = None
         running, self._running = self._running, None
-        if running is not None:
-            self._reports.append(running.result())
+        if running is None:
+            return
+        seen = self.failures
+        while not running.wait(1.0):
+            if self.failures != seen:
+                seen = self.failures
+                self.topology.watchdog.beat()
+        if report := running.result():
+            self._reports.append(report)
 
     def _settle(self, error: BaseException) -> None:
-        """Wait without letting a failed save hide another error."""
+        """Wait without letting a failed save hide another error; one that is tried again is given up."""
+        self._superseded.set()
+        if self.failures:
+            return
         try:
             self.wait()
         except Exception as second:  # the connection to another rank, too

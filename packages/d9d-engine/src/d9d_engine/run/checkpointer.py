@@ -52,8 +52,13 @@ class Progress:
     skipped: int = 0
 
 
-def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
+def open_store(job: JobConfig, topology: Topology, note: Callable[[str], None] = lambda _text: None) -> CheckpointStore:
     """Open the checkpoint store that the job asks for. Collective over all ranks.
+
+    Args:
+        job: validated.
+        topology: this process among others.
+        note: prints a line about saves that are tried again.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -66,7 +71,8 @@ def open_store(job: JobConfig, topology: Topology) -> CheckpointStore:
     retention = Retention(job.checkpoint.keep, job.checkpoint.keep_every, best)
     location = job.checkpoint.location(job.run.directory)
     timeout = timedelta(seconds=job.timeouts.checkpoint)
-    store = CheckpointStore(location, retention, topology, job.checkpoint.asynchronous, timeout)
+    tolerate = job.checkpoint.tolerate_failures
+    store = CheckpointStore(location, retention, topology, job.checkpoint.asynchronous, timeout, tolerate, note)
     store.prepare()
     return store
 
@@ -120,7 +126,7 @@ class Checkpointer:
 
         on_main(write, self.store.group)
 
-    def save(self, progress: Progress, logged: Mapping[str, float] | None = None, wait: bool = False) -> None:
+    def save(self, progress: Progress, logged: Mapping[str, float] | None = None, wait: bool = False) -> bool:
         """Save the present state. Collective over all ranks.
 
         The checkpoint exists when :meth:`poll` says so. Until :meth:`before_mutation` is called, parameters and
@@ -131,8 +137,11 @@ class Checkpointer:
             logged: the last value of each logged series.
             wait: return when the checkpoint exists.
 
+        Returns:
+            Whether the checkpoint exists or is under way; else the storage failed, and the save is to be tried again.
+
         Raises:
-            CheckpointError: this save (unless it goes on in the background) or the one before failed.
+            CheckpointError: this save (unless it goes on in the background) or the one before failed for good.
         """
         self._trackers.flush()
         values = {
@@ -147,7 +156,7 @@ class Checkpointer:
             "left_out": self._left_out_anywhere(),
         }
         tensors = self.tensors()
-        self.store.save(
+        return self.store.save(
             progress.step,
             tensors,
             values,

@@ -10,6 +10,8 @@ from typing import Literal
 
 from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
+from d9d_core.errors import CheckpointError, NonFiniteError
+from d9d_core.failures import ended_by, exits_are_errors, source_of
 from d9d_core.protocols.tracker import RunInfo
 from torch import nn
 
@@ -87,6 +89,8 @@ class Trainer:
         self.events = events
         self.note = note
         self._logged: dict[str, float] = {}
+        self._saved: int | None = None  # the step of the last save
+        self._between_steps = True
 
     @property
     def stage(self) -> nn.Module:
@@ -102,9 +106,15 @@ class Trainer:
         Raises:
             NonFiniteError: a loss or gradient was not finite and the policy is ``error``.
             CheckpointError: a checkpoint could not be read or written.
+            TrainingError: a plugin wanted to end the process; what is sound is saved.
         """
         try:
-            with self.checkpointer.store.opened(), generators_kept(self.topology.device), built_objects_spared():
+            with (
+                exits_are_errors(),
+                self.checkpointer.store.opened(),
+                generators_kept(self.topology.device),
+                built_objects_spared(),
+            ):
                 outcome = self._train()
         except BaseException:
             with suppress(Exception):  # the first error counts
@@ -124,7 +134,7 @@ class Trainer:
         self.trackers.open(self._run_info(progress.step), tracker_states)
         try:
             with self.interrupts, ProgressBar(total, progress.step, shown=self.topology.is_main) as bar:
-                status = self._run(progress, bar)
+                status = self._run_and_rescue(progress, bar)
                 self.trackers.close(status)
                 done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
                 self.events.emit(done(progress.step))
@@ -137,24 +147,55 @@ class Trainer:
             raise
         return Outcome(status, progress.step)
 
-    def _run(self, progress: Progress, bar: ProgressBar) -> Literal["finished", "stopped"]:
-        job, total = self.job, self.job.steps
+    def _run_and_rescue(self, progress: Progress, bar: ProgressBar) -> Literal["finished", "stopped"]:
+        """Run, and save what a plugin that fails leaves sound."""
 
         def write(step: int, values: Mapping[str, float]) -> None:
             bar.logged(values["tokens_per_second"])
             self._write(step, values)
 
         logbook = Logbook(
-            write, bar.update, job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
+            write, bar.update, self.job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
         )
+        self._saved = progress.step if progress.step else None
+        try:
+            with exits_are_errors(), self.events.deferring():
+                return self._run(progress, bar, logbook)
+        except KeyboardInterrupt as error:
+            if self.interrupts.requested is not None or (source := source_of(error)) is None:
+                raise
+            self._rescue(failure := ended_by(source, error), progress, logbook)
+            raise failure from error
+        except Exception as error:
+            self._rescue(error, progress, logbook)
+            raise
+
+    def _rescue(self, error: Exception, progress: Progress, logbook: Logbook) -> None:
+        # Others cannot be asked: they wait for this rank in the middle of a step.
+        alone = self.topology.world_size == 1
+        if isinstance(error, NonFiniteError | CheckpointError) or not (alone and self._between_steps):
+            return
+        if self._saved == progress.step or not progress.step:
+            return
+        try:
+            self._save(progress, logbook, wait=True)
+        except Exception as second:
+            error.add_note(f"besides, nothing could be saved after step {progress.step}: {second!r}")
+        else:
+            self.note(f"saved after step {progress.step}, for what follows: {type(error).__name__}")
+
+    def _run(self, progress: Progress, bar: ProgressBar, logbook: Logbook) -> Literal["finished", "stopped"]:
+        job, total = self.job, self.job.steps
         clock = _Clock()
-        saved = progress.step if progress.step else None
+        retry: int | None = None
         self.events.emit(ev.TrainingStarts(progress.step, total))
         while progress.step < total and not logbook.stop:
             self.topology.watchdog.phase("step", progress.step)
             pack = self.prefetcher.next()
+            self._between_steps = False
             result = self.step(progress.step, pack)
             progress.step += 1
+            self._between_steps = True
             self._record(progress, result, logbook, clock, bar)
             self._announce()
             at_end = progress.step == total
@@ -162,17 +203,22 @@ class Trainer:
                 logbook.drain()
                 with clock.paused():
                     self._evaluate(progress.step)
-            if job.checkpoint.every and progress.step % job.checkpoint.every == 0 and not at_end:
+            due = job.checkpoint.every and progress.step % job.checkpoint.every == 0
+            if (due or progress.step == retry) and not at_end:
                 logbook.drain()
                 with clock.paused():
-                    self._save(progress, logbook)
-                saved = progress.step
+                    if self._save(progress, logbook):
+                        retry = None
+                    else:  # all ranks count alike, where their clocks would differ
+                        retry = progress.step + 2 ** (self.checkpointer.store.failures - 1)
         logbook.drain()
-        if saved != progress.step:
+        if self._saved != progress.step:
             self._save(progress, logbook, wait=True)
         self.topology.watchdog.phase("checkpoint", progress.step)
         self.checkpointer.wait()
         self._announce()
+        if self.events.failure is not None:
+            raise self.events.failure
         if logbook.stop and progress.step < total:
             done = f"stopped after step {progress.step} of {total} and saved"
             self.note(f"{self.interrupts.requested or 'another rank'}: {done}; start again to continue")
@@ -194,13 +240,15 @@ class Trainer:
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
-    def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> None:
+    def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> bool:
         logbook.drain()  # no checkpoint from a step whose finiteness is unread
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         self.topology.watchdog.phase("checkpoint", progress.step)
         self.events.emit(ev.CheckpointStarts(progress.step))
-        self.checkpointer.save(progress, self._logged, wait)
+        saved = self.checkpointer.save(progress, self._logged, wait)
+        self._saved = progress.step if saved else self._saved
         self._announce()
+        return saved
 
     def _announce(self) -> None:
         """Report the checkpoints that exist by now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
@@ -91,8 +92,15 @@ class Statistics:
         """Values since the last reset: series -> value or table; a name that is taken gets the metric's own in front.
 
         Collective over the group.
+
+        Raises:
+            BuildError: a metric computes something else than values by name.
         """
-        computed = {name: self._compute(metric) for name, metric in self._metrics.items()}
+        computed: dict[str, Any] = {name: self._compute(metric) for name, metric in self._metrics.items()}
+        for name, values in computed.items():
+            if not isinstance(values, Mapping):
+                kind = type(values).__name__
+                raise BuildError(f"metric '{name}': compute() returned a {kind}; return a mapping of names to values")
         series = [key for values in computed.values() for key in values]
         return {
             key if series.count(key) == 1 and not _is_taken(key) else f"{name}/{key}": value

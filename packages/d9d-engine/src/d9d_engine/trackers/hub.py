@@ -1,75 +1,173 @@
-"""Hub of all trackers of a run; a failing one is reported once and never ends the training."""
+"""Hub of all trackers of a run: a thread for each, so that one that fails or waits neither ends nor delays training."""
 
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Mapping
+from queue import SimpleQueue
 from typing import Any, Literal
 
+from d9d_core.plugin.entries import shown
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
 from d9d_core.types import State
 
+#: Entries that may wait for one tracker; later ones are left out until it has caught up.
+ROOM = 1000
+
 
 class TrackerHub:
-    """Hub that forwards to every tracker.
+    """Hub that forwards to every tracker, in a thread of its own.
 
     Args:
         trackers: by a name that is unique within the job.
-        warn: prints a line.
+        warn: prints a line; called in any thread.
+        patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; :meth:`close` waits three
+            times as long.
     """
 
-    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None]) -> None:
+    def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
         self._trackers = dict(trackers)
         self._warn = warn
-        self._runs: dict[str, TrackerRun] = {}
+        self._patience = patience
+        self._threads: list[_TrackerThread] = []
         self._states: dict[str, State] = {}
 
     def open(self, run: RunInfo, states: Mapping[str, Any]) -> None:
-        """Open every tracker, continuing those whose state a checkpoint kept."""
+        """Open every tracker, continuing those whose state a checkpoint kept. Does not wait."""
         self._states = dict(states)
-        for name, tracker in self._trackers.items():
-            opened = self._guard(name, lambda t=tracker, n=name: _opened(t, run, states.get(n)))  # type: ignore[misc]
-            if opened is not None:
-                self._runs[name] = opened
+        self._threads = [
+            _TrackerThread(name, tracker, run, states.get(name), self._warn) for name, tracker in self._trackers.items()
+        ]
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values after ``step`` steps."""
-        for name, run in list(self._runs.items()):
-            self._guard(name, lambda r=run: r.write(step, values))  # type: ignore[misc]
+        """Log values after ``step`` steps. Does not wait."""
+        for thread in self._threads:
+            thread.write(lambda run: run.write(step, dict(values)))
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
-        """Log tables after ``step`` steps, where a tracker takes any."""
-        for name, run in list(self._runs.items()):
+        """Log tables after ``step`` steps, where a tracker takes any. Does not wait."""
+
+        def write(run: TrackerRun) -> None:
             if isinstance(run, TakesTables):
-                self._guard(name, lambda r=run: r.write_tables(step, tables))  # type: ignore[misc]
+                run.write_tables(step, tables)
+
+        for thread in self._threads:
+            thread.write(write)
 
     def flush(self) -> None:
-        """Flush every tracker, so that what was written survives a crash."""
-        for name, run in list(self._runs.items()):
-            self._guard(name, run.flush)
+        """Flush every tracker, so that what was written survives a crash; waits for a limited time."""
+        self._ask(lambda _: lambda run: run.flush())
 
     def state(self) -> dict[str, State]:
-        """States of the trackers by name; of one that failed, the last that is known."""
-        for name, run in list(self._runs.items()):
-            state = self._guard(name, lambda r=run: json.loads(json.dumps(r.state(), allow_nan=False)))  # type: ignore[misc]
-            if state is not None:
-                self._states[name] = state
+        """States of the trackers by name; of one that failed or is behind, the last that is known."""
+
+        def keep(name: str) -> Callable[[TrackerRun], None]:
+            def call(run: TrackerRun) -> None:
+                self._states[name] = json.loads(json.dumps(run.state(), allow_nan=False))
+
+            return call
+
+        self._ask(keep)
         return dict(self._states)
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
-        """End every run."""
-        for name, run in list(self._runs.items()):
-            self._guard(name, lambda r=run: r.close(status))  # type: ignore[misc]
-        self._runs.clear()
+        """End every run; waits for a limited time."""
+        for thread in self._threads:
+            thread.close(status)
+        seconds = 3 * self._patience
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            if not thread.ended.wait(max(0.0, deadline - time.monotonic())):
+                self._warn(
+                    f"warning: tracker '{thread.name}' has not ended after {seconds:g} s and is left behind; "
+                    "its last entries may be missing"
+                )
+        self._threads = []
 
-    def _guard(self, name: str, call: Callable[[], Any]) -> Any:
+    def _ask(self, call: Callable[[str], Callable[[TrackerRun], None]]) -> None:
+        """Have all trackers run a call after all before it, and wait for those that were not late the last time."""
+        asked = [(thread, thread.ask(call(thread.name))) for thread in self._threads if not thread.is_late]
+        deadline = time.monotonic() + self._patience
+        for thread, done in asked:
+            if not done.wait(max(0.0, deadline - time.monotonic())):
+                thread.say_late(f"has not written everything within {self._patience:g} s, and is not waited for")
+
+
+class _TrackerThread:
+    """Thread of one tracker, which makes all calls to it, in order. After a failure it makes none.
+
+    Attributes:
+        name: of the tracker.
+        ended: the run of the tracker is closed, or failed.
+    """
+
+    def __init__(
+        self, name: str, tracker: Tracker, run: RunInfo, state: State | None, warn: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self.ended = threading.Event()
+        self._warn = warn
+        self._calls: SimpleQueue[Callable[[TrackerRun], None] | None] = SimpleQueue()
+        self._asked = threading.Event()
+        self._asked.set()
+        self._said_late = False
+        self._left_out = 0
+        work = threading.Thread(target=self._work, args=(tracker, run, state), name=f"d9d-tracker-{name}", daemon=True)
+        work.start()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the tracker has not come yet to what it was asked last."""
+        return not self._asked.is_set()
+
+    def write(self, call: Callable[[TrackerRun], None]) -> None:
+        """Queue a call, or leave it out if there is no room."""
+        if self.ended.is_set():
+            return
+        if self._calls.qsize() >= ROOM:
+            self._left_out += 1
+            self.say_late(f"is {ROOM} entries behind; entries are left out until it has caught up")
+            return
+        self._calls.put(call)
+
+    def ask(self, call: Callable[[TrackerRun], None]) -> threading.Event:
+        """Queue a call; the event happens when it was made or the tracker has failed."""
+        done = self._asked = threading.Event()
+
+        def answer(run: TrackerRun) -> None:
+            call(run)
+            done.set()
+
+        self._calls.put(answer)
+        if self.ended.is_set():
+            done.set()
+        return done
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Queue the end of the run."""
+        if self._left_out and not self.ended.is_set():
+            self._warn(f"warning: tracker '{self.name}' was too slow: {self._left_out} entries are left out")
+        self._calls.put(lambda run: run.close(status))
+        self._calls.put(None)
+
+    def say_late(self, text: str) -> None:
+        """Warn, once, that the tracker is behind."""
+        if not self._said_late:
+            self._said_late = True
+            self._warn(f"warning: tracker '{self.name}' {text}; training goes on")
+
+    def _work(self, tracker: Tracker, info: RunInfo, state: State | None) -> None:
         try:
-            return call()
-        except Exception as error:
-            self._runs.pop(name, None)
-            self._warn(f"tracker '{name}' failed and is switched off: {error!r}")
-            return None
+            run = _opened(tracker, info, state)
+            while (call := self._calls.get()) is not None:
+                call(run)
+        except BaseException as error:  # SystemExit, too, ends this tracker only
+            self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")
+        self.ended.set()
+        self._asked.set()
 
 
 def _opened(tracker: Tracker, run: RunInfo, state: State | None) -> TrackerRun:

@@ -1,0 +1,121 @@
+"""Plugins whose declarations raise, print, hang or exit: named, left out, and no harm to anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from d9d_core.errors import PluginError
+from d9d_core.plugin import PluginPolicy, Registry, discover
+
+HEADER = "from d9d_core.plugin import *\nD9D_API = 1\n"
+#: The process must survive: what is wrong would end it, or hang for ever.
+HOOK = "@hookimpl\ndef d9d_tasks():\n    {}\n    yield\n"
+
+
+def problem(directory: Path, code: str) -> str:
+    """Text about a plugin of this code."""
+    path = directory / "hostile.py"
+    path.write_text(HEADER + code)
+    with pytest.raises(PluginError) as caught:
+        discover(PluginPolicy(autoload=False, files=(path,)))
+    assert str(caught.value).startswith(f"{path} ")
+    return str(caught.value).removeprefix(f"{path} ")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise KeyboardInterrupt", "failed to declare its records: KeyboardInterrupt()"),
+        ("raise GeneratorExit", "failed to declare its records: GeneratorExit()"),
+        ("class Odd(BaseException): ...\nraise Odd('no')", "failed to declare its records: Odd('no')"),
+        (
+            "del D9D_API\ndef __getattr__(name): raise RuntimeError(name)",
+            "failed to declare its records: RuntimeError(",
+        ),
+        ("del D9D_API\ndef __getattr__(name): raise SystemExit(0)", "failed to declare its records: SystemExit(0)"),
+        (HOOK.format("raise KeyboardInterrupt"), "failed to declare its records: KeyboardInterrupt()"),
+        ("import os; os._exit(0)", "failed to import: SystemExit('os._exit(0)')"),
+        (HOOK.format("import os; os._exit(3)"), "failed in d9d_tasks: SystemExit('os._exit(3)')"),
+        ("def f(): f()\nf()", "failed to import: RecursionError("),
+        ("D9D_API = '1'", "states D9D_API = '1', which is no number; write D9D_API = 1"),
+        ("D9D_API = True", "states D9D_API = True, which is no number; write D9D_API = 1"),
+        ("D9D_API = [1]", "states D9D_API = [1], which is no number; write D9D_API = 1"),
+        ("raise ValueError('x' * 1_000_000)", "(1,000,014 characters)"),
+        (r"raise ValueError('\ud800')", r"failed to import: ValueError('\ud800')"),
+        (
+            "class Mute(Exception):\n    def __repr__(self): return 1 / 0\nraise Mute",
+            "failed to import: <Mute whose repr() raises ZeroDivisionError>",
+        ),
+    ],
+)
+def test_whatever_a_declaration_raises_is_a_problem_of_its_plugin(tmp_path: Path, code: str, text: str) -> None:
+    found = problem(tmp_path, code)
+    assert text in found
+    assert len(found) < 700
+    assert os._exit.__module__ == "posix"
+
+
+@pytest.mark.parametrize("code", ["while True: pass", HOOK.format("while True: pass")])
+def test_a_declaration_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setenv("D9D_PLUGIN_SECONDS", "0.2")
+    assert "takes longer than 0.2 s (the environment variable D9D_PLUGIN_SECONDS)" in problem(tmp_path, code)
+
+
+def test_a_declaration_that_catches_its_end_ends_the_process_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "hostile.py"
+    path.write_text(
+        "import time\nwhile True:\n    try:\n        time.sleep(60)\n    except BaseException:\n        time.sleep(0)\n"
+    )
+    command = [sys.executable, "-m", "d9d_core", "plugins", "list", "--no-plugins", "--plugin", str(path)]
+    environment = {**os.environ, "D9D_PLUGIN_SECONDS": "0.2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"error: {path} takes longer than 0.2 s" in done.stderr
+    assert "cannot be interrupted" in done.stderr
+
+
+def test_the_end_of_a_child_process_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "forks.py"
+    path.write_text(
+        HEADER + "import os\nchild = os.fork()\nif not child: os._exit(0)\nassert os.waitpid(child, 0)[1] == 0\n"
+    )
+    assert isinstance(discover(PluginPolicy(autoload=False, files=(path,))), Registry)
+
+
+SHOWS = ["list", "check", "show x"]
+
+
+@pytest.mark.parametrize("words", [*(f"plugins {show} --json" for show in SHOWS), "schema"])
+def test_what_a_plugin_prints_spoils_no_json(
+    install: Callable[..., None],
+    site: Path,
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from d9d_core.cli.main import main
+
+    (site / "acme_config.py").write_text(
+        "from typing import Literal\nfrom d9d_core.extend import PluginConfig\nprint('{config')\n"
+        "class Config(PluginConfig):\n    name: Literal['x'] = 'x'\n"
+    )
+    target = "Ref('acme_config:Config')"
+    install(
+        "acme-moe", "9.9",
+        "print('{declaration')\n@hookimpl\ndef d9d_strategies():\n"
+        f"    yield StrategySpec(name='x', summary='X', config={target}, build={target}, anchor='data')\n",
+    )  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["d9d", *words.split()])
+    monkeypatch.setenv("D9D_PLUGINS", "acme-moe")
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capfd.readouterr()
+    assert end.value.code in (0, None)
+    assert json.loads(out)
+    assert "{declaration" in err

@@ -1,0 +1,274 @@
+"""Campaign of hostile plugins: each misbehaves in one way at one place, and is put through the command line.
+
+    uv run python tools/plugin_campaign.py [--every N] [--only TEXT]
+
+A plugin that fails where it matters never ends with status 0, is named, shows no traceback without a frame of its own,
+and spoils no JSON. Prints one line for each that breaks a rule, and the counts; exit status 1 if there is any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import d9d_testing.toy.plugin
+from d9d_core.cli.main import main as command_line
+
+#: Misbehaviour -> the code that does it; what it returns takes the place of what is expected.
+WAYS = {
+    "raises": "raise ValueError('no')",
+    "raises BaseException": "raise type('Odd', (BaseException,), {})('no')",
+    "exits": "raise SystemExit(0)",
+    "interrupts": "raise KeyboardInterrupt",
+    "leaves": "import os; os._exit(0)",
+    "recurses": "return misbehave()",
+    "huge repr": "raise ValueError('x' * 10_000_000)",
+    "broken repr": "raise type('Mute', (Exception,), {'__repr__': lambda s: 1 / 0, '__str__': lambda s: 1 / 0})()",
+    "surrogates": "raise ValueError('\\ud800')",
+    "wrong type": "return object()",
+    "prints": "print('{not json'); return GOOD",
+    "hangs": "\n    while True: pass",
+}
+#: Places where a plugin only declares; everything reads these.
+DECLARING = ("import", "D9D_API", "attribute", "hook", "record")
+#: Method of a component of the toy plugin -> the job's section that uses it.
+METHODS = {
+    "ToyStream.__init__": "data",
+    "ToyStream.next_pack": "data",
+    "ToyStream.state": "data",
+    "ToyTask.losses": "task",
+    "ToyTask.weights": "task",
+    "ToyMetric.update": "metric",
+    "ToyMetric.compute": "metric",
+    "ToyTracker.open": "tracker",
+    "ToyTracker.write": "tracker",
+    "ToyTracker.flush": "tracker",
+    "ToyTracker.state": "tracker",
+    "ToyTracker.close": "tracker",
+    "ToyRecorder._record": "subscriber",
+    "ToyRecorder.subscriptions": "subscriber",
+    "ToyOptimizer.step": "optimizer",
+    "ToyOptimizer.state": "optimizer",
+}
+PLACES = (*DECLARING, "config", *METHODS)
+#: Values of methods that nobody looks at, or whose type is free.
+IGNORED = {"ToyMetric.update", "ToyRecorder._record", "ToyOptimizer.step", "ToyStream.__init__"}
+
+_HEADER = """
+import sys
+from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
+GOOD = None
+
+def misbehave(*_, **__):
+    {code}
+"""
+_RECORDS = """
+{api}
+{extra}
+
+@hookimpl
+def d9d_subscribers():
+    {hook}
+    yield SubscriberSpec(name={name}, summary="S", config=Ref(f"{{__name__}}:Config"), build=Ref(f"{{__name__}}:build"))
+"""
+_COMPONENT = """
+from typing import Literal
+from d9d_core.extend import PluginConfig
+{config}
+class Config(PluginConfig):
+    name: Literal["hostile"] = "hostile"
+
+def build(config):
+    import d9d_testing.toy.{module} as toy
+    {patch}
+    return type("Quiet", (), {{"subscriptions": lambda self: []}})()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plugin: where it misbehaves, and how."""
+
+    place: str
+    way: str
+
+    @property
+    def matters(self) -> bool:
+        """Whether a run with it must not end as if all had gone well; what a tracker does is contained."""
+        if self.way == "prints" or self.place.startswith("ToyTracker"):
+            return False
+        return not (self.way == "wrong type" and (self.place in IGNORED or self.place in ("import", "config")))
+
+    def source(self) -> str:
+        """Source of the plugin."""
+        # A hook that prints goes on; what else it makes takes the place of a record.
+        here = {place: "misbehave()" if self.place == place else "" for place in PLACES}
+        api = "" if self.place == "attribute" else f"D9D_API = {here['D9D_API'] or 1}"
+        extra = "def __getattr__(name): return misbehave()" if self.place == "attribute" else here["import"]
+        name = here["record"] or '"hostile"'
+        # Data comes first: what else misbehaves does so by way of a subscriber's construction.
+        owner, _, method = self.place.partition(".")
+        modules = {
+            "ToyStream": "data",
+            "ToyOptimizer": "optimizer",
+            "ToyTracker": "observers",
+            "ToyRecorder": "observers",
+        }
+        patch = ""
+        if self.place in METHODS:
+            patch = f"toy.{owner}.{method} = misbehave"
+        return (
+            _HEADER.format(code=WAYS[self.way])
+            + _RECORDS.format(
+                api=api,
+                extra=extra,
+                hook="if (made := misbehave()) is not GOOD: yield made" if here["hook"] else "",
+                name=name,
+            )
+            + _COMPONENT.format(config=here["config"], module=modules.get(owner, "task"), patch=patch)
+        )
+
+
+def cases() -> list[Case]:
+    """The grid; endless loops only where there is a time limit."""
+    found = [Case(place, way) for place in PLACES for way in WAYS]
+    return [case for case in found if case.way != "hangs" or case.place in DECLARING]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a command."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run(*arguments: str) -> Ended:
+    """Run a command in this process, as the interpreter would."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    kept = {cls: dict(vars(cls)) for cls in _toy_classes()}
+    try:
+        with mock.patch.object(sys, "argv", ["d9d", *arguments]), redirect_stdout(out), redirect_stderr(err):
+            command_line()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        err.write(traceback.format_exc())
+        status = 1
+    finally:
+        for cls, attributes in kept.items():
+            for name, value in attributes.items():
+                if vars(cls).get(name) is not value:
+                    setattr(cls, name, value)
+    return Ended(status, out.getvalue(), err.getvalue())
+
+
+def _toy_classes() -> list[type]:
+    from d9d_testing.toy import data, observers, optimizer, task
+
+    names = {place.partition(".")[0] for place in METHODS}
+    return [found for module in (data, observers, optimizer, task) for n in names if (found := vars(module).get(n))]
+
+
+def faults(case: Case, directory: Path) -> Iterator[str]:
+    """Rules that a case breaks."""
+    stem = f"hostile_{PLACES.index(case.place)}_{list(WAYS).index(case.way)}"
+    plugin = directory / f"{stem}.py"
+    plugin.write_text(case.source(), "utf-8", errors="surrogatepass")
+    job = directory / "job.json"
+    job.write_text(json.dumps(_job(directory, plugin)))
+    with mock.patch.dict(os.environ, {"D9D_PLUGINS": "none", "D9D_PLUGIN_SECONDS": "1"}):
+        listed = run("plugins", "list", "--json", "--plugin", str(plugin))
+        checked = run("plugins", "check", str(plugin), "--json", "--plugin", str(plugin))
+        planned = run("check", str(job))
+        trained = run("train", str(job))
+    declares = case.place in DECLARING and case.matters
+    for name, ended, must_fail in (
+        ("plugins list", listed, declares),
+        ("plugins check", checked, declares or (case.place == "config" and case.matters)),
+        ("check", planned, declares),
+        ("train", trained, case.matters),
+    ):
+        said = ended.out + ended.err
+        if must_fail and ended.status == 0:
+            yield f"{name}: status 0"
+        # In a method of the toy plugin, that is the plugin. Ctrl-C cannot be told from what a component raises.
+        named = stem in said or (case.place in METHODS and ("toy" in said or case.way == "interrupts"))
+        if ended.status and not named:
+            yield f"{name}: not named: {said[-300:]!r}"
+        if "Traceback" in ended.err and not named:
+            yield f"{name}: a traceback without a frame of the plugin: {said[-300:]!r}"
+        if len(said) > 50_000 and "Traceback" not in said:  # which is the plugin's own
+            yield f"{name}: {len(said):,} characters"
+    for name, ended in (("plugins list", listed), ("plugins check", checked)):
+        if ended.out and not _is_json(ended.out):
+            yield f"{name}: no JSON: {ended.out[:100]!r}"
+
+
+def _job(directory: Path, plugin: Path) -> dict[str, object]:
+    events = directory / "events"
+    return {
+        "run": {"name": plugin.stem, "dir": str(directory / "runs")},
+        "steps": 3,
+        "device": "cpu",
+        "batch": {"size": 4},
+        "model": "toy_model",
+        "data": "toy_data",
+        "task": "toy_task",
+        "optimizer": "toy_optimizer",
+        "metrics": ["toy_metric"],
+        "logging": {"every": 1},
+        "checkpoint": {"every": 2},
+        "subscribers": ["hostile", {"name": "toy_recorder", "path": str(events)}],
+        "trackers": ["toy_tracker"],
+        "export": False,
+        "plugins": [d9d_testing.toy.plugin.__file__, str(plugin)],
+    }
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def campaign(chosen: list[Case]) -> list[str]:
+    """Put plugins through the command line; one line for each broken rule."""
+    found = []
+    directory = Path(tempfile.mkdtemp(prefix="d9d-plugins-"))
+    try:
+        for case in chosen:
+            found += [f"{case.place}, {case.way}: {text}" for text in faults(case, directory)]
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return found
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="take each n-th only")
+    parser.add_argument("--only", default="", help="cases whose place and way contain this text")
+    options = parser.parse_args()
+    chosen = [case for case in cases() if options.only in f"{case.place}, {case.way}"][:: options.every]
+    found = campaign(chosen)
+    print("\n".join([*found, f"{len(chosen)} plugins, 4 commands each: {len(found)} broken rules"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
