@@ -101,7 +101,7 @@ class CoverageMap:
         return result
 
     def ordered(self, slip: Slip, budget: float) -> tuple[list[Test], list[Test]]:
-        """Tests of the slip's own member and those of others, quick files first, up to a budget of seconds each."""
+        """Tests of the slip's own member and those of others, up to a budget of seconds each."""
         tests = self.tests_of(slip)
         near = [test for test in tests if test.file.startswith(slip.member + "/")]
         far = [test for test in tests if not test.file.startswith(slip.member + "/")]
@@ -119,14 +119,15 @@ def _passing(tests: dict[str, dict[str, Any]], numbers: set[int]) -> Iterable[Te
 
 
 def _affordable(tests: list[Test], budget: float) -> list[Test]:
-    seconds: dict[tuple[bool, str], float] = defaultdict(float)
-    for test in tests:
-        seconds[test.thorough, test.file] += test.seconds
+    """Tests that the budget allows, short ones first; then file by file, those of short files first."""
     chosen: list[Test] = []
-    for test in sorted(tests, key=lambda test: (test.thorough, seconds[test.thorough, test.file], test.file)):
+    for test in sorted(tests, key=lambda test: (test.thorough, test.seconds)):
         budget -= test.seconds
         # One test is run whatever it takes.
         if budget < 0 and chosen:
             break
         chosen.append(test)
-    return chosen
+    seconds: dict[str, float] = defaultdict(float)
+    for test in chosen:
+        seconds[test.file] += test.seconds
+    return sorted(chosen, key=lambda test: (seconds[test.file], test.file))

@@ -6,6 +6,7 @@ down at once, so that a process that is killed loses nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -65,10 +66,12 @@ class Recorder:
         return self._trace
 
     def _write(self, file: str, line: int) -> None:
-        key = os.pread(self._current, 16, 0), file, line
-        if key not in self._seen:
-            self._seen.add(key)
-            os.write(self._lines, b"%s\t%s\t%d\n" % (key[0].strip(), file[len(self._sources) :].encode(), line))
+        # Who closes all files of the process, as a daemon does, ends the record and not the program.
+        with contextlib.suppress(OSError):
+            key = os.pread(self._current, 16, 0), file, line
+            if key not in self._seen:
+                self._seen.add(key)
+                os.write(self._lines, b"%s\t%s\t%d\n" % (key[0].strip(), file[len(self._sources) :].encode(), line))
 
 
 if __name__ == "sitecustomize" and RECORDS in os.environ:

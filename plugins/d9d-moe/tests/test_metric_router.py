@@ -51,6 +51,15 @@ def observed(stage: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     return {f"{name}/{key}": tally for name, module in modules.items() for key, tally in module.tallies().items()}
 
 
+def test_layers_have_no_series_of_their_own_unless_asked_for() -> None:
+    stage = layers(EXPERTS, EXPERTS)
+    found = RouterMetric(RouterMetricConfig())
+    found.attach(stage)
+    found.update(observed(stage, tokens(1, 1, 1, 1)))
+    shared = {"router/entropy", "router/max_violation", "router/mean_violation", "router/load"}
+    assert found.compute().keys() == shared
+
+
 def test_load_is_relative_to_an_even_spread_over_all_microbatches() -> None:
     stage = layers(EXPERTS, EXPERTS)
     found = metric(stage)

@@ -41,6 +41,16 @@ def late_by_hand(indices: list[list[int]], limit: int) -> list[list[bool]]:
     return late
 
 
+def test_a_routing_is_incomplete_where_rows_may_have_no_expert() -> None:
+    tokens, padding = normal(6, HIDDEN), torch.arange(6) == 5
+    assert not router()(tokens).incomplete
+    assert router()(tokens, padding=padding).incomplete
+    assert router(capacity=1.0)(tokens).incomplete
+    indices, weights = torch.zeros(6, 1, dtype=torch.int64), torch.ones(6, 1)
+    assert not TopKRouting.of(indices, weights, EXPERTS).incomplete
+    assert TopKRouting.of(indices, weights, EXPERTS, limit=3).incomplete
+
+
 @given(
     indices=st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), max_size=12),
     limit=st.integers(0, 6),
