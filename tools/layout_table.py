@@ -216,7 +216,8 @@ class Piped(NamedTuple):
     @property
     def reference(self) -> Layout:
         """The same model and batch on one process, in one microbatch."""
-        return Layout("reference", {}, (), (*self._common, f"batch.microbatch={self.microbatches * SAMPLES}"))
+        metrics = (override for override in self.overrides if override.startswith("metrics"))
+        return Layout("reference", {}, (), (*self._common, f"batch.microbatch={self.microbatches * SAMPLES}", *metrics))
 
     @property
     def _common(self) -> tuple[str, ...]:
