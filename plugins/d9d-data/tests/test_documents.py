@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,24 @@ def texts(reader: DocumentStream) -> list[str]:
     return [bytes(tokens[a : b - 1]).decode() for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.parametrize("count", [5, 6])
+def test_a_missing_path_is_told_what_its_folder_holds(tmp_path: Path, count: int) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"{number}.txt").write_text("x")
+    held = "0.txt, 1.txt, 2.txt, 3.txt, 4.txt" + (", ..." if count > 5 else "")
+    with pytest.raises(DataError, match=rf"holds: {re.escape(held)}(?!, 5)"):
+        open_documents(tmp_path, folder / "other.txt")
+
+
+@pytest.mark.parametrize(("batch_size", "window"), [(0, 4), (-4, 4), (3, 4), (8, 4), (400, 400)])
+def test_a_saved_size_that_no_run_can_have_had_is_refused(batch_size: int, window: int) -> None:
+    reader = stream([8] * 16, window=8)
+    with pytest.raises(DataError, match=f"damaged: batch_size is {batch_size} and bucket_window {window};"):
+        reader.load_state(reader.state() | {"batch_size": batch_size, "bucket_window": window})
+
+
 def test_files_and_lines_are_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     lines = [{"text": "thrée ", "id": 7}, {"text": "  "}, {"text": "four " * 9}]
@@ -279,6 +298,7 @@ def test_lines_that_change_are_other_data(tmp_path: Path) -> None:
     [
         ("{text}", r"a\.jsonl:2 is not JSON \(.*\); write one object a line"),
         ('{"body": "x", "id": 1}', r"a\.jsonl:2 has no text in a field 'text' \(it has body, id\)"),
+        ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
         ('["x"]', r"a\.jsonl:2 has no text in a field 'text' \(it has a list\)"),
         ('{"text": null}', r"a\.jsonl:2 has no text in a field 'text' \(it has text\)"),
     ],
