@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from d9d_core.config.job import Mesh, Timeouts
 from d9d_core.config.load import plugin_policy
 from d9d_core.config.pretrained import read_config_json
 from d9d_core.errors import CheckpointError, JobError
+from d9d_core.job import JobFile
 from pydantic import ValidationError
 
 
@@ -97,3 +99,13 @@ def test_a_mesh_has_no_more_processes_than_can_know_each_other() -> None:
     assert Mesh(dp_shard=1 << 17).world_size == 1 << 17
     with pytest.raises(ValidationError, match="262,144 processes; a mesh has at most 131,072"):
         Mesh(dp_shard=1 << 17, tp=2)
+
+
+def test_of_many_problems_some_are_spelled_out_and_the_rest_are_counted(tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({"metrics": [1] * 1000}))
+    with pytest.raises(JobError) as error:
+        JobFile.load(file)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 51
+    assert lines[-1].startswith("and 9")

@@ -47,7 +47,7 @@ class Run(Section):
 class Mesh(Section):
     """Sizes of the mesh axes. Their product, without ``ep``, is the number of processes."""
 
-    pp: PositiveInt = 1
+    pp: Annotated[PositiveInt, Field(le=4096)] = 1
     """Pipeline stages."""
     dp_replicate: PositiveInt = 1
     """Replicas of the (sharded) model."""

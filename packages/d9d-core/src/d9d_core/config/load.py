@@ -18,6 +18,8 @@ from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
 
 _TO_JOB = "to the job file"
+#: Problems of a job that are spelled out; the others are counted.
+_SHOWN = 50
 _LONG = 200
 Config = TypeVar("Config", bound=JobConfig)
 
@@ -76,7 +78,10 @@ def _values(document: Document) -> dict[str, Any]:
 
 
 def _job_error(error: ValidationError, document: Document, prefix: Location = ()) -> JobError:
-    return JobError("\n".join(_line(line, document, prefix) for line in error.errors(include_url=False)))
+    problems = error.errors(include_url=False)
+    lines = [_line(line, document, prefix) for line in problems[:_SHOWN]]
+    more = [f"and {len(problems) - _SHOWN} more problems"] if len(problems) > _SHOWN else []
+    return JobError("\n".join([*lines, *more]))
 
 
 def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:

@@ -107,8 +107,14 @@ def wrap(
         reshard_after_forward: as FSDP2 takes it; the root keeps its parameters, which the backward needs at once.
 
     Raises:
-        BuildError: the stage has no blocks, the group size does not divide, or units share a parameter.
+        BuildError: the stage has no blocks, the group size does not divide, units share a parameter, or another
+            data-parallel strategy was applied already.
     """
+    if any(isinstance(module, FSDPModule) for module in stage.modules()):
+        raise BuildError(
+            f"parallel: '{config.name}' comes after another strategy for data parallelism; list one of replicate, fsdp "
+            "and hsdp, once"
+        )
     mesh = topology.mesh("dense", *dims.dense)
     blocks, experts = find_blocks(stage, config.name), find_banks(stage)
     banks = {name: bank for name, bank in experts.items() if is_spread(bank)}
