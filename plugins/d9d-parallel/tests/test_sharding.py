@@ -290,5 +290,7 @@ def test_weights_tied_across_blocks_are_refused(name: str) -> None:
 def test_a_second_strategy_of_data_parallelism_is_refused() -> None:
     with torch.device("meta"):
         model = Model()
-    with simulated_world(2), pytest.raises(BuildError, match="'replicate' comes after another strategy for data"):
-        wrapped("replicate", {"dp_replicate": 2}, wrapped("fsdp", {"dp_shard": 2}, model))
+    with simulated_world(2):
+        wrapped("fsdp", {"dp_shard": 2}, model)
+        with pytest.raises(BuildError, match="'replicate' comes after another strategy for data"):
+            wrapped("replicate", {"dp_shard": 2}, model)
