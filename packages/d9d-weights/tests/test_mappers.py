@@ -301,6 +301,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Chunk("c", ["a", "b"]), specs(c=(3,)), ["cannot be cut into 2 equal parts"]),
         (Chunk("c", ["a", "b"], sizes=[1, 1]), specs(c=(3,)), ["cannot be cut into parts of [1, 1]"]),
         (Unstack("c", ["a", "b"]), specs(c=(3,)), ["makes 2 tensors over dimension 0 of [3]"]),
+        (Unstack("c", ["a", "b"]), specs(d=(2,)), ["Unstack('c') needs 'c'"]),
         (Transpose("a"), specs(a=(3,)), ["has the shape [3]", "cannot be ordered"]),
         (Squeeze("a", 0), specs(a=(3,)), ["not of size 1"]),
         (Unsqueeze("a", 5), specs(a=(3,)), ["no position 5"]),

@@ -233,9 +233,10 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
         stream([2, 3], batch_size=6)
 
 
-def test_sequence_length_must_be_a_multiple_of_the_padding() -> None:
-    with pytest.raises(ValidationError, match="no multiple of pad_multiple 8; use a sequence_length of 96 or 104"):
-        DocumentsConfig(sources=("a",), sequence_length=100)
+@pytest.mark.parametrize(("length", "options"), [(100, "96 or 104"), (5, "8")])
+def test_sequence_length_must_be_a_multiple_of_the_padding(length: int, options: str) -> None:
+    with pytest.raises(ValidationError, match=f"no multiple of pad_multiple 8; use a sequence_length of {options}, or"):
+        DocumentsConfig(sources=("a",), sequence_length=length)
 
 
 # --- files
@@ -300,6 +301,7 @@ def test_lines_that_change_are_other_data(tmp_path: Path) -> None:
         ('{"body": "x", "id": 1}', r"a\.jsonl:2 has no text in a field 'text' \(it has body, id\)"),
         ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
         ('["x"]', r"a\.jsonl:2 has no text in a field 'text' \(it has a list\)"),
+        ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
         ('{"text": null}', r"a\.jsonl:2 has no text in a field 'text' \(it has text\)"),
     ],
 )

@@ -111,3 +111,11 @@ def test_a_cached_directory_whose_manifest_leads_outside_is_damaged(tmp_path: Pa
 def test_a_cached_directory_with_a_manifest_that_is_none_is_damaged(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)
     assert cache.find_damage(tmp_path) is not None
+
+
+@pytest.mark.parametrize("content", ['["a"]', '{"a": 1}'])
+def test_a_manifest_without_checksums_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a").write_text("x")
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match="manifest.json is no table of checksums"):
+        cache.file_digests(tmp_path)

@@ -10,6 +10,8 @@ import pytest
 import tokenizers
 from d9d_core.extend import DataError
 from d9d_data.config import TextConfig
+from d9d_data.corpus import prepare
+from d9d_data.sources import python
 from d9d_data.sources.find import find_documents
 from pydantic import ValidationError
 
@@ -75,6 +77,17 @@ def test_tokenisation_happens_once_until_a_source_changes(open_stream, corpus: P
     (corpus / "00.txt").write_text("something else")
     open_stream(corpus, note=notes.append)
     assert len(notes) > told
+
+
+@pytest.mark.parametrize(("many", "told"), [(12, True), (13, False)])
+def test_many_documents_are_announced_before_they_are_read(
+    open_stream, corpus: Path, monkeypatch, many: int, told: bool
+) -> None:
+    notes: list[str] = []
+    open_stream(corpus)
+    monkeypatch.setattr(prepare, "_MANY", many)
+    open_stream(corpus, note=notes.append)
+    assert [note.partition(" from ")[0] for note in notes] == ["reading 12 documents"] * told
 
 
 def test_two_documents_are_not_their_concatenation(open_stream, tmp_path: Path) -> None:
@@ -167,9 +180,6 @@ def test_large_vocabularies_use_wider_tokens(open_stream, tmp_path: Path) -> Non
 
 
 def test_docstrings_and_sources_of_the_same_files_are_different_corpora(tmp_path: Path, monkeypatch) -> None:
-    from d9d_data.corpus.prepare import prepare
-    from d9d_data.sources import python
-
     module = tmp_path / "module.py"
     module.write_text('"""First."""\n\nclass A:\n    """Second\n\n    lines."""\n    def f(self):\n        if 1:\n'
                       '            def g():\n                "Third \\d"\n')  # fmt: skip
@@ -177,7 +187,7 @@ def test_docstrings_and_sources_of_the_same_files_are_different_corpora(tmp_path
     texts = {}
     for source in ("python:docstrings", "python:sources"):
         config = TextConfig(sources=(source,), sequence_length=4)
-        texts[source] = bytes(prepare(config, tmp_path / "cache", lambda _text: None).tokens[:-1].tolist()).decode()
+        texts[source] = bytes(prepare.prepare(config, tmp_path / "cache", print).tokens[:-1].tolist()).decode()
     assert texts["python:docstrings"] == "First.\n\nSecond\n\nlines.\n\nThird \\d"
     assert texts["python:sources"] == module.read_text()
 
@@ -186,6 +196,14 @@ def test_every_python_has_topics() -> None:
     topics = find_documents(["python:topics"])
     assert len(topics) > 50
     assert sum(len(topic.text()) for topic in topics) > 300_000
+
+
+def test_the_sources_of_python_are_those_of_its_library(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(python.sysconfig, "get_path", lambda _name: str(tmp_path))
+    with pytest.raises(DataError, match=r"has no \.py files; use files of your own"):
+        find_documents(["python:sources"])
+    (tmp_path / "module.py").write_text("pass")
+    assert [document.text() for document in find_documents(["python:sources"])] == ["pass"]
 
 
 # --- bad input ---

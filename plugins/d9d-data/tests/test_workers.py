@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 from d9d_core.extend import DataContext, TrainingError
 from d9d_data.config import DocumentsConfig, TextConfig
+from d9d_data.stream import reader
 from d9d_data.stream.base import CorpusStream
 from d9d_data.stream.documents import build_documents
 from d9d_data.stream.text import build_text
@@ -25,6 +27,14 @@ from d9d_engine.run.prefetch import DevicePrefetcher
 def no_process_is_left() -> Iterator[None]:
     yield
     assert multiprocessing.active_children() == []
+
+
+def test_a_worker_without_its_training_process_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader takes any other status for a crash."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    reader._end_with_training_process(parent=-1)
+    assert statuses == [0]
 
 
 @pytest.fixture

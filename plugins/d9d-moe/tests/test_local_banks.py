@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
+from d9d_core.extend import BuildError
+from d9d_moe.expert_parallel.dispatchers import experts_of
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
 from d9d_testing.world import World
 from torch import Tensor, nn
@@ -42,3 +45,18 @@ def test_each_rank_computes_with_its_own_experts_and_a_copy_with_the_copys(world
         ([3.0, 3.0], [0.0, 0.0], [1.0] * 6),
         ([6.0, 6.0], [0.0, 0.0], [1.0] * 6),
     ]
+
+
+class Layer(nn.Module):
+    def __init__(self, *experts: int) -> None:
+        super().__init__()
+        self.banks = nn.ModuleDict({f"bank{n}": nn.Linear(1, count, bias=False) for n, count in enumerate(experts)})
+
+    def expert_banks(self) -> dict[str, nn.Module]:
+        return dict(self.banks.items())
+
+
+def test_banks_of_different_numbers_of_experts_are_refused() -> None:
+    assert experts_of(Layer(4, 4)) == 4
+    with pytest.raises(BuildError, match=r"^Layer has parameters of \[3, 4\] experts; dimension 0 of each"):
+        experts_of(Layer(4, 3))

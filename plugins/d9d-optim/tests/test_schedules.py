@@ -62,6 +62,10 @@ def test_curves_have_their_known_middles() -> None:
     assert interpolate("exponential", 1.0, 0.01, 0.5) == pytest.approx(0.1)
 
 
+def test_the_power_of_a_phase_is_that_of_its_curve() -> None:
+    assert chain(2, {"to": 0.0, "curve": "poly", "power": 3}, start=1.0) == [0.125, 0.0]
+
+
 @pytest.mark.parametrize(
     ("total", "phases", "text"),
     [
