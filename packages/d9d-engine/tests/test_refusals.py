@@ -231,7 +231,8 @@ def test_a_tracker_that_opens_nothing_is_reported_and_not_taken_for_one(
         ("inputs", lambda _, microbatch: microbatch, "inputs() returned a dict, not StageInputs"),
         ("observations", lambda *_: {}, "observations() lacks absolute, which its record declares with 'observes'"),
         ("observations", lambda *_: None, "observations() returned nothing, not Mapping"),
-        ("count", lambda *_: torch.ones(()), "count() returned a Tensor, not Integral"),
+        ("count", lambda *_: "many", "count() returned a str, not Integral"),
+        ("count", lambda *_: torch.ones(2), "count() has the shape [2], not []"),
     ],
 )
 def test_a_task_that_returns_something_else_is_refused_in_the_first_step(
