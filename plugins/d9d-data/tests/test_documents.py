@@ -301,7 +301,6 @@ def test_lines_that_change_are_other_data(tmp_path: Path) -> None:
         ('{"body": "x", "id": 1}', r"a\.jsonl:2 has no text in a field 'text' \(it has body, id\)"),
         ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
         ('["x"]', r"a\.jsonl:2 has no text in a field 'text' \(it has a list\)"),
-        ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
         ('{"text": null}', r"a\.jsonl:2 has no text in a field 'text' \(it has text\)"),
     ],
 )
