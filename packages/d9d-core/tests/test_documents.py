@@ -106,6 +106,12 @@ def test_json_and_toml_have_the_same_limits(tmp_path: Path, text: str, suffix: s
     assert complaint(tmp_path, text, suffix=suffix).startswith(message)
 
 
+def test_as_many_levels_as_are_allowed_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text('{"a": ' + "[" * 99 + "1" + "]" * 99 + "}")
+    assert "a" in Document.read(path).values
+
+
 @pytest.mark.parametrize("word", ["1e5abc", "2024-01-01", "2024-13-45", "="])
 def test_what_is_no_number_is_a_word_with_overrides_and_without(tmp_path: Path, word: str) -> None:
     assert read(tmp_path, f"run: {word}\n").values == {"run": word}

@@ -83,3 +83,29 @@ def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]
 def test_an_unknown_op_is_called_so() -> None:
     with pytest.raises(PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: attention, "):
         find_kernel(Registry.of(), "bogus", "x")
+
+
+def test_an_op_that_a_broken_plugin_may_have_is_not_called_unknown(install: Callable[..., None]) -> None:
+    install("acme-broken", "1.0", "1 / 0")
+    registry = discover(PluginPolicy(allow=frozenset({"acme-broken"})))
+    with pytest.raises(PluginError, match=r"^kernels.bogus: (?!unknown op)"):
+        find_kernel(registry, "bogus", "x")
+
+
+def test_a_health_check_that_misses_a_module_is_not_run(
+    install: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(
+        "acme-sick",
+        "1.0",
+        """
+        @hookimpl
+        def d9d_health_checks():
+            run, needs = Ref("nowhere:f"), {"import:a_module_that_is_not_there"}
+            yield HealthCheckSpec(name="sick", summary="s", run=run, requires=needs)
+        """,
+    )
+    assert not examine(discover(PluginPolicy(allow=frozenset({"acme-sick"}))))
+    out = capsys.readouterr().out
+    assert "sick: a_module_that_is_not_there is not installed; pip install a_module_that_is_not_there" in out
+    assert "the check failed" not in out

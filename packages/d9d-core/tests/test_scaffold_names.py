@@ -25,6 +25,10 @@ def test_a_name_that_cannot_work_is_refused(name: str, kind: str, says: str) -> 
         plugin_files(name, kind)
 
 
+def test_tests_do_not_repeat_what_the_package_needs() -> None:
+    assert plugin_files("acme-bits", "metric")["pyproject.toml"].count('"torch') == 1
+
+
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("mine")

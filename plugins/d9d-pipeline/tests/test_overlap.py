@@ -13,6 +13,7 @@ import pytest
 import torch
 from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
+from d9d_pipeline.overlap.yield_points import BlockHook, YieldPoints
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -315,6 +316,14 @@ def test_a_compiled_block_is_compiled_once_with_points_and_without() -> None:
     graphs.clear()
     pairs.run(pairs.runner().run)
     assert graphs == without
+
+
+def test_a_parameter_that_enters_a_block_collects_no_hooks() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    hidden = torch.ones(1, requires_grad=True)
+    BlockHook(YieldPoints(), forward=False)(None, (weight, hidden), {})
+    assert not weight._backward_hooks
+    assert hidden._backward_hooks
 
 
 def test_streams_do_nothing_without_a_gpu() -> None:

@@ -11,6 +11,7 @@ from d9d_core.extend import (
     Forward,
     InputBackward,
     Overlap,
+    PluginConfig,
     Program,
     WeightBackward,
     count_stages,
@@ -18,6 +19,7 @@ from d9d_core.extend import (
     placement,
     validate,
 )
+from d9d_pipeline.config import InterleavedConfig, LoopedBfsConfig, Zb1pConfig
 from d9d_pipeline.schedule.breadth_first import gpipe, looped_bfs
 from d9d_pipeline.schedule.dual_pipe_v import dual_pipe_v
 from d9d_pipeline.schedule.inference import inference
@@ -181,6 +183,11 @@ def test_with_few_microbatches_gradients_of_weights_fill_the_gaps(ranks: int) ->
         assert [type(action) for action in computed] != [InputBackward, WeightBackward] * (2 * ranks)
 
 
+def test_gradients_of_weights_wait_where_no_rank_would() -> None:
+    computed = [action for action in zero_bubble_v(2, 1)[1] if isinstance(action, InputBackward | WeightBackward)]
+    assert " ".join(map(str, computed)) == "I2.0 I1.0 W2.0 W1.0"
+
+
 def test_dual_pipe_v_overlaps_most_forwards() -> None:
     for rank, program in enumerate(dual_pipe_v(4, 20)):
         pairs = sum(isinstance(action, Overlap) for action in program)
@@ -208,3 +215,13 @@ def test_rounds_have_as_many_microbatches_as_ranks_or_a_few_more() -> None:
 def test_numbers_that_make_no_pipeline_are_refused(ranks: int, microbatches: int, text: str) -> None:
     with pytest.raises(ValueError, match=f"^dual_pipe_v: .*{text}"):
         dual_pipe_v(ranks, microbatches)
+
+
+def test_an_evaluation_of_no_microbatches_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^inference: 0 microbatch\(es\) are too few"):
+        inference(loop(2, 1), 0)
+
+
+@pytest.mark.parametrize("config", [LoopedBfsConfig, InterleavedConfig, Zb1pConfig])
+def test_schedules_with_loops_take_one_stage_per_rank(config: type[PluginConfig]) -> None:
+    assert config.model_validate({"stages_per_rank": 1}).model_dump()["stages_per_rank"] == 1

@@ -280,6 +280,10 @@ def test_a_deadlock_is_named_with_its_actions() -> None:
         simulate(parse_programs(cycle))
 
 
+def test_a_rank_without_actions_is_simulated() -> None:
+    assert simulate([*parse_programs("F0.0 B0.0 R0"), ()]).makespan == pytest.approx(3.0)
+
+
 def test_inference_can_be_simulated() -> None:
     step = simulate(inference(((0, 2), (1, 3)), 4), training=False)
     assert step.makespan == pytest.approx(4 + 0.5)

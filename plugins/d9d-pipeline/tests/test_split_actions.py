@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
-from d9d_core.extend import Backward, Forward, InputBackward, Program, StageRunner, StepState, Visit, WeightBackward
+from d9d_core.extend import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    Program,
+    StageRunner,
+    StepState,
+    Visit,
+    WeightBackward,
+)
+from d9d_pipeline.overlap.handlers import OverlapHandlers
+from d9d_pipeline.overlap.streams import StageStreams
 from d9d_pipeline.runtime.handlers import SplitBackwardHandlers
 from d9d_testing.toy.deferring import Deferring
+from torch import nn
 
 PROGRAM: Program = (Forward(0, 0), Forward(0, 1), Backward(0, 0), InputBackward(0, 1), WeightBackward(0, 1))
 
@@ -48,3 +63,26 @@ def test_an_evaluation_defers_nothing() -> None:
     state = StepState(0, [{"tokens": torch.zeros(1)}] * 2, {}, evaluated=lambda _outputs, _microbatch: None)
     SplitBackwardHandlers(cast("StageRunner", recorder)).handlers()[Forward](Forward(0, 1), state)
     assert recorder.seen == [False]
+
+
+def test_what_goes_to_another_stage_of_the_rank_crosses_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    crossed: list[tuple[int | None, int | None]] = []
+    monkeypatch.setattr(
+        StageStreams, "handoff", lambda _self, _tensors, source, target, _made: crossed.append((source, target))
+    )
+
+    def compute(action: Action, state: StepState) -> None:
+        (state.inputs if isinstance(action, Forward) else state.gradients)[
+            action.stage + (1 if isinstance(action, Forward) else -1), 0
+        ] = dict
+
+    runner = SimpleNamespace(
+        stages={1: nn.Linear(1, 1), 2: nn.Linear(1, 1)}, topology=SimpleNamespace(device=torch.device("cpu"))
+    )
+    pairs = OverlapHandlers(cast("StageRunner", runner), {Forward: compute, Backward: compute})
+    state = StepState(0, [], {})
+    for action in (Forward(1, 0), Forward(2, 0), Backward(2, 0), Backward(1, 0)):
+        pairs.on_stream(action, state)
+    for arrival in (*state.inputs.values(), *state.gradients.values()):
+        arrival()
+    assert crossed == [(1, 2), (2, 1)]  # stages 0 and 3 are on other ranks

@@ -73,7 +73,7 @@ def read_config_json(location: str) -> dict[str, Any]:
 def _read(location: str) -> bytes:
     name = "config.json"
     if location.endswith(".safetensors"):
-        location = location.rpartition("/")[0] or "."
+        location = location.rpartition("/")[0]
     if "://" in location:
         import fsspec  # type: ignore[import-untyped]
 

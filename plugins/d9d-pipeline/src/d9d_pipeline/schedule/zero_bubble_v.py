@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from d9d_core.extend import Action, Forward, InputBackward, Program
+from d9d_core.extend import Action, Forward, Program
 
 from d9d_pipeline.schedule.fill_bubbles import fill_bubbles
 from d9d_pipeline.schedule.insert_transfers import insert_transfers
@@ -41,7 +41,7 @@ def _order(rank: int, ranks: int, limit: int) -> list[Action]:
     for _ in range(min(limit, ranks - rank)):
         steps.forward(up)
         steps.both_halves(up)
-    while steps.count(Forward, up) < microbatches and steps.count(InputBackward, down) < limit:
+    while steps.count(Forward, up) < microbatches:
         if steps.count(Forward, down) < microbatches:
             steps.forward(down)
         steps.both_halves(down)
