@@ -13,6 +13,7 @@ import torch
 from d9d_core.config.job import Mesh
 from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
 from d9d_core.plugin import Registry, hookimpl
+from d9d_engine.build.plan import MemoryEstimate
 from d9d_engine.job import Job
 from d9d_testing.toy.observers import ToyTracker
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
@@ -228,3 +229,7 @@ def test_a_job_for_a_device_this_machine_lacks_can_be_checked_but_not_trained(jo
         quiet(job(f"device={device}"))
     with pytest.raises(JobError, match="device: torch knows no 'toaster'"):
         job("device=toaster").plan()
+
+
+def test_the_memory_of_a_plan_is_the_sum_of_its_items() -> None:
+    assert MemoryEstimate(parameters=1, gradients=10, optimizer=100).total == 111
