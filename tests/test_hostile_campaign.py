@@ -31,6 +31,7 @@ def faults(tool: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]:
     return {kind: report.faults for kind, report in reports.items() if report.faults}
 
 
+@pytest.mark.thorough
 def test_a_sample_of_hostile_files_does_no_harm(tool: ModuleType) -> None:
     assert faults(tool, jobs=15, models=10, checkpoints=25, tokenizers=25) == {}
 

@@ -43,6 +43,7 @@ def job(table: ModuleType, directory: Path, **model: Any) -> dict[str, Any]:
     return values | {"data": data, "optimizer": {"name": "sgd", "lr": 0.5}}
 
 
+@pytest.mark.thorough
 def test_layouts_agree_on_padded_documents_with_balanced_experts(table: ModuleType, tmp_path: Path) -> None:
     assert_passed(Harness(job(table, tmp_path), table.PLUGINS, 4).compare(LAYOUTS, reference=REFERENCE))
 

@@ -271,7 +271,7 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_whole_job_is_what_plain_pytorch_computes(
     small_job: Write, world: type[World], tmp_path: Path, ranks: int
 ) -> None:
