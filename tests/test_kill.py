@@ -69,8 +69,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], dead
 
 def _logged_at(run: Path) -> int:
     """When the log was last written, 0 if never; the start of a launch writes it too."""
-    file = run / "metrics.jsonl"
-    return file.stat().st_mtime_ns if file.exists() else 0
+    try:
+        return (run / "metrics.jsonl").stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def compare(straight: Path, broken: Path) -> None:
