@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,31 +14,25 @@ Fault = tuple[int, str]
 
 
 @pytest.fixture(scope="module")
-def tool() -> ModuleType:
+def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
     """The tool that runs campaigns."""
-    file = Path(__file__).parents[1] / "tools" / "hostile_campaign.py"
-    spec = importlib.util.spec_from_file_location("hostile_campaign", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("hostile_campaign")
 
 
-def faults(tool: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]:
-    reports = tool.run(examples, 0)
+def faults(campaign: ModuleType, **examples: int) -> dict[str, dict[str, Fault]]:
+    reports = campaign.run(examples, 0)
     assert {kind: report.counts.total() for kind, report in reports.items()} == examples
     return {kind: report.faults for kind, report in reports.items() if report.faults}
 
 
 @pytest.mark.thorough
-def test_a_sample_of_hostile_files_does_no_harm(tool: ModuleType) -> None:
-    assert faults(tool, jobs=15, models=10, checkpoints=25, tokenizers=25) == {}
+def test_a_sample_of_hostile_files_does_no_harm(campaign: ModuleType) -> None:
+    assert faults(campaign, jobs=15, models=10, checkpoints=25, tokenizers=25) == {}
 
 
 @pytest.mark.slow
-def test_hostile_files_do_no_harm(tool: ModuleType) -> None:
-    assert faults(tool, jobs=10_000, models=2_000, checkpoints=1_000, tokenizers=2_000) == {}
+def test_hostile_files_do_no_harm(campaign: ModuleType) -> None:
+    assert faults(campaign, jobs=10_000, models=2_000, checkpoints=1_000, tokenizers=2_000) == {}
 
 
 def test_a_judge_tells_what_readers_do(tmp_path: Path) -> None:

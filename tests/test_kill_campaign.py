@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def campaign() -> ModuleType:
-    file = Path(__file__).parents[1] / "tools" / "kill_campaign.py"
-    spec = importlib.util.spec_from_file_location("kill_campaign", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
+    return tool("kill_campaign")
 
 
 @pytest.mark.thorough

@@ -89,7 +89,7 @@ def test_a_timeout_is_one_that_clocks_can_hold(value: float) -> None:
         Timeouts.model_validate({"step": value})
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "/root/\x01/x"])
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", "/\x01/x"])
 def test_a_plugin_file_of_a_name_that_the_system_refuses_is_not_there(name: str) -> None:
     with pytest.raises(JobError, match="plugins.files\\[0\\]: there is no file"):
         plugin_policy(Document({"plugins": {"files": [name]}}))

@@ -82,7 +82,7 @@ def _misbehave(what: str, watchdog: Watchdog) -> None:
 
 
 def told(directory: Path) -> list[str]:
-    """What ranks told as the cause."""
+    """Cause that ranks told."""
     return [json.loads(file.read_text())["text"] for file in directory.glob("[0-9]*")]
 
 
