@@ -60,15 +60,33 @@ def test_with_a_capacity_experts_on_other_gpus_are_reached_without_waiting(table
     assert losses[0] == losses[1]
 
 
+#: A fault for good, in the processes of a world that are for nothing else.
+SEEDED = """
+import sys
+import pytest
+sys.path.append({folder!r})
+from seeded_faults import {module}
+
+def broken(job):
+    {module}.{name}(job, pytest.MonkeyPatch())
+"""
+
+
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize(
     ("fault", "name"),
-    [("double_reduction", "replicate 2"), ("average_instead_of_sum", "fsdp 2"), ("shuffled_shard", "fsdp 2")],
+    [
+        ("gradients.double_reduction", "replicate 2"),
+        ("gradients.average_instead_of_sum", "fsdp 2"),
+        ("data.shuffled_shard", "fsdp 2"),
+    ],
 )
 def test_a_seeded_fault_is_caught(table: ModuleType, tmp_path: Path, fault: str, name: str) -> None:
     layouts = [layout for layout in table.LAYOUTS if layout.name == name]
-    file = Path(__file__).with_name("faults.py")
-    ((_, _, verdict),) = table.run(tmp_path / "corpus", layouts, ["float32"], [3], f"{file}:{fault}", "cuda")
+    module, _, name = fault.partition(".")
+    (tmp_path / "seeded.py").write_text(SEEDED.format(folder=str(Path(__file__).parent), module=module, name=name))
+    seeded = f"{tmp_path / 'seeded.py'}:broken"
+    ((_, _, verdict),) = table.run(tmp_path / "corpus", layouts, ["float32"], [3], seeded, "cuda")
     assert not verdict.passed
 
 
