@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -59,3 +60,18 @@ def test_a_judge_tells_what_readers_do(tmp_path: Path) -> None:
     assert {kind: judge(read).kind for kind, read in kinds.items()} == {kind: kind for kind in kinds}
     assert judge(lambda: fail(JobError("\ud800"))).kind == "traceback"
     assert judge(lambda: (tmp_path / "new").write_text("x")).kind == "outside"
+
+
+def test_an_alarm_that_comes_when_a_reader_has_just_ended_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setitimer, before = signal.setitimer, signal.getsignal(signal.SIGPROF)
+
+    def late(clock: int, seconds: float, interval: float = 0) -> tuple[float, float]:
+        if not seconds:
+            signal.raise_signal(signal.SIGPROF)
+        return setitimer(clock, seconds, interval)
+
+    monkeypatch.setattr(signal, "setitimer", late)
+    assert Judge(tmp_path)(lambda: None).kind == "read"
+    assert signal.getsignal(signal.SIGPROF) == before

@@ -67,7 +67,7 @@ class Judge:
         self._touched = touched
         try:
             with _alarm(self._seconds):
-                read()
+                _watched(read)
             verdict = Verdict("read")
         except Endless as error:
             verdict = Verdict("hang", _place(error))
@@ -115,10 +115,20 @@ def _place(error: BaseException) -> str:
     return f"{Path(last.filename).name}:{last.lineno}"
 
 
+def _watched(read: Callable[[], object]) -> None:
+    read()
+
+
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise Endless
+    """Limit of the time that :func:`_watched` may take within the block."""
+
+    def stop(_number: int, frame: FrameType | None) -> None:
+        # Not around it: what is raised while the clocks are stopped would leave one running.
+        while frame is not None:
+            if frame.f_code is _watched.__code__:
+                raise Endless
+            frame = frame.f_back
 
     # Of the processor's time, so that a busy machine is no fault; who waits and uses none gets several times as much.
     clocks = ((signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 5 * seconds))
