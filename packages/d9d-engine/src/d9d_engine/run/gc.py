@@ -13,10 +13,15 @@ def built_objects_spared() -> Iterator[None]:
 
     Model, optimizer and libraries are hundreds of thousands of objects that stay. A full collection visits all of them,
     for more than 100 ms, at a moment of its own on each rank, and all other ranks wait for that one.
+
+    What a caller has frozen before stays frozen afterwards, and what the block froze with it: Python has one set of
+    frozen objects.
     """
+    before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not before:
+            gc.unfreeze()
