@@ -31,11 +31,5 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_runtest_setup() -> None:
     """Spare what lies about from the collection of garbage that each training begins with: half a second each."""
+    gc.collect()  # what the test before has left; all older objects are frozen
     gc.freeze()
-
-
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Collect after each file what was spared."""
-    if nextitem is None or nextitem.path != item.path:
-        gc.unfreeze()
-        gc.collect()
