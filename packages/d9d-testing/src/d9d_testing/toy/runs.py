@@ -43,6 +43,8 @@ def toy_job(directory: Path, *overrides: str, **sections: Any) -> Job:
         "task": {"name": "toy_task", "decay": 0.01},
         "optimizer": "toy_optimizer",
         "metrics": ["toy_metric"],
+        # A picture takes as long as the steps.
+        "trackers": ["console", {"name": "jsonl", "picture": False}],
         "logging": {"every": 5},
         "checkpoint": {"every": 4},
         **sections,
