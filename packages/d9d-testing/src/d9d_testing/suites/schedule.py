@@ -143,10 +143,10 @@ class ScheduleSuite:
         if self.plugin.endswith(".py"):
             pytest.skip("a single-file plugin")
         spec = self.spec()
-        for reference in (spec.config, spec.build):
-            module = reference.target.partition(":")[0]
-            loaded = import_fresh(module)[module].modules
-            assert "torch" not in loaded, f"{self.target}: {reference} imports torch; programs need none"
+        references = {reference: reference.target.partition(":")[0] for reference in (spec.config, spec.build)}
+        facts = import_fresh(*dict.fromkeys(references.values()))
+        for reference, module in references.items():
+            assert "torch" not in facts[module].modules, f"{self.target}: {reference} imports torch; programs need none"
 
     # --- what subclasses may use
 
