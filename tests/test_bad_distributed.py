@@ -157,6 +157,7 @@ def test_what_cannot_be_distributed_is_refused_before_anything_starts(
     assert out == ""
 
 
+@pytest.mark.thorough
 def test_ranks_with_different_jobs_all_end_and_one_says_why(small_job: Write, start: Start) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -76,14 +76,6 @@ def site(scaffolds: Path) -> Site:
     return Site(scaffolds)
 
 
-#: One kind stands for all in the quick set.
-kinds = pytest.mark.parametrize(
-    "kinds",
-    [["metric"], pytest.param([kind for kind in KINDS if kind != "metric"], marks=pytest.mark.thorough)],
-    ids=["metric", "all others"],
-)
-
-
 def test_there_is_a_template_of_every_kind_that_a_job_file_selects() -> None:
     from d9d_core.plugin import KINDS as HOOKS
 
@@ -155,10 +147,10 @@ def test_scaffolds_are_typed(site: Site) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@kinds
-def test_every_kind_passes_its_suite(site: Site, kinds: list[str]) -> None:
-    site.install(kinds)
-    tests = [str(site.scaffolds / name_of(kind) / "tests") for kind in kinds]
+@pytest.mark.thorough
+def test_every_kind_passes_its_suite(site: Site) -> None:
+    site.install(list(KINDS))
+    tests = [str(site.scaffolds / name_of(kind) / "tests") for kind in KINDS]
     done = site.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *tests)
     assert done.returncode == 0, done.stdout
 
@@ -175,13 +167,13 @@ for kind in sys.argv[1:]:
 """
 
 
-@kinds
-def test_every_kind_trains_with_its_job(site: Site, kinds: list[str]) -> None:
-    site.install(kinds)
-    done = site.run("-c", TRAIN, *kinds)
+@pytest.mark.thorough
+def test_every_kind_trains_with_its_job(site: Site) -> None:
+    site.install(list(KINDS))
+    done = site.run("-c", TRAIN, *KINDS)
     assert done.returncode == 0, done.stderr
-    for kind in kinds:
+    for kind in KINDS:
         assert f"{kind} finished 4" in done.stdout
     written = {"tracker": "acme_tracker.csv", "subscriber": "acme_subscriber.jsonl"}
-    for kind in written.keys() & set(kinds):
-        assert (site.scaffolds / f"acme-{kind}/runs/acme_{kind}" / written[kind]).exists()
+    for kind, file in written.items():
+        assert (site.scaffolds / f"acme-{kind}/runs/acme_{kind}" / file).exists()

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[1]
 #: What the site is built from.
 PARTS = (

@@ -76,16 +76,6 @@ def test_sound_layouts_pass_and_a_wrong_strategy_fails(verified: Any) -> None:
     assert status == 1
     assert good["passed"], good
     assert staged["passed"], staged
-    assert_twice_as_long(bad)
-
-
-def test_a_wrong_strategy_fails(verified: Any) -> None:
-    status, (bad,) = verified("dp_shard=2:fsdp,twice")
-    assert status == 1
-    assert_twice_as_long(bad)
-
-
-def assert_twice_as_long(bad: dict[str, Any]) -> None:
     assert not bad["passed"]
     assert bad["diverged"][0] == 0
     assert bad["norm"][0] == pytest.approx(0.5, abs=0.01)  # twice as long

@@ -271,7 +271,7 @@ def test_plugins_check_finds_the_duplicate_names_that_doctor_finds(here: Run, tm
     assert "command 'doctor' (twin.py) is hidden by d9d's own" in doctor
 
 
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("command", ["train", pytest.param("check", marks=pytest.mark.thorough)])
 def test_a_traceback_of_one_process_has_no_rank_in_front_of_its_lines(d9d: Run, tmp_path: Path, command: str) -> None:
     toy_config = "d9d_testing.toy.config:ToyOptimizerConfig"
     (tmp_path / "bad.py").write_text(

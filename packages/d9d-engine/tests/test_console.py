@@ -122,6 +122,7 @@ def interrupted(tmp_path: Path, where: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
 
 
+@pytest.mark.thorough
 def test_ctrl_c_during_start_up_says_so(tmp_path: Path) -> None:
     result = interrupted(tmp_path, "init_state")
     assert result.returncode == 130

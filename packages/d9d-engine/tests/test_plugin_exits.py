@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from d9d_testing.toy.task import ToyTask
 
 MakeJob = Callable[..., Job]
 ENDS = [SystemExit(0), SystemExit("bye"), GeneratorExit(), KeyboardInterrupt()]
+ERRORS = [*ENDS[:3], ValueError("no"), RecursionError()]
+EVENTS = [ev.TrainingStarts, ev.StepEnds, ev.ValuesLogged, ev.ForwardBackwardEnds]
 
 
 class Fails:
@@ -47,8 +50,13 @@ def finished(job: Job) -> Any:
     return final_tensors(job)
 
 
-@pytest.mark.parametrize("error", [*ENDS[:3], ValueError("no"), RecursionError()])
-@pytest.mark.parametrize("event", [ev.TrainingStarts, ev.StepEnds, ev.ValuesLogged, ev.ForwardBackwardEnds])
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        *zip([*EVENTS, ev.StepEnds], ERRORS, strict=True),
+        *(pytest.param(*x, marks=pytest.mark.thorough) for x in product(EVENTS, ERRORS)),
+    ],
+)
 def test_a_subscriber_that_fails_ends_the_run_after_a_save(
     job: MakeJob, event: type[Any], error: BaseException
 ) -> None:

@@ -29,6 +29,7 @@ def check(*kinds: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
 
 
+@pytest.mark.thorough
 def test_faults_of_learning_rate_schedules_are_caught_by_their_suite() -> None:
     check("learning-rate schedules")
 

@@ -443,6 +443,7 @@ print([(x.inputs, x.outputs) for x in g.groups], list(g.outputs))
 """
 
 
+@pytest.mark.thorough
 def test_the_order_does_not_depend_on_hashes() -> None:
     def run(seed: str) -> str:
         command = [sys.executable, "-c", ORDER]

@@ -85,6 +85,7 @@ def test_packs_and_states_do_not_depend_on_workers(open_any: Any, dataset: str, 
         compare(9)
 
 
+@pytest.mark.thorough
 def test_death_of_a_worker_is_an_error_and_not_a_hang(open_any: Any) -> None:
     reference = open_any("text", 0)
     with closing(open_any("text", 1)) as stream:

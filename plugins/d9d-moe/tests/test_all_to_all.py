@@ -95,6 +95,7 @@ def compiled() -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_compiled_it_computes_the_same(world: type[World]) -> None:
     for plain, traced_once in world(2).run(compiled):

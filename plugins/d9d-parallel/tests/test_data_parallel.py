@@ -11,22 +11,30 @@ PLUGIN = "d9d_parallel.plugin"
 class TestReplicate(StrategySuite):
     plugin = PLUGIN
     target = "replicate"
-    meshes = ({"dp_replicate": 2}, {"dp_replicate": 3})
+    meshes = ({"dp_replicate": 2},)
     settings = ({}, {"defer": "all_reduce"}, {"defer": "everything"}, {"ignore": ["layers.1.*"]})
+
+
+@pytest.mark.thorough
+class TestReplicateOnThree(TestReplicate):
+    meshes = ({"dp_replicate": 3},)
 
 
 class TestFsdp(StrategySuite):
     plugin = PLUGIN
     target = "fsdp"
-    meshes = ({"dp_shard": 2}, {"dp_shard": 4})
+    meshes = ({"dp_shard": 2},)
+    settings = ({}, {"defer": "everything"}, {"offload": True}, {"ignore": ["*.0.weight", "unused"]})
+
+
+@pytest.mark.thorough
+class TestFsdpOnFour(TestFsdp):
+    meshes = ({"dp_shard": 4},)
     settings = (
-        {},
+        *TestFsdp.settings,
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},
-        {"defer": "everything"},
         {"forward_prefetch": 2, "backward_prefetch": 2},
-        {"offload": True},
-        {"ignore": ["*.0.weight", "unused"]},
     )
 
 

@@ -68,6 +68,7 @@ MODEL = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("d9d_parallel") is None, reason="needs d9d-parallel")
 def test_classification_is_the_same_in_every_layout(example: tuple[str, dict[str, Any]]) -> None:
     plugin, values = example
