@@ -66,10 +66,11 @@ def test_an_alarm_that_comes_when_a_reader_has_just_ended_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     setitimer, before = signal.setitimer, signal.getsignal(signal.SIGPROF)
+    signals = {signal.ITIMER_PROF: signal.SIGPROF, signal.ITIMER_REAL: signal.SIGALRM}
 
     def late(clock: int, seconds: float, interval: float = 0) -> tuple[float, float]:
         if not seconds:
-            signal.raise_signal(signal.SIGPROF)
+            signal.raise_signal(signals[clock])
         return setitimer(clock, seconds, interval)
 
     monkeypatch.setattr(signal, "setitimer", late)

@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from d9d_core.program.actions import Action, Backward, Forward, Reduce, single_stage
+from d9d_core.program.actions import Action, Backward, Forward, Overlap, Reduce, single_stage
+from d9d_core.program.index import ProgramIndex
 from d9d_core.program.validation import validate
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,12 @@ def test_the_single_stage_program_is_valid_for_every_number_of_microbatches(micr
     programs = single_stage(1, microbatches)
     assert validate(programs, 1, microbatches) == []
     assert len(programs[0]) == 2 * microbatches + 1
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(3, 1), (0, 3)])
+def test_microbatches_of_pairs_are_counted(forward: int, backward: int) -> None:
+    pair = Overlap(Forward(0, forward), Backward(1, backward))
+    assert ProgramIndex.of([[pair]]).microbatches == 4
 
 
 def test_programs_print_compactly() -> None:

@@ -208,12 +208,13 @@ def mixed_norm(p: float, max_norm: float | None) -> tuple[float, float, list[Any
     topology = here(dp_replicate=2, dp_shard=2, ep=2)
     dense, expert = topology.mesh("dense", "dp_replicate", "fsdp"), topology.mesh("expert", "ep")
     torch.manual_seed(0)
-    values = [torch.randn(5, 3), torch.randn(7, 2), torch.randn(4), torch.randn(6, 2)]
+    values = [torch.randn(5, 3), torch.randn(7, 2), torch.randn(4), torch.randn(6, 2), torch.randn(1, 2)]
     placed: list[Any] = [
         values[0],
         distribute_tensor(values[1], dense, [Replicate(), Shard(0)], src_data_rank=None),  # uneven: 4 and 3 rows
         distribute_tensor(values[2], dense, [Shard(0), Shard(0)], src_data_rank=None),
         distribute_tensor(values[3], expert, [Shard(0)], src_data_rank=None),
+        distribute_tensor(values[4], dense, [Replicate(), Shard(0)], src_data_rank=None),  # one rank has no row
     ]
     parameters = {str(i): nn.Parameter(torch.zeros_like(value)) for i, value in enumerate(placed)}
     for parameter, gradient in zip(parameters.values(), placed, strict=True):
@@ -233,7 +234,7 @@ def norms(p: float, max_norm: float | None) -> Any:
 @pytest.mark.parametrize(("p", "max_norm"), [(2.0, None), (2.0, 0.5), (1.0, 0.5), (3.0, None), (math.inf, 0.5)])
 def test_the_norm_is_that_of_the_whole_gradient_on_any_mesh(world: Any, p: float, max_norm: float | None) -> None:
     torch.manual_seed(0)
-    whole = torch.cat([torch.randn(*shape).flatten() for shape in ((5, 3), (7, 2), (4,), (6, 2))])
+    whole = torch.cat([torch.randn(*shape).flatten() for shape in ((5, 3), (7, 2), (4,), (6, 2), (1, 2))])
     expected = torch.linalg.vector_norm(whole, p).item()
     for norm, loss, wholes in world(4).run(norms, p, max_norm):
         assert norm == pytest.approx(expected, rel=1e-6)

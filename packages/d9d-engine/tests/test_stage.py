@@ -81,5 +81,17 @@ def counted() -> list[float]:
     return found
 
 
+def saved_in_between() -> list[float]:
+    statistics = Statistics({"samples": Counter()}, gated=False, group=dist.group.WORLD)  # type: ignore[dict-item]
+    statistics.update({"x": torch.ones(4)})
+    saved = statistics.tensors()["samples/count"].item()
+    statistics.update({"x": torch.ones(4)})
+    return [saved, statistics.compute()["count"].item()]
+
+
+def test_a_save_in_between_counts_what_was_counted_before_it_once(world: Any) -> None:
+    assert world(2).run(saved_in_between) == [[8, 16]] * 2
+
+
 def test_metrics_of_all_ranks_are_merged_without_touching_each_ranks_own(world: Any) -> None:
     assert world(2).run(counted) == [[8, 16, 24]] * 2

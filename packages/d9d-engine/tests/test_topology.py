@@ -17,6 +17,8 @@ from d9d_engine.build.assemble import check_divisibility
 from d9d_engine.distributed.devices import load_kernels_eagerly
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.simulate import simulated_world
+from d9d_engine.process_env import ProcessEnv
+from d9d_testing.layouts import job_of
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -146,6 +148,19 @@ def test_kernels_are_loaded_eagerly_unless_someone_chose_otherwise(
     monkeypatch.delenv("CUDA_MODULE_LOADING")
     load_kernels_eagerly(device)
     assert os.environ.get("CUDA_MODULE_LOADING") == found
+
+
+@pytest.mark.parametrize(("axis", "found"), [("pp", "EAGER"), ("dp_replicate", None)])
+def test_jobs_of_several_stages_load_kernels_eagerly(world: Any, axis: str, found: str | None) -> None:
+    assert world(2).run(kernels_loaded, axis) == [found] * 2
+
+
+def kernels_loaded(axis: str) -> str | None:
+    os.environ.pop("CUDA_MODULE_LOADING", None)
+    values = {"steps": 1, "mesh": {axis: 2}, "model": "toy_model", "data": "toy_data", "task": "toy_task"}
+    job = job_of({**values, "run": {"name": "kernels"}, "optimizer": "toy_optimizer"}, ["d9d_testing.toy.plugin"])
+    with job.joined(ProcessEnv(dist.get_rank(), 2, dist.get_rank(), 2)):
+        return os.environ.get("CUDA_MODULE_LOADING")
 
 
 def test_4096_ranks_exist_in_one_process() -> None:

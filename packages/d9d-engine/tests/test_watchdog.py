@@ -221,6 +221,40 @@ def watched(store: Any) -> Watchdog:
     return watchdog
 
 
+class _Asked:
+    """Answers as an alarm does; ends the watchdog's questions after five."""
+
+    grace = 0.01
+
+    def __init__(self, left: float) -> None:
+        self.left, self.late = left, []
+
+    def look(self, late: bool, *_: object, **__: object) -> float | None:
+        self.late.append(late)
+        if len(self.late) == 5:
+            return None
+        return self.left if late else 0.0
+
+    def leave(self) -> None:
+        pass
+
+
+def questions(limit: float, left: float) -> list[bool]:
+    watchdog, asked = Watchdog({"step": limit}), _Asked(left)
+    watchdog.phase("step")
+    watchdog._watch(asked, 0.01)  # type: ignore[arg-type]
+    return asked.late
+
+
+def test_nobody_is_late_within_its_limit() -> None:
+    assert questions(limit=60, left=0) == [False] * 5
+
+
+def test_who_is_late_gives_another_rank_the_time_that_it_has_left() -> None:
+    assert questions(limit=1e-6, left=60) == [True, False, False, False, False]
+    assert questions(limit=1e-6, left=0) == [True] * 5
+
+
 def with_failure() -> Any:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set("failed", "rank 1")

@@ -16,11 +16,13 @@ import pytest
 import torch
 from d9d_core.errors import D9dError, JobError, PluginError, TrainingError
 from d9d_core.plugin.manifest import Manifest
+from d9d_engine.distributed import world as world_module
 from d9d_engine.distributed.devices import device_of
 from d9d_engine.distributed.world import joined, process_groups
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision.failure import ErrorFile, FailureReporter
 from d9d_engine.supervision.identity import Identity, agree, spell_ranks
+from d9d_engine.supervision.watchdog import Watchdog
 from d9d_testing.processes import LOOPBACK, listening_at
 from torch import distributed as dist
 
@@ -57,6 +59,24 @@ def join_with(identities: list[dict[str, Any]]) -> str:
             return f"joined {int(total)}"
     except D9dError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def watched() -> list[float]:
+    """Pause between two looks of the watchdog, and the time that a rank has to end by itself."""
+    found: list[float] = []
+
+    class Recorder(Watchdog):
+        def start(self, alarm: Any, pause: float) -> None:
+            found.extend((pause, alarm.grace))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world_module, "Watchdog", Recorder)
+        with joined(process_env(), CPU, identity(), sizes(2), {"startup": 40.0, "step": 2.0, "checkpoint": 90.0}):
+            return found
+
+
+def test_the_watchdog_looks_often_enough_for_the_shortest_limit(world: Callable[..., Any]) -> None:
+    assert world(2).run(watched) == [[0.5, 2.0]] * 2
 
 
 def test_equal_ranks_join_and_an_existing_group_stays(world: Callable[..., Any]) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from d9d_core.extend import Overlap, PluginConfig
+from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.pair_runner import PairRunner
+from d9d_pipeline.runtime.handlers import SequentialPairs, handlers
 from d9d_testing.world import World
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -19,6 +23,30 @@ pytest.importorskip("d9d_nn", reason="one of them is shared")
 
 HIDDEN, EXPERTS = 8, 8
 CPU = torch.device("cpu")
+
+
+class Spread(nn.Module):
+    """Layer whose experts are on other ranks, if there are any."""
+
+    def __init__(self, group: object) -> None:
+        super().__init__()
+        self.dispatcher = SimpleNamespace(group=group, dispatch=None, combine=None)
+
+    def expert_banks(self) -> dict[str, nn.Module]:
+        return {}
+
+
+@pytest.mark.parametrize(("layer", "overlaps"), [(nn.Linear(2, 2), False), (Spread(None), False), (Spread("ep"), True)])
+def test_pairs_run_at_once_where_there_is_communication_to_hide(layer: nn.Module, overlaps: bool) -> None:
+    runner: Any = SimpleNamespace(
+        forward=None,
+        backward=None,
+        stages={0: nn.Sequential(layer)},
+        pipeline=SimpleNamespace(ranks=1, kinds={Overlap}),
+        topology=SimpleNamespace(device=CPU),
+    )
+    pair: Any = handlers(PluginConfig(name="dual_pipe_v"), runner)[Overlap]
+    assert isinstance(pair.__self__, OverlapHandlers if overlaps else SequentialPairs)
 
 
 class Block(nn.Module):

@@ -38,6 +38,11 @@ def test_every_computation_is_a_box_with_its_microbatch() -> None:
     assert [text for text in texts(picture) if text.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
 
 
+def test_a_step_that_takes_no_time_is_drawn() -> None:
+    step = simulate(one_forward_one_backward(2, 2), Costs(forward=0, backward=0, weight=0))
+    assert len(boxes(draw(step, "nothing"))) == 8
+
+
 def test_boxes_lie_where_time_says() -> None:
     step = simulate(one_forward_one_backward(2, 2), Costs(transfer=0.5))
     picture = draw(step, "1f1b")

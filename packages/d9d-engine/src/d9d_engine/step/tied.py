@@ -53,7 +53,7 @@ class Ties:
         """Add the gradients of a rank's own copies up, in the first of them."""
         for tie in self.ties:
             for other in tie.others:
-                if other.grad is None or not tie.trains:
+                if other.grad is None:
                     continue
                 if tie.first.grad is None:
                     tie.first.grad = torch.zeros_like(tie.first, dtype=tie.first.grad_dtype)
