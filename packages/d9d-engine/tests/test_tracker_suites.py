@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from d9d_engine.trackers.lines import read_lines
+import pytest
+from d9d_engine.trackers import lines
+from d9d_engine.trackers.lines import LineFile, read_lines
 from d9d_testing.suites.tracker import TrackerSuite
 
 
@@ -29,3 +32,35 @@ class TestJsonl(TrackerSuite):
         for line in read_lines(directory / "tables.jsonl"):
             found.setdefault(line["step"], []).append(line["table"])
         return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_lines_wait_for_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = LineFile(tmp_path / "metrics.jsonl", 0)
+    file.append({"step": 1})
+    with Path("/dev/full").open("ab", buffering=0) as full, monkeypatch.context() as patch:
+        patch.setattr(file, "_file", full)
+        for step in (2, 3):
+            file.append({"step": step})
+        file.sync()
+        assert capsys.readouterr().err.count("No space left on device; lines wait in memory") == 1
+        patch.setattr(lines, "ROOM", 20)
+        with pytest.raises(OSError, match="No space left"):
+            file.append({"step": 4})
+    assert [line["step"] for line in read_lines(file.path)] == [1]
+    file.append({"step": 5})
+    assert [line["step"] for line in read_lines(file.path)] == [1, 2, 3, 4, 5]
+    file.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_lines_that_cannot_be_written_in_the_end_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LineFile(tmp_path / "metrics.jsonl", 0)
+    with Path("/dev/full").open("ab", buffering=0) as full, monkeypatch.context() as patch:
+        patch.setattr(file, "_file", full)
+        file.append({"step": 1})
+        with pytest.raises(OSError, match="No space left"):
+            file.close()
+    file.close()

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from d9d_weights.files.atomic import sync
 
+#: Bytes that may wait for a disk that is full; more of them are an error.
+ROOM = 16 * 2**20
+
 
 class LineFile:
     """File of lines that is cut back to the resumed step.
+
+    What cannot be written, because the disk is full or fails for a while, waits in memory for the next call.
 
     Args:
         path: where.
@@ -22,30 +28,59 @@ class LineFile:
 
     def __init__(self, path: Path, resumed_step: int, lazy: bool = False) -> None:
         self.path = path
+        self._waiting = bytearray()
+        self._said = False
         path.parent.mkdir(parents=True, exist_ok=True)
         if resumed_step and path.exists():
             _cut(path, resumed_step)
         else:
             path.unlink(missing_ok=True)
-        self._file = path.open("a", encoding="utf-8") if path.exists() or not lazy else None
+        # Without a buffer, so that it is known what has been written.
+        self._file = path.open("ab", buffering=0) if path.exists() or not lazy else None
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write one line; other processes see it at once."""
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        """Write one line; other processes see it at once.
+
+        Raises:
+            OSError: too much waits for the disk.
+        """
+        self._waiting += json.dumps(line, allow_nan=False).encode() + b"\n"
+        if (error := self._write()) is None:
+            return
+        if len(self._waiting) > ROOM:
+            raise error
+        if not self._said:
+            self._said = True
+            text = f"warning: {self.path}: {error.strerror}; lines wait in memory until they can be written"
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
 
     def sync(self) -> None:
-        """Sync all lines to the disk."""
-        if self._file is not None:
-            self._file.flush()
+        """Sync all lines to the disk, if it takes them."""
+        if self._write() is None and self._file is not None:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file.
+
+        Raises:
+            OSError: lines that waited cannot be written still.
+        """
+        error = self._write()
         if self._file is not None:
             self._file.close()
+        if error is not None:
+            raise error
+
+    def _write(self) -> OSError | None:
+        """Write what waits; returns why that is not possible now."""
+        try:
+            while self._waiting:
+                if self._file is None:
+                    self._file = self.path.open("ab", buffering=0)
+                del self._waiting[: self._file.write(self._waiting)]
+        except OSError as error:
+            return error
+        return None
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
