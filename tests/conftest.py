@@ -54,6 +54,8 @@ def tool() -> Callable[[str], ModuleType]:
     def load(name: str) -> ModuleType:
         if name not in sys.modules:
             file = Path(__file__).parents[1] / "tools" / f"{name}.py"
+            if str(file.parent) not in sys.path:  # tools share modules
+                sys.path.append(str(file.parent))
             spec = importlib.util.spec_from_file_location(name, file)
             assert spec is not None
             assert spec.loader is not None

@@ -1,6 +1,6 @@
 """Ends processes of a tiny job at random moments, and compares what becomes of it with a run that nobody disturbed.
 
-    uv run python tools/kill_campaign.py --kill 200 --term 50 --stop 20 --seed 1
+    uv run python tools/kill_campaign.py --kill 200 --term 50 --stop 20 --fill 20 --seed 1
     uv run python tools/kill_campaign.py --kill 200 --seed 1 --only kill:17     one round again, with the same choices
 
 Each round trains two ranks with a data worker each, with steps, saves, evaluations and an export. Something happens to
@@ -12,68 +12,27 @@ Exit status 1 if anything deviates. What is chosen follows from the seed; when e
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from d9d_testing.processes import children_of, descendants_of, is_running, ranks_of
+from disturbed_run import STEPS, DeviationError, Run, command_of, expect, log, send, wait_until
 
-STEPS = 16
-#: Names this campaign's round in the environment of all its processes.
-MARK = "D9D_CAMPAIGN"
-#: Seconds after which something that has not happened will not happen.
-PATIENCE = 300.0
 #: Event after which a fault strikes; ``start-up`` waits for none.
 MOMENTS = {
     "start-up": "", "step": "StepEnds", "save": "CheckpointStarts",
     "evaluation": "EvaluationStarts", "export": "CheckpointSaved",
 }  # fmt: skip
-#: Writes each event of the main rank to a file, one a line, by which the moments are known.
-PLUGIN = """
-import os
-from typing import Literal
-from d9d_core.extend import PluginConfig
-from d9d_core import events
-from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
-
-class Config(PluginConfig):
-    name: Literal["campaign"] = "campaign"
-    file: str
-
-class Recorder:
-    def __init__(self, config):
-        self.file = config.file
-    def subscriptions(self):
-        kinds = ("StepEnds", "CheckpointStarts", "CheckpointSaved", "EvaluationStarts")
-        return [(getattr(events, kind), self.write) for kind in kinds]
-    def write(self, event):
-        if os.environ.get("RANK", "0") == "0":
-            step = event.report.step if hasattr(event, "report") else event.step
-            with open(self.file, "a") as file:
-                file.write(f"{type(event).__name__} {step}\\n")
-
-@hookimpl
-def d9d_subscribers():
-    config, build = Ref(f"{__name__}:Config"), Ref(f"{__name__}:Recorder")
-    yield SubscriberSpec(name="campaign", summary="records", config=config, build=build)
-"""
-
-
-class DeviationError(Exception):
-    """A round did not end as it must."""
 
 
 class Plan(NamedTuple):
@@ -100,97 +59,10 @@ class Plan(NamedTuple):
         delay = choice.uniform(0, 0.05) if event else choice.uniform(0, 10)
         return cls(fault, number, moment, event, delay, f"{seed} {fault} {number} {moment}")
 
-
-class Run:
-    """Run of the job in a directory of its own, and its launches.
-
-    Args:
-        home: of the round; made.
-        corpus: what it trains on.
-    """
-
-    def __init__(self, home: Path, corpus: Path) -> None:
-        self.home = home
-        self.directory = home / "runs" / "run"
-        self.events = home / "events"
-        self.temporary = home / "temporary"
-        self.temporary.mkdir(parents=True)
-        self.events.touch()
-        (home / "plugin.py").write_text(PLUGIN)
-        (home / "job.json").write_text(json.dumps(job(home, corpus)))
-        self.process: subprocess.Popen[bytes]
-        self.seen = 0
-
-    def launch(self, *options: str) -> None:
-        """Start the job, or continue it."""
-        self.seen = len(self.events.read_text().splitlines())
-        environ = os.environ | {MARK: str(self.home), "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "d9d_core", "train", str(self.home / "job.json"), "--nproc", "2", *options]
-        with (self.home / "output").open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environ)
-
-    @property
-    def output(self) -> str:
-        """Text that the last launch has printed."""
-        return (self.home / "output").read_text(errors="replace")
-
-    def happened(self) -> list[str]:
-        """Events since the last launch."""
-        return self.events.read_text().splitlines()[self.seen :]
-
-    def await_moment(self, plan: Plan) -> None:
+    def wait(self, run: Run) -> None:
         """Wait until the fault is to strike, or the run has ended."""
-        wait_until(lambda: not plan.event or plan.event in self.happened() or self.process.poll() is not None)
-        time.sleep(plan.delay)
-
-    def end(self) -> int:
-        """Wait for the end of the launch and of all its processes; returns the exit status."""
-        try:
-            status = self.process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise DeviationError(f"the launch does not end: {self.output[-2000:]}") from None
-        with suppress(TimeoutError):
-            wait_until(lambda: not self.processes(), 30)
-        if left := self.processes():
-            raise DeviationError(
-                f"processes are left: {[(pid, command_of(pid)) for pid in left]}; {self.output[-2000:]}"
-            )
-        return status
-
-    def processes(self) -> list[int]:
-        """Processes of this round, by their environment."""
-        mark = f"{MARK}={self.home}\0".encode()
-        found = []
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if mark in file.read_bytes() and is_running(int(file.parent.name)):
-                    found.append(int(file.parent.name))
-        return found
-
-    def clear(self) -> None:
-        """End what is left, whatever it is."""
-        for pid in self.processes():
-            send(pid, signal.SIGKILL)
-
-
-def job(home: Path, corpus: Path) -> dict[str, Any]:
-    """Tiny job that does everything within seconds."""
-    data = {"name": "text", "sources": [str(corpus)], "sequence_length": 16, "held_out": 0.2}
-    return {
-        "run": {"name": "run", "dir": str(home / "runs")}, "device": "cpu", "steps": STEPS,
-        "plugins": {"files": [str(home / "plugin.py")]},
-        "subscribers": [{"name": "campaign", "file": str(home / "events")}],
-        "mesh": {"dp_shard": 2}, "parallel": ["fsdp"], "batch": {"size": 4, "microbatch": 1},
-        "model": {
-            "name": "qwen3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 64, "num_layers": 1,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
-        },
-        "task": "causal_lm", "metrics": ["perplexity"], "data": {**data, "workers": 1},
-        "evaluation": {"every": 4, "packs": 2, "data": {**data, "split": "held_out"}},
-        "optimizer": {"name": "adamw", "lr": 0.01}, "lr_schedule": {"name": "cosine", "warmup_steps": 2},
-        "trackers": [{"name": "jsonl", "picture": False}], "logging": {"every": 1},
-        "checkpoint": {"every": 2, "keep": 1}, "timeouts": {"startup": 180, "step": 120, "checkpoint": 120},
-    }  # fmt: skip
+        run.await_event(self.event)
+        time.sleep(self.delay)
 
 
 def chooser(seed: str) -> random.Random:
@@ -202,7 +74,7 @@ def kill(run: Run, plan: Plan) -> str:
     """Kill a rank, the launcher or a data worker; returns which."""
     choice = chooser(plan.seed)
     run.launch()
-    run.await_moment(plan)
+    plan.wait(run)
     ranks = sorted(ranks_of(run.process.pid).items())
     workers = [pid for _, rank in ranks for pid in children_of(rank) if b"spawn_main" in command_of(pid)]
     victims = {"launcher": [run.process.pid], "rank": [pid for _, pid in ranks], "worker": workers}
@@ -223,7 +95,7 @@ def term(run: Run, plan: Plan) -> str:
     """Ask to stop: all processes in a random order, or one rank only; returns whom."""
     choice = chooser(plan.seed)
     run.launch()
-    run.await_moment(plan)
+    plan.wait(run)
     # Before it has started anything, a launcher may be an interpreter that has not read its first line of ours.
     wait_until(lambda: children_of(run.process.pid) or run.process.poll() is not None)
     pids = [run.process.pid, *descendants_of(run.process.pid)]
@@ -247,7 +119,7 @@ def term(run: Run, plan: Plan) -> str:
 def stop(run: Run, plan: Plan) -> str:
     """Stop a rank, as if it hung: that is reported, ends all, and all start again; returns what was told."""
     run.launch("--max-restarts", "1", "--set", "timeouts={startup: 60, step: 20, checkpoint: 20}")
-    run.await_moment(plan)
+    plan.wait(run)
     wait_until(lambda: len(ranks_of(run.process.pid)) == 2 or run.process.poll() is not None)
     ranks = ranks_of(run.process.pid)
     if victim := ranks.get(chooser(plan.seed).randrange(2)):
@@ -262,8 +134,27 @@ def stop(run: Run, plan: Plan) -> str:
     return told
 
 
+def fill(run: Run, plan: Plan) -> str:
+    """Fill the disk for up to six seconds: no save ends the run, and nothing is lost; returns what met it."""
+    with run.small_disk():
+        run.launch()
+        plan.wait(run)
+        with run.full_disk():
+            time.sleep(chooser(plan.seed).uniform(0, 6))
+        status = run.end()
+        # Without a save in between, there is nothing to lose: such a start or export may end the run, for a restart.
+        early = not run.happened() or "finished" not in run.output
+        expect(status == 0 or (status == 1 and early), f"status {status}: {run.output[-3000:]}")
+        expect("Traceback" not in run.output, f"a traceback: {run.output[-3000:]}")
+        told = "could not be written" in run.output or "No space left" in run.output
+        expect(status == 0 or told, f"the full disk is not told: {run.output[-2000:]}")
+        finish(run)
+        run.keep()
+    return f"status {status}, {'told' if told else 'not noticed'}"
+
+
 #: Faults by name: each launches a run, does something to it, checks how it ended, and says what it hit.
-FAULTS: Mapping[str, Callable[[Run, Plan], str]] = {"kill": kill, "term": term, "stop": stop}
+FAULTS: Mapping[str, Callable[[Run, Plan], str]] = {"kill": kill, "term": term, "stop": stop, "fill": fill}
 
 
 def finish(run: Run) -> None:
@@ -290,44 +181,10 @@ def compare(straight: Run, broken: Run) -> None:
     expect(not left, f"temporary files are left: {sorted(left)}")
 
 
-def log(run: Run) -> list[dict[str, Any]]:
-    """Logged values, without the speed."""
-    lines = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
-
-
 def orphaned_memory() -> set[str]:
     """Shared memory whose maker has ended."""
     named = [(file.name, re.findall(r"\d+", file.name)) for file in Path("/dev/shm").glob("*")]  # noqa: S108
     return {name for name, numbers in named if numbers and not any(is_running(int(one)) for one in numbers)}
-
-
-def expect(true: bool, text: str) -> None:
-    """Raise unless it holds."""
-    if not true:
-        raise DeviationError(text)
-
-
-def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process, if it still exists."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def wait_until(true: Callable[[], object], patience: float = PATIENCE) -> None:
-    """Wait for a condition, and no longer than that."""
-    deadline = time.monotonic() + patience
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        time.sleep(0.002)
-
-
-def command_of(pid: int) -> bytes:
-    """Command line of a process; empty if it has ended."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
 
 
 def campaign(
