@@ -13,6 +13,7 @@ from d9d_testing.layouts import Harness, assert_passed
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("dtype", "count"),
     [("float32", 3), *(pytest.param(*rest, marks=SLOW) for rest in (("float32", 1), ("bfloat16", 1), ("bfloat16", 3)))],

@@ -35,8 +35,13 @@ def test_experts_of_another_format_than_their_inputs_are_refused(parallel: list[
 
 class TestWithFsdp(_Spread):
     beside = ("fsdp",)
-    meshes = ({"dp_shard": 2, "ep": 2}, {"dp_shard": 4, "ep": 2})
+    meshes = ({"dp_shard": 2, "ep": 2},)
     large = ({"dp_shard": 64, "ep": 8},)
+
+
+@pytest.mark.thorough
+class TestWithFsdpOnFour(TestWithFsdp):
+    meshes = ({"dp_shard": 4, "ep": 2},)
 
 
 @pytest.mark.thorough
