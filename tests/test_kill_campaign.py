@@ -15,13 +15,13 @@ def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.thorough
 def test_a_few_rounds_end_as_the_undisturbed_run(campaign: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert campaign.main(["--kill", "2", "--term", "2", "--stop", "1", "--seed", "3"]) == 0, capsys.readouterr().out
+    assert campaign.main(["--kill", "1", "--term", "1", "--stop", "1", "--seed", "3"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_a_whole_campaign_ends_as_the_undisturbed_run(campaign: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        assert campaign.main(["--kill", "200", "--term", "50", "--stop", "20"]) == 0
+        assert campaign.main(["--kill", "200", "--term", "50", "--stop", "20", "--fill", "20"]) == 0
 
 
 def test_a_round_is_the_same_for_a_seed_whatever_else_runs(campaign: ModuleType) -> None:
