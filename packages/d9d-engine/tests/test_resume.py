@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.errors import CheckpointError, JobError
+from d9d_core.errors import CheckpointError, JobError, SaveError
 from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.job import Job
 from d9d_testing.logs import read_log_without_times
 from d9d_testing.toy.config import ToyModelConfig
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet, toy_registry
+from d9d_weights.hugging_face.shard import ShardWriter
 from safetensors.torch import load_file
 
 MakeJob = Callable[..., Job]
@@ -340,6 +341,22 @@ def test_a_save_that_fails_in_the_background_ends_the_run(job: MakeJob, monkeypa
     with pytest.raises(CheckpointError, match="step-00000008 could not be written: .*No space left on device"):
         trainer.train()
     assert trainer.checkpointer.store.steps() == [4]
+
+
+def test_an_export_on_a_full_disk_is_made_by_the_next_start(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trained = job()
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "write", full)
+        text = "model could not be written: .*No space left on device; the last checkpoint is complete, so start again"
+        with pytest.raises(SaveError, match=text) as caught:
+            quiet(trained).train()
+    assert caught.value.exit_code == 1
+    assert not any("model" in path.name for path in trained.run.directory.iterdir())
+    assert quiet(trained).train().status == "finished"
+    assert (trained.run.directory / "model" / "model.safetensors").exists()
 
 
 def test_a_failed_save_makes_all_ranks_stop_after_the_same_step(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
+from d9d_core.errors import SaveError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec, ScheduleSpec
@@ -323,7 +324,13 @@ def _exporter(
             config = layout.config_json(job.model, job.precision.parameters)
             files = ModelFiles(config, beside_weights, stream.save_assets)
             writer = ModelWriter(job.run.directory / "model", graph.specs)
-            export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
+            try:
+                export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
+            except SaveError as error:
+                raise SaveError(
+                    f"the model {job.run.directory / 'model'} could not be written: {error}; "
+                    "the last checkpoint is complete, so start again to write it from there"
+                ) from error
 
     return export
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.errors import SaveError
 from d9d_core.tensors import full
 from torch import Tensor
 from torch import distributed as dist
@@ -58,7 +59,8 @@ def export_model(
         stage_holders: who holds what, if pipeline ranks hold different tensors.
 
     Raises:
-        CheckpointError: something could not be written, or a rank lacks what it should hold; nothing is left then.
+        SaveError: the storage failed; nothing is left then.
+        CheckpointError: something else could not be written, or a rank lacks what it should hold; likewise.
     """
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     mine = frozenset(file for number, file in enumerate(writer.files) if number % ranks == rank)
@@ -67,12 +69,12 @@ def export_model(
         on_all(partial(stage_holders.check, tensors), group)
         full_tensor = partial(stage_holders.full, tensors=tensors)
     try:
-        on_main(writer.start, group)
+        on_main(writer.start, group, SaveError)
         failed: list[Exception] = []
         with torch.no_grad():
             _write(writer, graph, full_tensor, mine, failed)
-        on_all(lambda: _raise(failed), group)
-        on_main(lambda: writer.publish(files.config_json, files.others, files.save_assets), group)
+        on_all(lambda: _raise(failed), group, SaveError)
+        on_main(lambda: writer.publish(files.config_json, files.others, files.save_assets), group, SaveError)
     except BaseException:
         if rank == 0:
             writer.discard()
@@ -106,7 +108,9 @@ def _write(
             except Exception as error:
                 failed.append(error)
         if failed:
-            opened.pop_all()  # incomplete files are discarded, not checked
+            # Incomplete files are removed, not checked; what that meets is what has failed already.
+            with suppress(Exception):
+                opened.pop_all().__exit__(type(failed[0]), failed[0], failed[0].__traceback__)
             return
         try:
             opened.close()

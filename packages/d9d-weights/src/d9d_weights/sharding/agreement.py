@@ -16,32 +16,47 @@ from d9d_weights.sharding.collectives import all_gather_objects
 T = TypeVar("T")
 
 
-def on_all(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def on_all(
+    action: Callable[[], T], group: dist.ProcessGroup | None, of_storage: type[CheckpointError] = CheckpointError
+) -> T:
     """Run a function on every rank. Collective over ``group``; ``None`` stands for one process.
+
+    Args:
+        action: the function.
+        group: all ranks.
+        of_storage: what is raised where the storage failed.
 
     Raises:
         CheckpointError: it failed somewhere; the same text on every rank.
     """
     result, error = _attempt(action)
-    texts = all_gather_objects(None if error is None else _said(error, group), group)
-    problems = [text for text in texts if text is not None]
+    told = all_gather_objects(None if error is None else (_said(error, group), isinstance(error, OSError)), group)
+    problems = [problem for problem in told if problem is not None]
     if problems:
-        raise CheckpointError(_joined(problems)) from error
+        kind = of_storage if any(stored for _, stored in problems) else CheckpointError
+        raise kind(_joined(text for text, _ in problems)) from error
     return result  # type: ignore[return-value] # nothing failed
 
 
-def on_main(action: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+def on_main(
+    action: Callable[[], Any], group: dist.ProcessGroup | None, of_storage: type[CheckpointError] = CheckpointError
+) -> Any:
     """Run a function on the first rank; all get its JSON value. Collective over ``group``; ``None`` is one process.
+
+    Args:
+        action: the function.
+        group: all ranks.
+        of_storage: what is raised where the storage failed.
 
     Raises:
         CheckpointError: it failed; the same text on every rank.
     """
     is_main = group is None or dist.get_rank(group) == 0
     result, error = _attempt(action) if is_main else (None, None)
-    text = json.dumps([result, None if error is None else reason(error)])
-    value, problem = json.loads(text if group is None else _broadcast(text, group))
+    text = json.dumps([result, None if error is None else reason(error), isinstance(error, OSError)])
+    value, problem, stored = json.loads(text if group is None else _broadcast(text, group))
     if problem is not None:
-        raise CheckpointError(problem) from error
+        raise (of_storage if stored else CheckpointError)(problem) from error
     return value
 
 
