@@ -53,6 +53,7 @@ class TextTokenizer:
     def save(self, directory: Path) -> None:
         """Write the files that ``transformers.AutoTokenizer.from_pretrained(directory)`` reads."""
         directory.mkdir(parents=True, exist_ok=True)
-        self._backend.save(str(directory / TOKENIZER_FILE))
+        # The library's own way to write a file raises plain exceptions where the disk is full.
+        (directory / TOKENIZER_FILE).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
