@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,16 @@ def test_a_manifest_without_checksums_is_none(tmp_path: Path, content: str) -> N
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match="manifest.json is no table of checksums"):
         cache.file_digests(tmp_path)
+
+
+def test_prepared_data_whose_manifest_names_too_little_is_made_again(
+    corpus: Path, open_stream: Callable[..., Any], tmp_path: Path
+) -> None:
+    facts = open_stream(corpus).facts
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / "manifest.json").write_text("{}")
+    (entry / "facts.json").unlink()
+    os.mkfifo(entry / "facts.json")  # whoever opens it waits for ever
+    notes: list[str] = []
+    assert open_stream(corpus, note=notes.append).facts == facts
+    assert "is damaged (manifest.json lacks facts.json, held_out.starts.npy" in notes[0]

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 
 from d9d_core.extend import DataError, parse_json, read_regular
@@ -23,7 +23,9 @@ MANIFEST = "manifest.json"
 _ABANDONED_AFTER = 24 * 3600  # seconds
 
 
-def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: Callable[[str], None]) -> Path:
+def cached_directory(
+    root: Path, key: str, build: Callable[[Path], None], note: Callable[[str], None], files: Collection[str] = ()
+) -> Path:
     """Directory ``root/key`` of the cache, built if it is absent or damaged.
 
     Args:
@@ -31,12 +33,13 @@ def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: 
         key: identifies the content.
         build: fills an empty directory.
         note: told about damage.
+        files: names that it must have.
 
     Raises:
         DataError: ``root`` cannot be written.
     """
     target = root / key
-    problem = find_damage(target)
+    problem = find_damage(target, files)
     if problem is None:
         return target
     if target.exists():
@@ -49,7 +52,7 @@ def cached_directory(root: Path, key: str, build: Callable[[Path], None], note: 
         try:
             build(temporary)
             _write_manifest(temporary)
-            _publish(temporary, target)
+            _publish(temporary, target, files)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -78,10 +81,12 @@ def file_digests(directory: Path) -> dict[str, str]:
     return manifest
 
 
-def find_damage(directory: Path) -> str | None:
-    """Damage of a cached directory, in words, or ``None``."""
+def find_damage(directory: Path, files: Collection[str] = ()) -> str | None:
+    """Damage of a cached directory, which has these files among others, in words, or ``None``."""
     try:
         digests = file_digests(directory)
+        if lacking := sorted(set(files) - digests.keys()):
+            return f"{MANIFEST} lacks {', '.join(lacking)}"
         for name, digest in digests.items():
             if _sha256(directory / name) != digest:
                 return f"{name} has another checksum than when it was written"
@@ -96,7 +101,7 @@ def _write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(json.dumps(digests, indent=2), encoding="utf-8")
 
 
-def _publish(temporary: Path, target: Path) -> None:
+def _publish(temporary: Path, target: Path, files: Collection[str]) -> None:
     for _ in range(10):
         try:
             temporary.rename(target)
@@ -107,7 +112,7 @@ def _publish(temporary: Path, target: Path) -> None:
             return
         try:
             seen = target.stat().st_ino
-            if find_damage(target) is None:
+            if find_damage(target, files) is None:
                 return  # another process was first; both built the same
             if target.stat().st_ino != seen:
                 continue  # another process repaired it during the check

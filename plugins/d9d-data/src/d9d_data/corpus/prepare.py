@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataError
+from d9d_core.extend import DataError, parse_json, read_regular
 
 from d9d_data.config import CorpusConfig, DocumentsConfig
 from d9d_data.corpus.cache import cached_directory, file_digests
-from d9d_data.corpus.tokenise import Split, tokenise
+from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
 from d9d_data.sources.document import Document
 from d9d_data.sources.find import find_documents
 from d9d_data.tokenizer.select import tokenizer_identity
@@ -104,7 +104,8 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
             raise DataError("data.sources: a file changed while it was being read; start again when all are in place")
         note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
-    return _open(cached_directory(cache_dir, key, build, note), config.split)
+    files = [FACTS, *(name for split in SPLITS for name in _files_of(split))]
+    return _open(cached_directory(cache_dir, key, build, note, files), config.split)
 
 
 def _key(config: CorpusConfig, documents: Iterable[Document]) -> str:
@@ -123,9 +124,13 @@ def _key(config: CorpusConfig, documents: Iterable[Document]) -> str:
     return f"text-{digest.hexdigest()[:32]}"
 
 
+def _files_of(split: Split) -> tuple[str, str]:
+    return f"{split}.tokens.npy", f"{split}.starts.npy"
+
+
 def _open(directory: Path, split: Split) -> Corpus:
-    facts = json.loads((directory / "facts.json").read_text(encoding="utf-8"))
-    tokens_file, starts_file = f"{split}.tokens.npy", f"{split}.starts.npy"
+    facts = parse_json(read_regular(directory / FACTS))
+    tokens_file, starts_file = _files_of(split)
     digests = file_digests(directory)
     return Corpus(
         tokens=map_array(directory / tokens_file),

@@ -25,6 +25,7 @@ from d9d_data.tokenizer.base import TextTokenizer
 from d9d_data.tokenizer.select import make_tokenizer
 
 Split = Literal["train", "held_out"]
+FACTS = "facts.json"
 SPLITS: tuple[Split, Split] = ("train", "held_out")
 # Characters encoded in one call: enough to keep all cores busy, little enough to show progress.
 _BATCH_CHARACTERS = 2_000_000
@@ -48,7 +49,7 @@ def tokenise(config: CorpusConfig, documents: Sequence[Document], directory: Pat
         "tokenizer": tokenizer.description,
         "unigram_entropy": unigram_entropy(counts),
     }
-    (directory / "facts.json").write_text(json.dumps(facts, indent=2), encoding="utf-8")
+    (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
 

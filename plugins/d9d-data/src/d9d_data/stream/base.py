@@ -47,7 +47,8 @@ class CorpusStream:
         """Microbatches of this rank in the next step: int64 CPU tensors [B, S] by the names of language modelling.
 
         Raises:
-            DataError: a worker process died.
+            DataError: a worker process failed.
+            TrainingError: one died.
         """
         taken = self._reader.read(self._consumed)
         self._consumed += self._batch_size

@@ -149,6 +149,8 @@ def _follow_training_process(parent: int, _worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigtimedwait"):
         threading.Thread(target=_end_with_training_process, args=(parent,), daemon=True).start()
+    else:  # on macOS, the loader's own request is the signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
 
 def _end_with_training_process(parent: int) -> None:

@@ -43,6 +43,8 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
         content = read_regular(file, links="near")
         parse_json(content)  # the library's parser has no bound on the depth of some values
         backend = tokenizers.Tokenizer.from_buffer(content)
+    except OSError as error:
+        raise _unreadable(file, error) from error
     except BaseException as error:  # the library raises plain Exception, and PanicException, which is none
         if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
             raise
@@ -64,12 +66,18 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
     return TextTokenizer(backend, end, f"{file.name} of {backend.get_vocab_size()} tokens", config | {"eos_token": end})
 
 
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(f"data.tokenizer: cannot read {file}: {error.strerror or error}; make it readable")
+
+
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
         config = parse_json(read_regular(file, links="near"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    except ValueError as error:
         raise DataError(f"data.tokenizer: {file} is not JSON ({error}); repair it or move it away") from error
     if not isinstance(config, dict):
         raise DataError(f"data.tokenizer: {file} holds no JSON object; repair it or move it away")
