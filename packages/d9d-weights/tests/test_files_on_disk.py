@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import CheckpointError
-from d9d_weights.files.atomic import published, write_text
+from d9d_weights.files.atomic import write_text
+from d9d_weights.files.local import LocalDraft, LocalStore
 from d9d_weights.sharding.agreement import reason
 
 
@@ -20,10 +21,33 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_published_directory_reaches_the_disk_and_then_its_name_does(tmp_path: Path, synced: list[int]) -> None:
-    with published(tmp_path / "a") as directory:
-        assert synced == []
-        inode = directory.stat().st_ino
-    assert synced == [inode, tmp_path.stat().st_ino]
+    draft = LocalDraft(tmp_path / "a")
+    draft.start()
+    assert synced == []
+    draft.publish({})
+    assert synced == [(tmp_path / "a").stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_whatever_has_the_name_of_a_draft_is_removed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "file").touch()
+    for make in (Path.mkdir, Path.touch, os.mkfifo, lambda path: path.symlink_to(secret)):
+        make(tmp_path / ".a.tmp")
+        LocalDraft(tmp_path / "a").start()
+        assert list((tmp_path / ".a.tmp").iterdir()) == []
+        (tmp_path / ".a.tmp").rmdir()
+    assert list(secret.iterdir()) == [secret / "file"]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "step-00000001").mkdir()
+    monkeypatch.setattr(os, "rmdir", refuse)
+    with pytest.raises(PermissionError):
+        LocalStore(tmp_path).remove("step-00000001")
 
 
 def test_a_replaced_file_reaches_the_disk(tmp_path: Path, synced: list[int]) -> None:

@@ -58,30 +58,10 @@ def create(path: Path, content: bytes) -> None:
 
 def clear(path: Path) -> None:
     """Remove a directory, or whatever else has its name, as far as that can be; a link is not followed."""
-    if path.is_symlink() or path.is_file():
-        path.unlink(missing_ok=True)
-    else:
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def published(target: Path) -> Iterator[Path]:
-    """Publish a directory: a temporary one that becomes ``target`` by one rename when the block succeeds.
-
-    An existing ``target`` is replaced, and stays if anything fails. If the process dies, a ``.tmp`` directory remains,
-    which :func:`remove_leftovers` clears up.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.tmp")
-    clear(temporary)
-    temporary.mkdir()
-    try:
-        yield temporary
-        sync(temporary)
-        replace(target, temporary)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    else:
+        path.unlink(missing_ok=True)
 
 
 def replace(target: Path, new: Path) -> None:
