@@ -180,12 +180,6 @@ def job(home: Path, corpus: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def log(run: Run) -> list[dict[str, Any]]:
-    """Logged values, without the speed."""
-    lines = map(json.loads, (run.directory / "metrics.jsonl").read_text().splitlines())
-    return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
-
-
 def expect(true: bool, text: str) -> None:
     """Raise unless it holds."""
     if not true:

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import layout_table
 import pytest
 import torch
 from d9d_engine.api import Job, Layout, Verdict, verify
 from d9d_engine.verify.worker import measure_plan
 from d9d_testing.layouts import topology_here
 from d9d_testing.world import World
+from layout_table import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"
@@ -34,20 +36,10 @@ STEPS = 4
 #: Number format, case, fault and verdict.
 Row = tuple[str, str, str | None, Verdict]
 
-DENSE = {
-    "name": "qwen3", "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
-}  # fmt: skip
+DENSE = layout_table.DENSE | {"max_positions": 64}
 TIED = DENSE | {"num_layers": 4, "tie_embeddings": True}
 DYNAMIC = DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 8}}
-EXPERTS = {key: value for key, value in DENSE.items() if key != "intermediate_size"} | {
-    "name": "qwen3_moe", "num_experts": 8, "experts_per_token": 2, "moe_intermediate_size": 24,
-    "balancing": [
-        {"name": "auxiliary_loss", "scope": "sequence", "coefficient": 0.01},
-        {"name": "z_loss", "coefficient": 0.001},
-        {"name": "bias_update", "rate": 0.001},
-    ],
-}  # fmt: skip
+EXPERTS = layout_table.EXPERTS | {"max_positions": 64}
 
 
 @dataclass(frozen=True)
@@ -65,15 +57,12 @@ class Case:
     sections: Mapping[str, Any] = field(default_factory=dict)
 
 
-REPLICATE = Layout("replicate 2", {"dp_replicate": 2}, ["replicate"])
+_LAYOUTS = {layout.name: layout for layout in (*layout_table.LAYOUTS, *layout_table.EXPERT_LAYOUTS)}
+REPLICATE, FSDP, HSDP = (_LAYOUTS[name] for name in ("replicate 2", "fsdp 2", "hsdp 2 x 2"))
+FSDP_EP, REPLICATE_EP = (_LAYOUTS[f"{name}, ep 2"] for name in ("fsdp 2", "replicate 2"))
 APART = Layout("replicate 2, norms apart", {"dp_replicate": 2}, [{"name": "replicate", "ignore": ["*norm*"]}])
-FSDP = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"])
-HSDP = Layout("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ["hsdp"])
-FSDP_EP = Layout("fsdp 2, ep 2", {"dp_shard": 2, "ep": 2}, ["fsdp", "expert_parallel"])
-REPLICATE_EP = Layout("replicate 2, ep 2", {"dp_replicate": 2, "ep": 2}, ["replicate", "expert_parallel"])
 PIPELINE = Layout("pp 2", {"pp": 2}, ())
 PIPELINE_FSDP = Layout("pp 2, fsdp 2", {"pp": 2, "dp_shard": 2}, ["fsdp"])
-SCHEDULES = ("gpipe", "looped_bfs", "1f1b", "interleaved_1f1b", "zb1p", "zero_bubble_v", "dual_pipe_v")
 
 DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1, "bucket_window": 24}}
 #: Fault -> the case and the layout that shows it.

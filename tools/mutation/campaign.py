@@ -70,7 +70,8 @@ def record_map(options: argparse.Namespace) -> None:
         bad = [name for name, test in recorded["tests"].items() if not test["passed"]]
         seconds = sum(test.get("seconds", 0) for test in tests)
         print(f"{file}: {len(tests)} tests, {seconds:.0f} s, status {recorded['status']}", *bad, flush=True)
-        known.files[file] = recorded
+        if recorded["status"] is not None:  # else the time was up, and the next call records the file
+            known.files[file] = recorded
 
     files = [file for file in test_files() if options.only in file and file not in known.files]
     try:

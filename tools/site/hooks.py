@@ -45,12 +45,7 @@ def page_of(path: str) -> str | None:
         return path.removeprefix("docs/")
     if readme := re.fullmatch(r"((?:packages|plugins|examples)/[^/]+)/README\.md", path):
         return f"{readme[1]}.md"
-    return {
-        "README.md": "start.md",
-        "CONTRIBUTING.md": "contributing.md",
-        "CHANGELOG.md": "changelog.md",
-        "SECURITY.md": "security.md",
-    }.get(path)
+    return {"README.md": "start.md", **{name: name.lower() for name in _TOP}}.get(path)
 
 
 def sources(root: Path) -> Iterator[str]:

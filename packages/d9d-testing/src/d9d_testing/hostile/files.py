@@ -56,7 +56,7 @@ def damage(draw: Draw, directory: Path, outside: Path) -> str:
 
 def edit_json(draw: Draw, file: Path) -> None:
     """Edit the value in a JSON file."""
-    file.write_text(_dumped(draw(edited(json.loads(file.read_text("utf-8"))))), "utf-8")
+    file.write_text(json.dumps(draw(edited(json.loads(file.read_text("utf-8"))))), "utf-8")
 
 
 def edit_header(draw: Draw, file: Path) -> None:
@@ -64,13 +64,9 @@ def edit_header(draw: Draw, file: Path) -> None:
     content = file.read_bytes()
     length = int.from_bytes(content[:LENGTH_BYTES], "little")
     header, rest = json.loads(content[LENGTH_BYTES : LENGTH_BYTES + length]), content[LENGTH_BYTES + length :]
-    text = _dumped(draw(edited(header))).encode()
+    text = json.dumps(draw(edited(header))).encode()
     claimed = draw(st.sampled_from([len(text)] * 9 + [0, 1, len(text) - 1, len(text) + 1, 10**8, 2**62]))
     file.write_bytes(claimed.to_bytes(LENGTH_BYTES, "little") + text + rest)
-
-
-def _dumped(value: Any) -> str:
-    return json.dumps(value)
 
 
 def damage_checkpoint(draw: Draw, checkpoints: Path, outside: Path) -> str:
@@ -105,7 +101,7 @@ def sign(folder: Path) -> None:
     if isinstance(manifest, dict):
         manifest.pop("sha256", None)
         manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        (folder / "manifest.json").write_text(_dumped(manifest))
+        (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 #: Names beside those of checkpoints.
