@@ -112,6 +112,8 @@ def _follow(link: Link, interrupts: Interrupts) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # What is sent to a forked process, such as a worker of a plugin, is not for this one.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     interrupts.entered = lambda: link.send(training=True)
 
     def watch() -> None:

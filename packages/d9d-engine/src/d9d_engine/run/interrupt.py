@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ class Interrupts:
         self.entered: Callable[[], None] = lambda: None
         self._raises = False
         self._previous: dict[int, Any] = {}
+        self._process = os.getpid()
 
     def request(self, name: str) -> None:
         """Ask to stop, as the signal of that name does. Before the block, this stops what begins there."""
@@ -41,6 +43,7 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
+        self._process = os.getpid()
         previous = signal.signal(signal.SIGTERM, self._note)
         try:
             yield self
@@ -58,14 +61,17 @@ class Interrupts:
         """
         self._raises = True
         try:
-            if self.requested is not None:
-                raise Terminated
+            self._raise_requested()
             yield
+        except Exception:
+            self._raise_requested()  # what was interrupted may have taken it for a failure of its own
+            raise
         finally:
             self._raises = False
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
+            self._process = os.getpid()
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._request)
         self.entered()
@@ -78,12 +84,28 @@ class Interrupts:
             signal.signal(*self._previous.popitem())
         self.requested = None
 
+    def _raise_requested(self) -> None:
+        if self.requested is not None:
+            raise Terminated from None
+
+    def _is_of_a_child(self, number: int) -> bool:
+        """Whether this is a forked process, such as a worker of a plugin; the signal then has its usual effect."""
+        if os.getpid() == self._process:
+            return False
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        return True
+
     def _note(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_of_a_child(number):
+            return
         self.request(signal.Signals(number).name)
         if self._raises:
             raise Terminated
 
     def _request(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_of_a_child(number):
+            return
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt("again, so at once; what came after the newest checkpoint is lost")
         self.requested = signal.Signals(number).name
