@@ -126,3 +126,17 @@ def test_whatever_a_tracker_raises_switches_it_off(
     assert [note for note in notes if "'toy_tracker'" in note] == [
         f"tracker 'toy_tracker' failed and is switched off: {error!r}"
     ]
+
+
+def test_a_tracker_that_fails_where_nothing_can_be_said_holds_nobody_up(tmp_path: Path) -> None:
+    class Fails(Blocked):
+        def open(self, *_: object) -> Any:
+            raise ValueError("no")
+
+    def unheard(_text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    hub = TrackerHub({"bad": Fails()}, unheard, patience=3600.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    hub.flush()
+    hub.close("finished")

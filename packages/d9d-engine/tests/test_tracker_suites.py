@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from d9d_engine.job import print_note
 from d9d_engine.trackers import lines
+from d9d_engine.trackers.console import ConsoleRun
 from d9d_engine.trackers.lines import LineFile, read_lines
 from d9d_testing.suites.tracker import TrackerSuite
 
@@ -52,6 +55,21 @@ def test_lines_wait_for_a_disk_that_is_full(
     assert [line["step"] for line in read_lines(file.path)] == [1]
     file.append({"step": 5})
     assert [line["step"] for line in read_lines(file.path)] == [1, 2, 3, 4, 5]
+    file.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_output_that_goes_to_a_full_disk_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = LineFile(tmp_path / "metrics.jsonl", 0)
+    with Path("/dev/full").open("w", buffering=1) as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        patch.setattr(sys, "stderr", full)
+        ConsoleRun(10).write(1, {"loss": 1.0})
+        print_note("checkpoint at step 1")
+        patch.setattr(file, "_write", lambda: OSError(28, "No space left on device"))
+        file.append({"step": 1})
+        with suppress(OSError):
+            full.close()
     file.close()
 
 

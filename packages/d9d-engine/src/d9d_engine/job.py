@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Annotated
 
 from d9d_core.config.base import PluginConfig
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 def print_note(text: str) -> None:
     """Print a note about long work: one line on standard output, where the lines of steps are."""
-    print(text, flush=True)  # noqa: T201 - its purpose
+    with suppress(OSError):  # a full disk behind it, or a closed terminal, ends no run
+        print(text, flush=True)  # noqa: T201 - its purpose
 
 
 def _silent(_text: str) -> None:

@@ -35,8 +35,8 @@ class RunInfo:
 class TrackerRun(Protocol):
     """Open run of a tracker. A failing tracker is reported once and never ends the training.
 
-    Each tracker has a thread, in which all calls to it are made, in order; training does not wait for them, but for at
-    most ten seconds before a checkpoint, and at the end of the run.
+    Each tracker has a thread, in which all calls to it are made, in order. Training waits for them only before a
+    checkpoint, at most ten seconds each for ``flush`` and ``state``, and at most thirty at the end of the run.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

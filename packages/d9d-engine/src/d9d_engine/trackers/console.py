@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -21,7 +22,7 @@ class ConsoleTracker:
     def open(self, run: RunInfo, state: State | None) -> ConsoleRun:  # noqa: ARG002 - there is nothing to continue
         """Start printing."""
         if run.description:
-            print(f"{run.name}: {run.description}", flush=True)  # noqa: T201 - its purpose
+            _print(f"{run.name}: {run.description}")
         return ConsoleRun(run.total_steps, self._config.series)
 
 
@@ -43,12 +44,12 @@ class ConsoleRun:
         shown = {name: value for name, value in values.items() if self._shows(name)}
         if shown:
             text = "  ".join(_format(name, value) for name, value in shown.items())
-            print(f"step {step:>{len(str(self._total))}}/{self._total}  {text}", flush=True)  # noqa: T201 - its purpose
+            _print(f"step {step:>{len(str(self._total))}}/{self._total}  {text}")
         hidden = [name for name in values if "/" in name and name not in shown]
         if hidden and not self._said:
             self._said = True
             how = "trackers: [{name: console, series: ['*']}] shows all"
-            print(f"not shown: {', '.join(hidden)} ({how})", flush=True)  # noqa: T201
+            _print(f"not shown: {', '.join(hidden)} ({how})")
 
     def _shows(self, name: str) -> bool:
         if self._series is None:
@@ -64,6 +65,11 @@ class ConsoleRun:
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """Do nothing: the last line was printed already."""
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):  # a full disk behind it, or a closed terminal, may pass
+        print(text, flush=True)  # noqa: T201 - its purpose
 
 
 def _format(name: str, value: float) -> str:

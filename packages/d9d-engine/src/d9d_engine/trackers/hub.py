@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -165,9 +166,11 @@ class _TrackerThread:
             while (call := self._calls.get()) is not None:
                 call(run)
         except BaseException as error:  # SystemExit, too, ends this tracker only
-            self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")
-        self.ended.set()
-        self._asked.set()
+            with suppress(Exception):
+                self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")
+        finally:
+            self.ended.set()
+            self._asked.set()
 
 
 def _opened(tracker: Tracker, run: RunInfo, state: State | None) -> TrackerRun:

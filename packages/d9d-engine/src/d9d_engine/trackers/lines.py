@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,14 @@ class LineFile:
         if not self._said:
             self._said = True
             text = f"warning: {self.path}: {error.strerror}; lines wait in memory until they can be written"
-            print(text, file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
+            with suppress(OSError):  # it may be the same disk
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
 
     def sync(self) -> None:
         """Sync all lines to the disk, if it takes them."""
         if self._write() is None and self._file is not None:
-            os.fsync(self._file.fileno())
+            with suppress(OSError):
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file.
