@@ -12,7 +12,6 @@ manifest makes the checkpoint exist. A file damaged later is found by its checks
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
+from d9d_core.untrusted import parse_json
 from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_all, on_main
@@ -35,7 +35,7 @@ from torch import distributed as dist
 
 from d9d_engine.checkpoint.attempts import Attempts
 from d9d_engine.checkpoint.background import Background
-from d9d_engine.checkpoint.manifest import read_manifest, verify_file
+from d9d_engine.checkpoint.manifest import MAX_BYTES, read_manifest, verify_file
 from d9d_engine.checkpoint.prune import Pruner, folder, steps_in, strays_in
 from d9d_engine.checkpoint.retention import Retention
 from d9d_engine.checkpoint.save_job import SaveJob, unwritten
@@ -318,7 +318,8 @@ class CheckpointStore:
     def _settle(self, error: BaseException) -> None:
         """Wait without letting a failed save hide another error; one that is tried again is given up."""
         self._superseded.set()
-        if self.failures:
+        # Others may be in a pause, or gone.
+        if self.failures and self.group is not None:
             return
         try:
             self.wait()
@@ -357,7 +358,12 @@ class CheckpointStore:
     def _snapshot(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
         if not self.topology.is_main:
             return b"", {}
-        return json_bytes(values), json.loads(json_bytes(facts))
+        content = json_bytes(values)
+        try:
+            parse_json(content, strict=True, limit=MAX_BYTES)  # what no resume could read fails now
+            return content, parse_json(json_bytes(facts), strict=True, limit=MAX_BYTES)
+        except ValueError as error:
+            raise CheckpointError(f"the state of the run cannot be read again: {error}") from error
 
     def _open(self, name: str) -> Checkpoint:
         manifest = on_main(lambda: read_manifest(self._storage, name), self.group)

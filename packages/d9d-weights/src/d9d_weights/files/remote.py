@@ -262,7 +262,8 @@ class RemoteStore:
         if self._me is None:
             return
         try:
-            owner = json.loads(self.files.cat_file(self.path(_OWNER)))
+            with as_os_error():
+                owner = json.loads(self.files.cat_file(self.path(_OWNER)))
         except FileNotFoundError:
             owner = {}
         if owner.get("token") != self._me["token"]:
