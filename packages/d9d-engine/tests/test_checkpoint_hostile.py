@@ -202,6 +202,10 @@ def test_a_copy_under_another_name_takes_no_place_of_those_that_are_kept(tmp_pat
     assert store.newest(lambda _: None) is not None
     store.save(6, tensors(), {}, {})
     assert store.steps() == [99, 6, 5]
+    store.save(99, tensors(), {}, {})  # now it is one of ours
+    store.save(100, tensors(), {}, {})
+    store.save(101, tensors(), {}, {})
+    assert store.steps() == [101, 100]
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])

@@ -62,6 +62,18 @@ def test_a_value_of_another_series_does_not_count(tmp_path: Path) -> None:
     assert store.steps() == [3, 2]
 
 
+def test_a_checkpoint_whose_score_is_null_is_not_the_best(tmp_path: Path) -> None:
+    for step in (1, 2):
+        store = CheckpointStore(tmp_path, Retention(1, best=BestOf("a", "min", 1)))
+        store.save(step, {"a": torch.zeros(2)}, {}, {}, score=float(step))
+        manifest = tmp_path / f"step-{step:08}" / "manifest.json"
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"score": None}))
+    store = CheckpointStore(tmp_path, Retention(1, best=BestOf("a", "min", 1)))
+    store.save(3, {"a": torch.zeros(2)}, {}, {}, score=3.0)
+    store.save(4, {"a": torch.zeros(2)}, {}, {}, score=4.0)
+    assert store.steps() == [4, 3]
+
+
 def test_multiples_stay(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, Retention(1, every=4))
     for step in range(2, 13, 2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Set
+from collections.abc import Collection
 
 from d9d_core.errors import CheckpointError
 from d9d_weights.files.directory import DirectoryStore, is_set_aside
@@ -51,7 +51,7 @@ class Pruner:
         foreign: steps whose folders hold something else; they stay, and do not count.
     """
 
-    def __init__(self, storage: DirectoryStore, retention: Retention, foreign: Set[int]) -> None:
+    def __init__(self, storage: DirectoryStore, retention: Retention, foreign: set[int]) -> None:
         self._storage = storage
         self._retention = retention
         self._foreign = foreign
@@ -59,6 +59,7 @@ class Pruner:
 
     def prune(self, saved: int) -> str | None:
         """Remove what is kept no longer now that step ``saved`` exists; returns what went wrong."""
+        self._foreign.discard(saved)  # if it was one, it is replaced now
         try:
             steps = [step for step in steps_in(self._storage) if step not in self._foreign]
             self._scores.pop(saved, None)  # it may have been written anew
@@ -74,7 +75,7 @@ class Pruner:
             return {}
         for step in set(steps) - self._scores.keys():
             try:
-                score = read_manifest(self._storage, folder(step)).get("score", {})
+                score = read_manifest(self._storage, folder(step)).get("score") or {}
             except CheckpointError:
                 score = {}  # damaged: it cannot be the best
             self._scores[step] = score.get("value") if score.get("series") == best.series else None
