@@ -453,6 +453,49 @@ def test_sigterm_before_there_is_anything_to_save_ends_a_process_that_is_alone()
     assert signal.getsignal(signal.SIGTERM) == previous
 
 
+def test_what_another_took_for_a_failure_of_its_own_was_a_request_to_stop() -> None:
+    def load_a_plugin() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:
+            raise ValueError("the plugin failed") from error
+
+    with Interrupts().noted() as interrupts, pytest.raises(Terminated), interrupts.raised():
+        load_a_plugin()
+    with pytest.raises(ValueError, match="mine"), Interrupts().noted() as interrupts, interrupts.raised():
+        raise ValueError("mine")
+
+
+FORKS = """
+import os, signal, socket, time
+from contextlib import nullcontext
+from d9d_engine.launch.link import Link
+from d9d_engine.launch.process import _follow
+from d9d_engine.run.interrupt import Interrupts
+
+here, there = socket.socketpair()
+with Interrupts().noted() as interrupts:
+    _follow(Link(there), interrupts)
+    for number, block in (("SIGTERM", nullcontext()), ("SIGINT", interrupts), ("SIGTERM", interrupts)):
+        with block:
+            reading, writing = os.pipe()
+            if not (worker := os.fork()):
+                os.write(writing, b".")
+                time.sleep(60)
+                os._exit(0)
+            os.read(reading, 1)
+            os.kill(worker, getattr(signal, number))
+            print(number, os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), interrupts.requested)
+    time.sleep(0.5)
+    print("asked" in here.recv(1000).decode())
+"""
+
+
+def test_signals_for_a_forked_process_are_for_nobody_else() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == ["SIGTERM -15 None", "SIGINT -2 None", "SIGTERM -15 None", "False"]
+
+
 @pytest.mark.thorough
 def test_a_module_runs_in_processes_that_know_each_other(tmp_path: Path) -> None:
     (tmp_path / "greets.py").write_text(
@@ -465,6 +508,8 @@ def test_a_module_runs_in_processes_that_know_each_other(tmp_path: Path) -> None
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with (tmp_path / "output").open("w+") as output:
-        assert run_module("greets", ["rank"], 2, environ, output) == 0
-        assert run_module("greets", ["fails"], 1, environ, output) == 3
+        assert run_module("greets", ["rank"], 2, environ, output) is None
+        failure = run_module("greets", ["fails"], 1, environ, output)
+    assert failure is not None
+    assert failure.exit_code == 3
     assert sorted((tmp_path / "output").read_text().splitlines()) == ["fails 0 of 1", "rank 0 of 2", "rank 1 of 2"]

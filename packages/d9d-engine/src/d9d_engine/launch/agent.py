@@ -105,7 +105,7 @@ def run_module(
     environ: Mapping[str, str] | None = None,
     output: IO[str] | None = None,
     patience: float = 600.0,
-) -> int:
+) -> Failure | None:
     """Run a module in processes with torchrun's variables on this machine, which nothing outside of it can reach.
 
     Args:
@@ -117,7 +117,7 @@ def run_module(
         patience: seconds until the last one must have ended after the first one did well.
 
     Returns:
-        The exit status: 0, or that of the process that failed first.
+        Why the process that failed first did, or ``None``.
 
     Raises:
         KeyboardInterrupt: this process was asked to stop; all others have ended.
@@ -126,7 +126,7 @@ def run_module(
         ended = run_ranks(("-m", module, *arguments), processes, signals, patience, environ, output)
     if ended.asked is not None:
         raise KeyboardInterrupt
-    return cause(ended.failed, lambda rank: f"rank {rank}").exit_code if ended.failed else 0
+    return cause(ended.failed, lambda rank: f"rank {rank}") if ended.failed else None
 
 
 @contextmanager

@@ -170,7 +170,7 @@ class Ranks:
         for rank in self.ranks:
             if rank.exit_code is not None or (code := rank.process.poll()) is None:
                 continue
-            self._hear(0)  # its last words
+            told = self._hear(0) or told  # its last words
             rank.exit_code = code
             rank.ended = sum(one.exit_code is not None for one in self.ranks)
             if -code in (signal.SIGINT, signal.SIGTERM) and not self._training():

@@ -111,7 +111,7 @@ def _first_divergence(
     if not problems:
         return None
     (step, _), text = min(problems)
-    return (reference.steps - 1 if math.isinf(step) else max(int(step), 0)), text
+    return int(min(max(step, 0), reference.steps - 1)), text  # values of the end have the step after the last one
 
 
 def _path(deviation: Deviation) -> str:

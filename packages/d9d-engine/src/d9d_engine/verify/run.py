@@ -38,15 +38,17 @@ def launch_processes(directory: Path, ranks: int) -> str | None:
     alone = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environ = {name: value for name, value in os.environ.items() if name not in alone}
     with (directory / "output.txt").open("w+", encoding="utf-8", errors="replace") as output:
-        status = run_module(
+        cause = run_module(
             "d9d_engine.verify.worker", [str(directory)], ranks, {"OMP_NUM_THREADS": "1", **environ}, output
         )
-        if status == 0:
+        if cause is None:
             return None
+        if "was killed by" in cause.text:  # other ranks only tell that it is gone
+            return cause.text
         output.seek(0)
         failure = directory / "failure.txt"
         lines = failure.read_text() if failure.exists() else output.read()
-    return lines.strip().splitlines()[-1] if lines.strip() else f"exit status {status}"
+    return lines.strip().splitlines()[-1] if lines.strip() else cause.text
 
 
 def verify(

@@ -43,7 +43,7 @@ def _reference(directory: Path, topology: Topology, steps: int, sound: int) -> N
     """Measure the reference and its sound variants, at a learning rate and a clipping that show."""
     job = Job.load(directory / "job.json")
     rate, norm = probe(_clipped(job, None), topology, steps)
-    max_norm = None if job.gradient_clipping.max_norm is None else norm / 2
+    max_norm = None if job.gradient_clipping.max_norm is None or not norm else norm / 2
     (directory / "settings.json").write_text(json.dumps({"rate": asdict(rate), "max_norm": max_norm}))
     resume = Resume(steps // 2) if steps > 1 else None
     record = measure(_clipped(job, max_norm), topology, steps, rate=rate, resume=resume)
