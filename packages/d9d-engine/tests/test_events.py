@@ -49,6 +49,26 @@ def test_a_subscriber_to_something_that_is_no_event_is_refused() -> None:
         ev.Events([Wrong()])
 
 
+def test_what_a_subscriber_raised_is_told_beside_what_ends_the_block() -> None:
+    class Fails:
+        def subscriptions(self) -> Any:
+            return [(ev.TrainingStarts, self.fail)]
+
+        def fail(self, _event: object) -> None:
+            raise ValueError("mine")
+
+    events = ev.Events([Fails()])
+
+    def block() -> None:
+        with events.deferring():
+            events.emit(ev.TrainingStarts(0, 4))
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk") as caught:
+        block()
+    assert caught.value.__notes__ == ["besides, a subscriber had raised ValueError('mine')"]
+
+
 def test_a_failing_subscriber_to_a_failure_does_not_hide_it(
     job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -294,7 +294,11 @@ class Events:
         self._deferring = True
         try:
             yield
-            if self.failure is not None:
-                raise self.failure
+        except BaseException as error:
+            if self.failure is not None and error is not self.failure:
+                error.add_note(f"besides, a subscriber had raised {self.failure!r}")
+            raise
         finally:
             self._deferring = False
+        if self.failure is not None:
+            raise self.failure
