@@ -67,6 +67,17 @@ def test_a_declaration_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: p
     assert "takes longer than 0.2 s (the environment variable D9D_PLUGIN_SECONDS)" in problem(tmp_path, code)
 
 
+@pytest.mark.parametrize("seconds", ["2m", "-1", "0", "inf", "nan"])
+def test_a_limit_that_is_none_is_no_fault_of_a_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    monkeypatch.setenv("D9D_PLUGIN_SECONDS", seconds)
+    path = tmp_path / "plugin.py"
+    path.write_text(HEADER)
+    with pytest.raises(PluginError, match=f"^the environment variable D9D_PLUGIN_SECONDS is '{seconds}'; make it a"):
+        discover(PluginPolicy(autoload=False, files=(path,)))
+
+
 def test_a_declaration_that_catches_its_end_ends_the_process_with_its_name(tmp_path: Path) -> None:
     path = tmp_path / "hostile.py"
     path.write_text(

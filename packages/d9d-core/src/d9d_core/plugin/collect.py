@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pluggy
 
+from d9d_core.errors import PluginError
 from d9d_core.plugin import hooks
 from d9d_core.plugin.entries import Entry, Origin, Problem, Record, plugin_error, shown
 from d9d_core.plugin.known import KnownPlugins
@@ -147,6 +149,7 @@ def contained(who: str) -> Iterator[None]:
     Raises:
         RefusedError: it raised anything, wanted to end the process, or took too long.
         KeyboardInterrupt: of the user.
+        PluginError: the limit is no number of seconds.
     """
     interrupted = False
 
@@ -155,10 +158,11 @@ def contained(who: str) -> Iterator[None]:
         interrupted = True
         signal.default_int_handler(number, frame)
 
+    seconds = _seconds()
     try:
         with (
             _handler("SIGINT", interrupt, signal.default_int_handler),
-            _limited(who),
+            _limited(who, seconds),
             exits_raised(),
             redirect_stdout(sys.stderr),
         ):
@@ -188,9 +192,22 @@ def _handler(name: str, handler: Callable[[int, FrameType | None], None], before
         signal.signal(number, previous)
 
 
+def _seconds() -> float:
+    """Limit of the time that a plugin may take."""
+    text = os.environ.get(LIMIT) or _SECONDS
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise PluginError(
+            f"the environment variable {LIMIT} is '{text}'; make it a number of seconds, such as {_SECONDS}"
+        )
+    return seconds
+
+
 @contextmanager
-def _limited(who: str) -> Iterator[None]:
-    seconds = float(os.environ.get(LIMIT) or _SECONDS)
+def _limited(who: str, seconds: float) -> Iterator[None]:
     text = f"takes longer than {seconds:g} s (the environment variable {LIMIT})"
     again = False
 
