@@ -15,6 +15,7 @@ from d9d_core.errors import BuildError, CheckpointError, DataError, JobError
 from d9d_core.plugin import Registry, hookimpl
 from d9d_engine.build.plan import MemoryEstimate
 from d9d_engine.job import Job
+from d9d_testing.toy.data import ToyStream
 from d9d_testing.toy.observers import ToyTracker
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
 from d9d_testing.toy.task import ToyMetric
@@ -147,6 +148,17 @@ def test_strategies_act_on_the_model_and_keep_its_names(job: MakeJob) -> None:
     )
     assert list(plain.checkpointer.tensors()) == list(changed.checkpointer.tensors())
     assert plain.step(0, plain.prefetcher.next()).loss != changed.step(0, changed.prefetcher.next()).loss
+
+
+def test_a_number_that_overflows_is_not_a_tensor_that_is_too_large(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        torch.full((4,), 1e10, dtype=torch.float16)
+
+    monkeypatch.setattr(ToyStream, "__init__", fail)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        job().build()
 
 
 def test_a_schedule_from_a_plugin_runs_the_same_step(job: MakeJob) -> None:

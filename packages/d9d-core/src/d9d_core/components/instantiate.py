@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from d9d_core.components.contract import check_component
@@ -9,6 +10,9 @@ from d9d_core.config.base import PluginConfig
 from d9d_core.errors import BuildError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import ConfiguredSpec
+
+#: How torch says that sizes, or their product, have no 64 bits.
+_TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflow when unpacking|too large to convert")
 
 
 def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
@@ -31,7 +35,7 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         component = build(config, *arguments)
     except (TypeError, RuntimeError, OverflowError) as error:
         where = f"{chosen.where}: {chosen.entry.kind.name} {chosen.entry}"
-        if "overflow" in str(error).lower():  # torch's word for sizes whose product has no 64 bits
+        if _TOO_LARGE.search(str(error)):
             reason = str(error).partition("\n")[0][:200]
             raise BuildError(
                 f"{where}: its sizes make a tensor larger than any memory ({reason}); correct them"
