@@ -119,6 +119,49 @@ def test_a_run_that_ends_for_another_reason_does_not_wait_for_the_next_attempt(
         train()
 
 
+def test_a_save_after_failures_is_finished_although_the_run_ends(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "FIRST_PAUSE", 3600.0)
+    writing, may_go_on = threading.Event(), threading.Event()
+    store = CheckpointStore(tmp_path, asynchronous=True, tolerate=1)
+    store.prepare()
+
+    def write_later(*arguments: Any) -> Any:
+        writing.set()
+        assert may_go_on.wait(30)
+        return disk(*arguments)
+
+    def train() -> None:
+        with store.opened():
+            disk.faults = 1
+            store.save(1, W, {}, {})
+            assert disk.failed.wait(30)
+            monkeypatch.setattr(dcp_save, "write_tensors", write_later)
+            store.save(2, W, {}, {})
+            assert writing.wait(30)
+            threading.Timer(0.1, may_go_on.set).start()
+            raise KeyError("w")
+
+    with pytest.raises(KeyError):
+        train()
+    assert store.steps() == [2]
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [({"seen": 10**400}, "number"), ({"file": "\udcff"}, "surrogate")],
+    ids=["large number", "surrogate"],
+)
+def test_a_state_that_no_resume_could_read_is_refused_when_it_is_saved(
+    tmp_path: Path, state: dict[Any, Any], why: str
+) -> None:
+    store = CheckpointStore(tmp_path)
+    with pytest.raises(CheckpointError, match=f"the state of the run cannot be read again: .*{why}"):
+        store.save(1, W, state, {})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_no_fault_of_the_storage_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ValueError("no")

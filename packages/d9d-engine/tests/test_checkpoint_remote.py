@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 from d9d_core.config.job import Checkpoint as Settings
-from d9d_core.errors import CheckpointError
+from d9d_core.errors import CheckpointError, SaveError
 from d9d_engine.checkpoint.store import CheckpointStore
 
 URL = "memory://bucket/run/checkpoints"
@@ -91,6 +91,22 @@ def test_a_save_that_fails_leaves_earlier_ones_and_no_trace(
         store.save(2, {"w": torch.zeros(2)}, {}, {})
     assert [path for path in files.find("/bucket") if "step-00000002" in path] == []
     assert step_of(store, []) == 1
+
+
+def test_an_owner_that_cannot_be_asked_is_a_failure_of_the_storage(
+    files: fsspec.AbstractFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("could not connect to the endpoint")
+
+    store = saved(1)
+    with store.opened():
+        with monkeypatch.context() as patch:
+            patch.setattr(type(files), "cat_file", refuse)
+            with pytest.raises(SaveError, match="could not connect to the endpoint; earlier ones are untouched"):
+                store.save(2, {"w": torch.zeros(2)}, {}, {})
+        store.save(2, {"w": torch.zeros(2)}, {}, {})
+    assert store.steps() == [2, 1]
 
 
 def test_whoever_opens_it_last_owns_it_and_the_other_is_told_both_names(files: fsspec.AbstractFileSystem) -> None:
