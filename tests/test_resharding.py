@@ -240,7 +240,9 @@ def test_a_run_in_no_stages_goes_on_in_some(world: type[World], deep_runs: Runs)
     assert_goes_on(runs, "part-pp2-v", found, straight["numbers"])
 
 
-@pytest.mark.parametrize("layout", ["pp2-v", pytest.param("pp2-uneven", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("pp2-v", marks=pytest.mark.thorough), pytest.param("pp2-uneven", marks=pytest.mark.slow)]
+)
 def test_in_its_own_stages_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     world: type[World], deep_runs: Runs, layout: str
 ) -> None:

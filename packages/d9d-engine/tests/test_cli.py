@@ -68,6 +68,7 @@ def test_help_and_version_need_no_torch(d9d: Run) -> None:
         assert result.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.thorough
 def test_train_ends_with_what_was_promised(d9d: Run, tmp_path: Path) -> None:
     result = d9d("train", "job.yaml", "--set", "steps=2")
     assert result.returncode == 0, result.stderr

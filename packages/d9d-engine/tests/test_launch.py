@@ -156,6 +156,7 @@ def test_an_error_of_all_ranks_is_one_message_with_its_exit_status(start: Run) -
     assert "restart" not in errors
 
 
+@pytest.mark.thorough
 def test_after_a_killed_rank_all_start_again(start: Run) -> None:
     process = start("killed once", restarts=1)
     output, errors = process.communicate(timeout=90)

@@ -55,9 +55,8 @@ def plain(pack: Any) -> list[dict[str, Any]]:
     return [{name: tensor.tolist() for name, tensor in microbatch.items()} for microbatch in pack]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "workers", "prefetch"), [("text", 1, 0), pytest.param("documents", 2, 3, marks=pytest.mark.thorough)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dataset", "workers", "prefetch"), [("text", 1, 0), ("documents", 2, 3)])
 def test_packs_and_states_do_not_depend_on_workers(open_any: Any, dataset: str, workers: int, prefetch: int) -> None:
     here, stream = open_any(dataset, 0), open_any(dataset, workers)
     generator, handler = torch.get_rng_state(), signal.getsignal(signal.SIGCHLD)

@@ -191,7 +191,7 @@ def case_of(layout: tuple[str, dict[str, int]], defer: str, form: Mapping[str, A
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("defer", ["nothing", pytest.param("all_reduce", marks=pytest.mark.thorough), "everything"])
+@pytest.mark.parametrize("defer", ["nothing", *(pytest.param(x, marks=pytest.mark.thorough) for x in DEFER[1:])])
 def test_what_takes_no_part_counts_as_zeros(defer: str) -> None:
     orders = cycle((STEPS, STEPS[::-1]))  # a unit may run in the first step, or long after it
     check([case_of(*chosen, next(orders)) for chosen in product(LAYOUTS, [defer], FORMATS)])
