@@ -199,7 +199,7 @@ def _seconds() -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds < math.inf:
+    if not 0 <= seconds < math.inf:
         raise PluginError(
             f"the environment variable {LIMIT} is '{text}'; make it a number of seconds, such as {_SECONDS}"
         )
