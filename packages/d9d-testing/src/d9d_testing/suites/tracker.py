@@ -161,7 +161,7 @@ class TrackerSuite(ComponentSuite):
             assert isinstance(state, dict), f"state() is {state!r}; return names and values, or {{}}"
         run.close("finished")
 
-    def test_a_backend_that_fails_is_said_with_an_exception_in_time(self, tmp_path: Path) -> None:
+    def test_a_backend_that_fails_ends_no_process_and_holds_up_no_call(self, tmp_path: Path) -> None:
         """The loop then switches the tracker off; before a checkpoint and at its end, it waits for what was called."""
         file = tmp_path / "no directory"
         file.write_text("")
@@ -199,6 +199,7 @@ class TrackerSuite(ComponentSuite):
             )
             if failed:
                 return
+            assert run is not None, "open() returns None although the backend fails; raise an Exception"
 
     def test_tables_are_taken_as_they_are(self, tmp_path: Path) -> None:
         """With holes and names of rows; tables are not changed, and those of later steps are dropped on resume."""
