@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed, job_of
+from d9d_testing.logs import read_log
 
 _PIPELINE = ("pipeline=1f1b",)
 BALANCING = [
@@ -63,7 +64,7 @@ def test_tokens_are_those_of_documents_without_padding(table: ModuleType, tmp_pa
         "run": {"name": "tokens", "dir": str(tmp_path)}, "logging": {"every": 1}, "metrics": ["router"],
     }  # fmt: skip
     job_of(values, table.PLUGINS).build(lambda _text: None).train()
-    lines = [json.loads(line) for line in (tmp_path / "tokens" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_log(tmp_path / "tokens")
     tokens = [line["tokens"] for line in lines if "tokens" in line]
     lengths = [1 + 7 * n % 31 for n in range(36)]  # a byte each, and the end of text, which predicts nothing
     assert tokens[-1] == 3 * sum(min(length, 24) for length in lengths)

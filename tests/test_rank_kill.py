@@ -12,7 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from d9d_engine.supervision.failure import Failure
 from d9d_engine.testing import CheckpointStore
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.logs import read_log_without_times
+from d9d_testing.processes import ranks_of
 from d9d_testing.world import RankFailedError, World
 from safetensors.torch import load_file
 from torch import Tensor
@@ -86,7 +87,7 @@ class Launch:
 
     def _new_workers(self) -> dict[int, int] | None:
         """Rank -> process, once all of them are others than before."""
-        workers = {rank: pid for rank, pid in started_by(self.process.pid).items() if pid not in self.seen}
+        workers = {rank: pid for rank, pid in ranks_of(self.process.pid).items() if pid not in self.seen}
         return workers if len(workers) == self._ranks else None
 
     def _logged_since(self, moment: int) -> int:
@@ -95,21 +96,6 @@ class Launch:
         if not file.exists() or file.stat().st_mtime_ns < moment:
             return 0
         return int([0, *re.findall(r'^{"step": (\d+)', file.read_text(), re.MULTILINE)][-1])
-
-
-def started_by(launcher: int) -> dict[int, int]:
-    """Rank -> process, of a launcher's children."""
-    found = {}
-    # Of all its threads: the agent may start processes from any of them.
-    for file in Path(f"/proc/{launcher}/task").glob("*/children"):
-        children = []
-        with suppress(ProcessLookupError, FileNotFoundError):  # the thread may end meanwhile
-            children = file.read_text().split()
-        for pid in children:
-            with suppress(ProcessLookupError, FileNotFoundError):  # and so may the child
-                if match := re.search(rb"\0RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes()):
-                    found[int(match[1])] = int(pid)
-    return found
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
+from d9d_testing.hostile.files import sign
 
 Manifest = dict[str, Any]
 FOLDER = "step-00000005"
@@ -37,9 +38,8 @@ def edit(folder: Path, change: Callable[[Manifest], None]) -> None:
     """Change a manifest, and its checksum with it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     change(manifest)
-    del manifest["sha256"]
-    manifest["sha256"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
     (folder / "manifest.json").write_bytes(json.dumps(manifest).encode())
+    sign(folder)
 
 
 def put(*path: Any) -> Callable[[Manifest], None]:

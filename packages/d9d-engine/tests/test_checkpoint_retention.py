@@ -8,6 +8,7 @@ import torch
 from d9d_core.config.job import Checkpoint
 from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.store import CheckpointStore
+from d9d_testing.hostile.files import sign
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -68,6 +69,7 @@ def test_a_checkpoint_whose_score_is_null_is_not_the_best(tmp_path: Path) -> Non
         store.save(step, {"a": torch.zeros(2)}, {}, {}, score=float(step))
         manifest = tmp_path / f"step-{step:08}" / "manifest.json"
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"score": None}))
+        sign(manifest.parent)
     store = CheckpointStore(tmp_path, Retention(1, best=BestOf("a", "min", 1)))
     store.save(3, {"a": torch.zeros(2)}, {}, {}, score=3.0)
     store.save(4, {"a": torch.zeros(2)}, {}, {}, score=4.0)

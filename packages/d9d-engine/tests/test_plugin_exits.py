@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Fails:
         self.left -= 1
         self.calls += 1
         if not self.left:
-            raise self.error
+            raise copy(self.error)  # raising adds to an exception's traceback
 
 
 def steps_of(job: Job) -> list[int]:
@@ -94,7 +95,7 @@ def test_a_dataset_that_fails_leaves_a_checkpoint_of_the_steps_before(
         nonlocal calls
         calls += 1
         if calls == 8:
-            raise error
+            raise copy(error)  # raising adds to an exception's traceback
         return next_pack(self)
 
     with monkeypatch.context() as patch:
@@ -112,7 +113,7 @@ def test_a_task_that_exits_in_the_middle_of_a_step_is_named_and_saves_nothing_of
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise error
+        raise copy(error)  # raising adds to an exception's traceback
 
     monkeypatch.setattr(ToyTask, "losses", fail)
     with pytest.raises(TrainingError, match="test_plugin_exits.py") as caught:
@@ -126,7 +127,7 @@ def test_a_component_that_exits_while_it_is_built_is_named(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: BaseException
 ) -> None:
     def fail(*_: object) -> None:
-        raise error
+        raise copy(error)  # raising adds to an exception's traceback
 
     monkeypatch.setattr(ToyRecorder, "__init__", fail)
     with pytest.raises(TrainingError, match="which is meant to end a process"):

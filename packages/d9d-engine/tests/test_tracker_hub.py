@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def test_whatever_a_tracker_raises_switches_it_off(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException
 ) -> None:
     def fail(*_: object) -> None:
-        raise error
+        raise copy(error)  # raising adds to an exception's traceback
 
     monkeypatch.setattr(ToyTracker, mode, fail)
     trainer, notes = noted(job(trackers=["jsonl", "toy_tracker"]))

@@ -30,11 +30,6 @@ def check(*kinds: str) -> None:
 
 
 @pytest.mark.thorough
-def test_faults_of_learning_rate_schedules_are_caught_by_their_suite() -> None:
-    check("learning-rate schedules")
-
-
-@pytest.mark.thorough
 def test_faults_are_caught_by_the_suites_of_their_kind(tool: ModuleType) -> None:
     """All that need not start many processes."""
     quick = [kind for kind in tool.KINDS if kind not in tool.LONG]

@@ -46,7 +46,10 @@ def is_running(pid: int) -> bool:
 
 def listening_at(pid: int) -> list[str]:
     """Addresses, in hexadecimal digits, on which a process accepts TCP connections."""
-    links = [str(file.readlink()) for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()]
+    links = []
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(*_GONE):  # it may be closed meanwhile
+            links.append(str(file.readlink()))
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()]
     return [row[1].split(":")[0] for row in rows if row[3] == _LISTENING and f"socket:[{row[9]}]" in links]
