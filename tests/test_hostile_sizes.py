@@ -29,3 +29,9 @@ def test_more_layers_than_can_be_built(small_job: Callable[..., Path]) -> None:
 def test_more_microbatches_than_can_be_scheduled(small_job: Callable[..., Path]) -> None:
     with pytest.raises(JobError, match=r"batch.size .* microbatches a step.*make batch.microbatch larger"):
         Job.load(small_job(batch={"size": 10**18, "microbatch": 1}))
+
+
+def test_more_stages_than_can_be_placed(small_job: Callable[..., Path]) -> None:
+    pipeline = {"name": "zb1p", "stages_per_rank": 2**40}
+    with pytest.raises(JobError, match=r"pipeline.stages_per_rank: .*less than or equal to 1024"):
+        Job.load(small_job(pipeline=pipeline, mesh={"pp": 2}))

@@ -7,6 +7,9 @@ from typing import Literal
 from d9d_core.extend import ScheduleConfig
 from pydantic import Field
 
+#: Stages that a rank may have: no model has more layers.
+MAX_STAGES = 1024
+
 
 class GPipeConfig(ScheduleConfig):
     """GPipe: all forwards, then all backwards."""
@@ -20,7 +23,7 @@ class LoopedBfsConfig(ScheduleConfig):
 
     name: Literal["looped_bfs"] = "looped_bfs"
     """Selects the plugin."""
-    stages_per_rank: int = Field(default=2, ge=1)
+    stages_per_rank: int = Field(default=2, ge=1, le=MAX_STAGES)
     """Stages on each rank; the bubble shrinks and the communication grows with them."""
 
 
@@ -36,7 +39,7 @@ class InterleavedConfig(ScheduleConfig):
 
     name: Literal["interleaved_1f1b"] = "interleaved_1f1b"
     """Selects the plugin."""
-    stages_per_rank: int = Field(default=2, ge=1)
+    stages_per_rank: int = Field(default=2, ge=1, le=MAX_STAGES)
     """Stages on each rank; the bubble shrinks and the communication grows with them."""
 
 
@@ -45,7 +48,7 @@ class Zb1pConfig(ScheduleConfig):
 
     name: Literal["zb1p"] = "zb1p"
     """Selects the plugin."""
-    stages_per_rank: int = Field(default=1, ge=1)
+    stages_per_rank: int = Field(default=1, ge=1, le=MAX_STAGES)
     """Stages on each rank; the bubble shrinks and the communication grows with them."""
 
 
