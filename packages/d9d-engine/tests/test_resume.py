@@ -63,6 +63,14 @@ def test_a_finished_run_has_nothing_left_to_do(job: MakeJob) -> None:
     assert "nothing left to train: the checkpoint is at step 12, the job has 12 steps" in notes
 
 
+def test_what_a_killed_process_had_yet_to_remove_is_removed_by_the_next(job: MakeJob) -> None:
+    quiet(job("checkpoint.keep=2")).train()
+    directory = job().run.directory / "checkpoints"
+    assert len(list(directory.glob("step-*"))) == 2
+    assert quiet(job("checkpoint.keep=1")).train().step == 12
+    assert [file.name for file in directory.glob("step-*")] == ["step-00000012"]
+
+
 def test_a_run_can_be_prolonged(job: MakeJob) -> None:
     straight, prolonged = job("run.name=straight", "steps=20"), job("run.name=prolonged")
     quiet(straight).train()

@@ -195,6 +195,14 @@ class CheckpointStore:
         moved: list[str] = on_main(move, self.group)
         return moved
 
+    def prune(self, step: int) -> str | None:
+        """Remove what a process killed after saving this step had yet to remove; returns what went wrong.
+
+        Collective over all ranks.
+        """
+        warning: str | None = on_main(lambda: self._pruner.prune(step), self.group)
+        return warning
+
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the memory for copies of these tensors now, not during the first save. Collective over all ranks."""
         own = self._own(*on_all(lambda: self._describe(tensors), self.group))

@@ -271,6 +271,8 @@ class Checkpointer:
             ) from error
         for location in self.store.set_aside(newer_than=checkpoint.step):
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
+        if warning := self.store.prune(checkpoint.step):
+            self._note(f"warning: {warning}")
         return Progress(checkpoint.step, values["tokens"], values["skipped"]), values["trackers"]
 
     def _load(self, checkpoint: Checkpoint) -> None:
