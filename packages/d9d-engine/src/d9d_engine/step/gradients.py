@@ -56,7 +56,7 @@ class Gradients:
             if accumulate is not None and parameter.dtype != accumulate:
                 parameter.grad_dtype = accumulate  # autograd and FSDP2 add up in it
         members = _members(parameters, ownership, topology)
-        alone = len(self._reducers) == 1 and not any(self._reducers.values()) and not self._ties
+        alone = len(self._reducers) == 1 and not any(self._reducers.values())
         self._buckets = Buckets(members, bucket_mib * MIB, overlap=alone)
 
     def before_backward(self, last: bool, stage: int = 0, complete: bool = True) -> None:

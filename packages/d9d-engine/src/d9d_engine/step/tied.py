@@ -46,9 +46,6 @@ class Ties:
     ties: Sequence[Tie] = ()
     elsewhere: frozenset[str] = field(default_factory=frozenset)
 
-    def __bool__(self) -> bool:
-        return bool(self.ties)
-
     def gather(self) -> None:
         """Add the gradients of a rank's own copies up, in the first of them."""
         for tie in self.ties:
