@@ -131,7 +131,7 @@ def meet(
             status, output = sandbox.pytest(files, {"D9D_MUTATION_PLAN": str(plan)}, min(limit, end - time.monotonic()))
             if time.monotonic() >= end:
                 return None
-            if status != 0:
+            if status != 0 or " passed" not in output:  # a process may leave before its tests are done
                 by = now.read_text() if now.exists() else "import"
                 said = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "no report")
                 row = {"verdict": "killed", "by": by, "far": bool(far), "status": status, "said": said[:300]}

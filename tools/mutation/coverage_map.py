@@ -87,13 +87,13 @@ class CoverageMap:
         self._path.write_bytes(gzip.compress(json.dumps(self.files, separators=(",", ":")).encode(), mtime=0))
 
     def tests_of(self, slip: Slip) -> list[Test]:
-        """Tests that run the statement of a slip; for what runs at import, those that run any function of its file."""
+        """Tests that run the statement of a slip; for what runs at import, those that run anything of its file."""
         source = "/".join(slip.file.split("/")[3:])
         result: list[Test] = []
         for found in self.files.values():
             lines: dict[str, list[int]] = found["lines"].get(source, {})
             if slip.top:
-                numbers = {number for of in lines.values() for number in of} - {0} or ({0} if lines else set())
+                numbers = {number for of in lines.values() for number in of}
             else:
                 numbers = {number for line, of in lines.items() if _within(line, slip.lines) for number in of}
             if numbers:

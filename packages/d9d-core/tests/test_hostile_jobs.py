@@ -36,6 +36,11 @@ def test_a_huge_job_file_is_not_read(tmp_path: Path) -> None:
         Document.read(tmp_path / "job.yaml")
 
 
+def test_a_path_that_no_system_takes_is_refused_with_the_reason() -> None:
+    with pytest.raises(CheckpointError, match=r"its config.json cannot be read \(.*null byte\)"):
+        read_config_json("model\0")
+
+
 @pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a": "\\udc00"}', b'{"a": 1' + b"0" * 400 + b"}", b"\xff"])
 def test_a_config_of_a_model_that_would_fail_later_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)

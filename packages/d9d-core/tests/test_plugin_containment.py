@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from d9d_core.errors import PluginError
-from d9d_core.plugin import PluginPolicy, Registry, discover
+from d9d_core.plugin import PluginPolicy, Registry, discover, ref
 
 HEADER = "from d9d_core.plugin import *\nD9D_API = 1\n"
 #: The process must survive: what is wrong would end it, or hang for ever.
@@ -65,6 +66,25 @@ def test_whatever_a_declaration_raises_is_a_problem_of_its_plugin(
     assert text in found
     assert len(found) < 700
     assert os._exit is guard
+
+
+def test_no_thread_of_a_plugin_ends_the_process_as_if_all_had_gone_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+    raised: list[str] = []
+    monkeypatch.setattr(ref, "_leave", left.append)
+
+    def leave() -> None:
+        for status in (0, 3):
+            try:
+                os._exit(status)
+            except SystemExit as error:
+                raised.append(str(error))
+
+    with ref.exits_raised():
+        thread = threading.Thread(target=leave)
+        thread.start()
+        thread.join()
+    assert (raised, left) == (["os._exit(0)"], [3])
 
 
 @pytest.mark.parametrize("code", ["while True: pass", HOOK.format("while True: pass")])

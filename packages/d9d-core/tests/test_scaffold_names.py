@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from d9d_core.cli.new import new_plugin
 from d9d_core.errors import PluginError
 from d9d_core.scaffold.package import plugin_files, write_plugin
 
@@ -27,6 +28,17 @@ def test_a_name_that_cannot_work_is_refused(name: str, kind: str, says: str) -> 
 
 def test_tests_do_not_repeat_what_the_package_needs() -> None:
     assert plugin_files("acme-bits", "metric")["pyproject.toml"].count('"torch') == 1
+
+
+def test_the_command_writes_the_package_where_it_is_told_and_says_what_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    new_plugin("acme-bits", "metric", tmp_path / "else" / "where")
+    new_plugin("acme-bobs", "metric", None)
+    for root, name in ((tmp_path / "else" / "where", "acme-bits"), (tmp_path / "acme-bobs", "acme-bobs")):
+        assert {str(file.relative_to(root)) for file in root.rglob("*.*")} >= set(plugin_files(name, "metric"))
+    assert "cd acme-bobs" in capsys.readouterr().out
 
 
 def test_a_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -293,3 +293,16 @@ def test_a_traceback_of_one_process_has_no_rank_in_front_of_its_lines(d9d: Run, 
     assert result.returncode != 0
     assert "RuntimeError('in the plugin')" in result.stderr or "RuntimeError: in the plugin" in result.stderr
     assert "[rank0]" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "explain", "train"])
+def test_a_broken_plugin_that_no_job_names_is_a_warning_unless_plugins_are_to_be_strict(
+    here: Run, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    install("acme-tools", "1.0", "raise RuntimeError('broken')\n")
+    monkeypatch.setenv("D9D_PLUGINS", "acme-tools")
+    arguments = (command, "job.yaml", "--plugin", toy.__file__)
+    lenient, strict = here(*arguments, plugins=False), here(*arguments, "--strict-plugins", plugins=False)
+    assert (lenient.returncode, strict.returncode) == (0, 2), lenient.stderr
+    assert "warning: acme-tools 1.0 failed to import" in lenient.stderr
+    assert "error: --strict-plugins: acme-tools 1.0 failed to import" in strict.stderr

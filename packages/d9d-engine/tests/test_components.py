@@ -243,5 +243,17 @@ def test_a_job_for_a_device_this_machine_lacks_can_be_checked_but_not_trained(jo
         job("device=toaster").plan()
 
 
+def test_a_job_of_config_objects_takes_what_is_installed_and_looks_once(job: MakeJob) -> None:
+    parts = {name: getattr(job(), name) for name in ("model", "task", "data", "optimizer", "batch", "steps")}
+    made = Job(**parts)
+    assert made.registry.find("tracker", "jsonl").spec.name == "jsonl"
+    assert made.registry is made.registry
+
+
+def test_a_plan_counts_what_each_parameter_costs(job: MakeJob) -> None:
+    memory = job().plan().memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (33 * 4,) * 3
+
+
 def test_the_memory_of_a_plan_is_the_sum_of_its_items() -> None:
     assert MemoryEstimate(parameters=1, gradients=10, optimizer=100).total == 111

@@ -70,6 +70,12 @@ def test_tables_are_logged_beside_the_values_of_their_step() -> None:
     assert (tables[1]["a"].row, tables[1]["b"].row) == ("layer", "row")
 
 
+def test_a_step_may_be_logged_without_anything_measured() -> None:
+    values: dict[int, Mapping[str, float]] = {}
+    Logbook(values.__setitem__, lambda *_: None, "error").record(1, step_result(), {"lr": 0.5})
+    assert values[1].keys() == {"loss", "grad_norm", "lr", "tokens", "tokens_per_second"}
+
+
 def test_nobody_needs_to_take_tables() -> None:
     values: dict[int, Mapping[str, float]] = {}
     logbook = Logbook(values.__setitem__, lambda *_: None, "error")

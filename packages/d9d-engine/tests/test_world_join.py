@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,6 +45,26 @@ def process_env(**changes: Any) -> ProcessEnv:
     rank, size = dist.get_rank(), dist.get_world_size()
     values: dict[str, Any] = {"node": "node-b" if rank else "node-a", "launcher": "torchrun", **changes}
     return ProcessEnv(rank, size, rank, size, **values)
+
+
+class CountingStore:
+    """A store that everybody has left, and whose other ranks say so one by one."""
+
+    def __init__(self) -> None:
+        self.gone = 0
+
+    def add(self, key: str, amount: int) -> int:
+        self.gone += key == "gone" and amount == 0  # each question finds one more
+        return self.gone if key == "gone" else 0
+
+    def check(self, keys: list[str]) -> bool:
+        return keys == ["all-left"]
+
+
+def test_the_process_with_the_store_stays_until_all_others_have_asked_their_last_question() -> None:
+    store = CountingStore()
+    world_module._leave_together(cast("Any", store), ProcessEnv(0, 4, 0, 4), 1)
+    assert store.gone == 3
 
 
 # --- agreement -------------------------------------------------------------------------------------------------------

@@ -283,6 +283,12 @@ def test_files_and_lines_are_documents(tmp_path: Path) -> None:
     assert reader.next_pack()[0]["tokens"].tolist() == [list(b"one\ntwo\n")]
 
 
+def test_a_document_is_cut_if_it_has_more_tokens_than_a_sample_and_its_labels_take(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (14, 15, 16, 17, 18)))
+    reader = open_documents(tmp_path, tmp_path / "a.jsonl")  # each gets an end-of-text token
+    assert reader.facts["cut_documents"] == 2
+
+
 def test_lines_that_change_are_other_data(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n{"text": "two"}\n')

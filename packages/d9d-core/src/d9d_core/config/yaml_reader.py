@@ -51,7 +51,6 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
     Raises:
         JobError: it is malformed, too deep, too large, or holds something that is no plain value.
     """
-    loader = None
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -67,8 +66,7 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Location, int]]:
         line = text.count("\n", 0, error.position) + 1
         raise JobError(f"{source}:{line}: the character U+{error.character:04X} is not allowed") from error
     except RecursionError:
-        line = loader.line + 1 if loader else 1
-        raise JobError(f"{source}:{line}: nested more than {MAX_DEPTH} levels deep") from None
+        raise JobError(f"{source}:{loader.line + 1}: nested more than {MAX_DEPTH} levels deep") from None
 
 
 def check_scalar(value: Any) -> None:
