@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
     from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
     from d9d_weights.graph.select import Drop, Either, Fresh, Select, Share
+    from d9d_weights.hugging_face.adapter import AdapterFormat
     from d9d_weights.hugging_face.convert import convert
     from d9d_weights.hugging_face.directory import ModelDirectory
     from d9d_weights.hugging_face.export import ModelFiles, export_model
@@ -62,6 +63,7 @@ _LAZY = {
     "Share": "d9d_weights.graph.select",
     "convert": "d9d_weights.hugging_face.convert",
     "ModelDirectory": "d9d_weights.hugging_face.directory",
+    "AdapterFormat": "d9d_weights.hugging_face.adapter",
     "ModelFiles": "d9d_weights.hugging_face.export",
     "export_model": "d9d_weights.hugging_face.export",
     "HuggingFaceFormat": "d9d_weights.hugging_face.format",
@@ -72,6 +74,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "AdapterFormat",
     "Cast",
     "Chunk",
     "Compute",

@@ -328,8 +328,9 @@ class JobConfig(Section):
     """Reading of the weights that the model starts from."""
     timeouts: Timeouts = Timeouts()
     """Time limits of ranks that wait for each other."""
-    export: bool = True
-    """Write the trained model in Hugging Face layout to <run>/model at the end."""
+    export: Literal["adapter"] | bool = True
+    """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter of a fine-tuning method
+    that has one to <run>/adapter; ``adapter`` writes only that."""
     plugins: Plugins = Plugins()
     """Selection of the plugins that may be loaded."""
 

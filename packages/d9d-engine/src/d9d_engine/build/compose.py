@@ -13,10 +13,9 @@ from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
-from d9d_core.errors import SaveError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.manifest import Manifest
-from d9d_core.plugin.records import ModelSpec, ScheduleSpec
+from d9d_core.plugin.records import ScheduleSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Action
 from d9d_core.program.runner import Handler, StageRunner
@@ -25,16 +24,13 @@ from d9d_core.protocols.metric import Metric
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
-from d9d_weights.graph.graph import StateGraph, specs_of
-from d9d_weights.hugging_face.export import ModelFiles, export_model
-from d9d_weights.hugging_face.writer import ModelWriter
-from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from d9d_engine.build.adapter import load_adapter
 from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.export import exporter
 from d9d_engine.build.initialise import initialise
-from d9d_engine.build.merging import merged
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
@@ -108,6 +104,7 @@ def build(
         if pretrained is not None:
             pretrained.load(model, job, topology, note)
             beside_weights = pretrained.others
+    load_adapter(job, selection, assembly, topology, note)
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
     ties.copy_values()
@@ -196,7 +193,7 @@ def build(
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
         checkpointer=checkpointer,
-        export=_exporter(job, selection, assembly, topology, stream, beside_weights),
+        export=exporter(job, selection, assembly, topology, stream, beside_weights),
         interrupts=interrupts,
         events=events,
         note=note,
@@ -301,38 +298,6 @@ def _evaluator(
     task.check(job.model, stream.facts)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
     return Evaluator(task, executor, model, prefetcher, job.evaluation.packs, group, topology.watchdog.beat)
-
-
-def _exporter(
-    job: JobConfig,
-    selection: Selection,
-    assembly: Assembly,
-    topology: Topology,
-    stream: DataStream,
-    beside_weights: Mapping[str, bytes],
-) -> Callable[[], None] | None:
-    spec = selection.model.spec
-    if not job.export or not isinstance(spec, ModelSpec):
-        return None
-    assert spec.hugging_face is not None  # check_parts made sure
-    layout = spec.hugging_face.load()()
-
-    def export() -> None:
-        with merged(assembly.peft, assembly.full_model):
-            tensors = model_tensors(assembly.model)
-            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
-            config = layout.config_json(job.model, job.precision.parameters)
-            files = ModelFiles(config, beside_weights, stream.save_assets)
-            writer = ModelWriter(job.run.directory / "model", graph.specs)
-            try:
-                export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
-            except SaveError as error:
-                raise SaveError(
-                    f"the model {job.run.directory / 'model'} could not be written: {error}; "
-                    "the last checkpoint is complete, so start again to write it from there"
-                ) from error
-
-    return export
 
 
 def _unique(chosen: Chosen, parts: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
@@ -11,7 +12,6 @@ from d9d_core.errors import CheckpointError
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 SAFETENSORS = ".safetensors"
 _INDEX_END = ".safetensors.index.json"
 #: Reading them runs whatever code they hold.
@@ -23,6 +23,32 @@ _TOKENIZER = (
 )  # fmt: skip
 #: What belongs to a model and is no weight: its tokenizer, and how to generate.
 _PASSED_THROUGH = ("generation_config.json", *_TOKENIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class FileNames:
+    """Names of the files of a directory with weights.
+
+    Attributes:
+        config: what describes them.
+        stem: begins the names of the weight files and of their index.
+    """
+
+    config: str
+    stem: str
+
+    @property
+    def weights(self) -> str:
+        """Name of the weight file, if there is one only."""
+        return f"{self.stem}{SAFETENSORS}"
+
+    @property
+    def index(self) -> str:
+        """Name of the index of several weight files."""
+        return f"{self.stem}{_INDEX_END}"
+
+
+MODEL_FILES = FileNames(CONFIG, "model")
 
 
 def is_plain_name(name: str) -> bool:

@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from d9d_core.errors import CheckpointError
 from d9d_core.types import TensorSpec
 
-from d9d_weights.hugging_face.layout import WEIGHTS
+from d9d_weights.hugging_face.layout import MODEL_FILES, FileNames
 
 
-def plan_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, dict[str, TensorSpec]]:
+def plan_files(
+    specs: Mapping[str, TensorSpec], shard_bytes: int, names: FileNames = MODEL_FILES
+) -> dict[str, dict[str, TensorSpec]]:
     """Plan the weight files of a model: assign tensors to files one after the other, in the order given.
 
     Args:
         specs: the tensors of a model.
         shard_bytes: most bytes of tensors in a file; a tensor larger than that gets a file of its own.
+        names: of the files.
 
     Returns:
         File name -> its tensors, widest dtype first, so that all are aligned.
@@ -38,9 +41,9 @@ def plan_files(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, d
         shards[-1][name] = spec
         filled += size
     count = len(shards)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    numbered = [f"{names.stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     ordered = [dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize)) for shard in shards]
-    return dict(zip(names if count > 1 else [WEIGHTS], ordered, strict=True))
+    return dict(zip(numbered if count > 1 else [names.weights], ordered, strict=True))
 
 
 def spec_bytes(spec: TensorSpec) -> int:

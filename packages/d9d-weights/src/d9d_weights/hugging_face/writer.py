@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.open import open_draft
 from d9d_weights.files.safetensors import Layout, plan_layout
 from d9d_weights.hugging_face.blocks import BlockBuffer
-from d9d_weights.hugging_face.layout import CONFIG, INDEX, SAFETENSORS, is_plain_name, some, still_valid
+from d9d_weights.hugging_face.layout import MODEL_FILES, SAFETENSORS, FileNames, is_plain_name, some, still_valid
 from d9d_weights.hugging_face.plan import plan_files, spec_bytes
 from d9d_weights.hugging_face.shard import ShardWriter
 
@@ -35,6 +36,7 @@ class ModelWriter:
         specs: every tensor of the model, equal on all ranks.
         shard_bytes: most bytes of tensors in a file; a larger tensor gets a file of its own.
         on_bytes: told how many bytes a part of a tensor had when it was written.
+        names: of the files.
 
     Raises:
         CheckpointError: there is nothing to write, a dtype that the format lacks, or no such kind of address.
@@ -46,12 +48,14 @@ class ModelWriter:
         specs: Mapping[str, TensorSpec],
         shard_bytes: int = SHARD_BYTES,
         on_bytes: Callable[[int], None] | None = None,
+        names: FileNames = MODEL_FILES,
     ) -> None:
         self._directory = directory
-        self._draft = open_draft(directory, _of_a_model)
+        self._names = names
+        self._draft = open_draft(directory, partial(_of_a_model, config=names.config))
         self._on_bytes = on_bytes
         self._buffer = BlockBuffer()
-        self._plan = plan_files(specs, shard_bytes)
+        self._plan = plan_files(specs, shard_bytes, names)
         self._layouts: dict[str, Layout] = {file: plan_layout(part, _NOTES) for file, part in self._plan.items()}
         self._file_of = {name: file for file, part in self._plan.items() for name in part}
         #: The weight files: numbered, or one.
@@ -106,7 +110,7 @@ class ModelWriter:
         """Add the other files and make the model exist. One rank, when all weight files are written.
 
         Args:
-            config_json: contents of config.json.
+            config_json: contents of ``config.json``, or what describes these weights.
             files: further small files, by name, such as those beside the weights that training started from.
             save_assets: writes further files, such as the tokenizer's, into the directory that it is given; these
                 count, and no file of another tokenizer stays beside them.
@@ -114,7 +118,11 @@ class ModelWriter:
         Raises:
             CheckpointError: a weight file is missing, or a further file has a name that is taken.
         """
-        taken = [name for name in files if not is_plain_name(name) or name in {CONFIG, INDEX, *self.files}]
+        taken = [
+            name
+            for name in files
+            if not is_plain_name(name) or name in {self._names.config, self._names.index, *self.files}
+        ]
         if taken:
             raise CheckpointError(f"{some(taken)} cannot be added to {self._directory}: no plain name, or taken")
         for file, layout in self._layouts.items():
@@ -123,10 +131,12 @@ class ModelWriter:
                     f"{self._directory} is not complete: {file} has {size or 'no'} bytes of {layout.bytes}; "
                     "every file must be written, and all processes must see the same directory"
                 )
-        last = {CONFIG: _json(CONFIG, config_json)}
+        last = {self._names.config: _json(self._names.config, config_json)}
         if len(self.files) > 1:
             total = sum(spec_bytes(spec) for part in self._plan.values() for spec in part.values())
-            last[INDEX] = _json(INDEX, {"metadata": {"total_size": total}, "weight_map": self._file_of})
+            last[self._names.index] = _json(
+                self._names.index, {"metadata": {"total_size": total}, "weight_map": self._file_of}
+            )
         own = set() if save_assets is None else self._draft.add(save_assets)
         self._draft.publish({**still_valid(files, own), **last})
 
@@ -135,9 +145,9 @@ class ModelWriter:
         self._draft.discard()
 
 
-def _of_a_model(names: list[str]) -> list[str]:
+def _of_a_model(names: list[str], config: str) -> list[str]:
     """Files of an earlier model; what makes it exist goes first, so that an interruption leaves none."""
-    ours = [name for name in names if name == CONFIG or name.endswith((SAFETENSORS, f"{SAFETENSORS}.index.json"))]
+    ours = [name for name in names if name == config or name.endswith((SAFETENSORS, f"{SAFETENSORS}.index.json"))]
     return sorted(ours, key=lambda name: name.endswith(SAFETENSORS))
 
 

@@ -1,0 +1,117 @@
+"""Adapters in files of their own: what a fine-tuning method added to a model, saved and loaded without the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from d9d_core.errors import CheckpointError, JobError
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.types import TensorSpec
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.hugging_face.adapter import ADAPTER_FILES, AdapterFormat, published_names
+from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.index import read_object
+from d9d_weights.hugging_face.layout import some
+from d9d_weights.hugging_face.load import load_tensors
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.sharding.agreement import on_all
+from d9d_weights.sharding.model_tensors import model_tensors
+
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.distributed.mesh import Topology
+
+#: Its readers know one file only.
+_ONE_FILE = 2**62
+
+
+def save_adapter(
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology
+) -> Callable[[Path], None] | None:
+    """Function that writes the adapter into a directory, collective over all ranks; ``None`` if there is none.
+
+    Raises:
+        JobError: the job asks for the adapter alone, and its method has none in a file of its own.
+    """
+    method: object = assembly.peft
+    if not isinstance(method, AdapterFormat):
+        if job.export == "adapter":
+            chosen = f"peft method {selection.peft.entry} has" if selection.peft else "a job without peft has"
+            raise JobError(f"export is 'adapter', but {chosen} no adapter files; set export to true")
+        return None
+    published = _published(job, selection, assembly)
+    base = job.model.pretrained if isinstance(job.model, ModelConfig) else None
+    config = {"base_model_name_or_path": base or ""} | method.adapter_config(assembly.full_model, published)
+    graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _injected(assembly))
+
+    def save(directory: Path) -> None:
+        tensors = model_tensors(assembly.model)
+        writer = ModelWriter(directory, graph.specs, _ONE_FILE, names=ADAPTER_FILES)
+        export_model(writer, graph, tensors, ModelFiles(config), topology.world, assembly.stage_holders(topology))
+
+    return save
+
+
+def load_adapter(
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
+) -> None:
+    """Fill the fine-tuning method's tensors from the adapter that it is to start from, if any.
+
+    Collective over all ranks.
+
+    Raises:
+        CheckpointError: the adapter is absent, of another kind or of another model, on any rank.
+    """
+    method: object = assembly.peft
+    if not isinstance(method, AdapterFormat) or method.init_from is None:
+        return
+    location = method.init_from
+
+    def open_and_compare() -> tuple[ModelDirectory, StateGraph]:
+        file = location.rstrip("/")
+        if not file.endswith(ADAPTER_FILES.weights):
+            file = f"{file}/{ADAPTER_FILES.weights}"
+        with ExitStack() as closing:
+            try:
+                directory = closing.enter_context(ModelDirectory.open(file))
+                text = directory.read_file(ADAPTER_FILES.config)
+                method.check_adapter(read_object(f"{directory.location}/{ADAPTER_FILES.config}", text))
+                exporter = method.adapter_exporter(assembly.full_model, _published(job, selection, assembly))
+                _compare_names(directory.specs.keys(), StateGraph(exporter, _injected(assembly)).specs.keys())
+                graph = StateGraph(exporter.inverse(), directory.specs)
+                graph.check(_injected(assembly), "the job's adapter")
+            except CheckpointError as error:
+                raise CheckpointError(f"peft.init_from: {location}: {error}") from error
+            opened.push(closing.pop_all())
+        return directory, graph
+
+    with ExitStack() as opened:
+        directory, graph = on_all(open_and_compare, topology.world)
+        targets = {name: t for name, t in model_tensors(assembly.model).items() if name in graph.outputs}
+        load_tensors(graph, directory, targets, threads=job.loading.threads, group=topology.world)
+    note(f"adapter: {len(targets)} tensors from {location}")
+
+
+def _compare_names(there: Collection[str], here: Collection[str]) -> None:
+    lacking, left = ([name for name in one if name not in other] for one, other in ((here, there), (there, here)))
+    if lacking:
+        raise CheckpointError(f"it has no {some(lacking)}; with other targets, or of another model, it fits")
+    if left:
+        raise CheckpointError(f"the job's method has no place for its {some(left)}; name these targets too")
+
+
+def _published(job: JobConfig, selection: Selection, assembly: Assembly) -> Mapping[str, str]:
+    spec = selection.model.spec
+    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
+        raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout, so its adapters have none")
+    own = {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n not in assembly.injected}
+    return published_names(spec.hugging_face.load()().exporter(job.model), own)
+
+
+def _injected(assembly: Assembly) -> dict[str, TensorSpec]:
+    return {n: s for n, s in specs_of(model_tensors(assembly.full_model)).items() if n in assembly.injected}

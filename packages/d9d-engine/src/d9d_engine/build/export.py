@@ -1,0 +1,82 @@
+"""Exports of a trained model, and of what a fine-tuning method added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from d9d_core.errors import SaveError
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.protocols.data import DataStream
+from d9d_weights.graph.graph import StateGraph, specs_of
+from d9d_weights.hugging_face.export import ModelFiles, export_model
+from d9d_weights.hugging_face.writer import ModelWriter
+from d9d_weights.sharding.model_tensors import model_tensors
+
+from d9d_engine.build.adapter import save_adapter
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.build.merging import merged
+from d9d_engine.distributed.mesh import Topology
+
+
+def exporter(
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    stream: DataStream,
+    beside_weights: Mapping[str, bytes],
+) -> Callable[[], None] | None:
+    """Function that writes what the job asks for; collective over all ranks. ``None`` if it asks for nothing.
+
+    Args:
+        job: validated.
+        selection: the job's records.
+        assembly: the model.
+        topology: the ranks.
+        stream: writes the tokenizer's files.
+        beside_weights: files that lay beside the weights that training started from, by name.
+    """
+    if not job.export or not isinstance(selection.model.spec, ModelSpec):
+        return None
+    writes: dict[str, Callable[[Path], None]] = {}
+    if job.export != "adapter":
+        writes["model"] = partial(_write_model, job, selection.model.spec, assembly, topology, stream, beside_weights)
+    if adapter := save_adapter(job, selection, assembly, topology):
+        writes["adapter"] = adapter
+
+    def export() -> None:
+        for kind, write in writes.items():
+            directory = job.run.directory / kind
+            try:
+                write(directory)
+            except SaveError as error:
+                raise SaveError(
+                    f"the {kind} {directory} could not be written: {error}; "
+                    "the last checkpoint is complete, so start again to write it from there"
+                ) from error
+
+    return export
+
+
+def _write_model(
+    job: JobConfig,
+    spec: ModelSpec,
+    assembly: Assembly,
+    topology: Topology,
+    stream: DataStream,
+    beside_weights: Mapping[str, bytes],
+    directory: Path,
+) -> None:
+    assert spec.hugging_face is not None  # check_parts made sure
+    layout = spec.hugging_face.load()()
+    with merged(assembly.peft, assembly.full_model):
+        tensors = model_tensors(assembly.model)
+        graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
+        config = layout.config_json(job.model, job.precision.parameters)
+        files = ModelFiles(config, beside_weights, stream.save_assets)
+        writer = ModelWriter(directory, graph.specs)
+        export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))

@@ -1,0 +1,68 @@
+"""Configs of the fine-tuning methods."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from d9d_core.extend import PluginConfig
+from pydantic import Field, field_validator, model_validator
+
+#: Stands for all linear layers inside the model.
+ALL_LINEAR = "all-linear"
+
+
+def as_list(value: Any) -> Any:
+    """Patterns as a list; one may stand alone."""
+    return [value] if isinstance(value, str) else value
+
+
+class LoraConfig(PluginConfig):
+    """Method of low-rank terms beside linear layers (Hu et al. 2021, "LoRA")."""
+
+    name: Literal["lora"] = "lora"
+    """Selects the plugin."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Layers that get a term: ``all-linear``, last parts of names (``q_proj``), or patterns over whole names
+    (``layers.1?.attention.*``)."""
+    exclude: tuple[str, ...] = ()
+    """Layers that get none although they are targets, written alike."""
+    r: int = Field(default=16, ge=1)
+    """Rank of the terms; at most the smaller side of each matrix."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Terms are multiplied by ``alpha / r``."""
+    rs_lora: bool = False
+    """Multiply by ``alpha / sqrt(r)`` instead, so that high ranks learn as fast (Kalajdzievski 2023, "rsLoRA")."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Fraction of a term's inputs that is dropped while training."""
+    init_from: str | None = None
+    """Start from this adapter: a directory in the format of the ``peft`` library, or an fsspec address of one."""
+
+    _lists = field_validator("targets", "exclude", mode="before")(as_list)
+
+    @model_validator(mode="after")
+    def _something_is_wanted(self) -> Self:
+        if not self.targets:
+            raise ValueError(f"targets is empty; write [{ALL_LINEAR}] or name layers, such as [q_proj, v_proj]")
+        return self
+
+    @property
+    def scale(self) -> float:
+        """Factor of the terms."""
+        return self.alpha / (self.r**0.5 if self.rs_lora else self.r)
+
+
+class FullTuneConfig(PluginConfig):
+    """Method that trains all parameters of some layers, and no other."""
+
+    name: Literal["full_tune"] = "full_tune"
+    """Selects the plugin."""
+    match: tuple[str, ...]
+    """Modules or parameters that train: last parts of names (``norm``), or patterns over whole names (``heads.*``)."""
+
+    _lists = field_validator("match", mode="before")(as_list)
+
+    @model_validator(mode="after")
+    def _something_is_wanted(self) -> Self:
+        if not self.match:
+            raise ValueError("match is empty; name layers, such as [heads.*]")
+        return self

@@ -1,0 +1,44 @@
+"""Patterns that choose modules and parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from d9d_core.extend import BuildError
+
+#: Names that an error lists.
+_SHOWN = 6
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name: all of it, or its last part if the pattern has only one part itself."""
+    return fnmatchcase(name, pattern) or ("." not in pattern and fnmatchcase(name.rpartition(".")[2], pattern))
+
+
+def select(names: Collection[str], patterns: Sequence[str], where: str, what: str) -> list[str]:
+    """Names that some pattern means, in their order.
+
+    Args:
+        names: those there are.
+        patterns: see :func:`matches`.
+        where: field of the job file, for errors.
+        what: what is named, in plural, for errors.
+
+    Raises:
+        BuildError: a pattern means none; the text has the nearest names.
+    """
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise BuildError(f"{where}: no {what} match '{pattern}'; {_nearest(pattern, names)}")
+    return [name for name in names if any(matches(name, pattern) for pattern in patterns)]
+
+
+def _nearest(pattern: str, names: Collection[str]) -> str:
+    last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    near = get_close_matches(pattern, [*last, *names], n=3, cutoff=0.6)
+    if near:
+        return f"did you mean {' or '.join(repr(name) for name in near)}?"
+    shown = ", ".join(last[:_SHOWN]) + (", ..." if len(last) > _SHOWN else "")
+    return f"there are: {shown or 'none'}"

@@ -1,0 +1,26 @@
+"""Declaration of the fine-tuning methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import PeftSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_peft_methods() -> Iterator[PeftSpec]:
+    """Fine-tuning methods, selected by ``peft``."""
+    yield PeftSpec(
+        name="lora",
+        summary="Low-rank terms beside linear layers; the model itself is frozen.",
+        config=Ref("d9d_peft.config:LoraConfig"),
+        build=Ref("d9d_peft.lora.method:Lora"),
+    )
+    yield PeftSpec(
+        name="full_tune",
+        summary="All parameters of some layers; the others are frozen.",
+        config=Ref("d9d_peft.config:FullTuneConfig"),
+        build=Ref("d9d_peft.full_tune:FullTune"),
+    )

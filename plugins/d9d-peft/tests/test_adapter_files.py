@@ -1,0 +1,188 @@
+"""Adapters are read by the ``peft`` library, compute there what they computed here, and come back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import BuildError, CheckpointError, JobError
+from d9d_testing.layouts import job_of, topology_here
+from d9d_testing.world import World
+from safetensors.torch import load_file
+from torch import Tensor
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+PLUGINS = (
+    "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
+    "d9d_qwen3.plugin", "d9d_peft.plugin",
+)  # fmt: skip
+# The library asks transformers for what it calls otherwise by now.
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+LORA = {"name": "lora", "r": 4, "alpha": 8}
+TOKENS = torch.arange(12)[None] * 7
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model with random weights."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2, attention_bias=True,
+    )  # fmt: skip
+    directory = tmp_path_factory.mktemp("base")
+    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def values(base: Path, directory: Path, **sections: Any) -> dict[str, Any]:
+    (directory / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    return {
+        "run": {"name": "tuned", "dir": str(directory / "runs")},
+        "steps": 3,
+        "device": "cpu",
+        "batch": {"size": 4, "microbatch": 1},
+        "model": {"name": "qwen3", "pretrained": str(base)},
+        "task": "causal_lm",
+        "data": {"name": "text", "sources": [str(directory / "corpus.txt")], "sequence_length": 24},
+        "optimizer": {"name": "adamw", "lr": 0.02},
+        "peft": LORA,
+        "trackers": [],
+        **sections,
+    }
+
+
+def train(jobs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """Whole runs, one after the other; what their adapters hold at the end."""
+    for one in jobs:
+        job = job_of(one, PLUGINS)
+        job.build(lambda _: None, topology_here(job)).train()
+    return [load_file(Path(one["run"]["dir"]) / "tuned" / "adapter" / "adapter_model.safetensors") for one in jobs]
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = model.eval()(TOKENS).logits
+    return out
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"mesh": {"dp_shard": 2}, "parallel": ["fsdp"]},
+    {"mesh": {"pp": 2}, "pipeline": "zb1p"},
+)
+
+
+def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_the_merged_model_does(
+    base: Path, tmp_path: Path
+) -> None:
+    jobs = []
+    for number, layout in enumerate(({}, *LAYOUTS)):
+        (tmp_path / str(number)).mkdir()
+        jobs.append(values(base, tmp_path / str(number), **layout))
+    (alone,) = World(1).run(train, jobs[:1])
+    spread = World(2).run(train, jobs[1:])[0]
+    for one in (*alone, *spread):
+        assert one.keys() == alone[0].keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(tensor, alone[0][name], atol=1e-4, rtol=1e-3)
+    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(base))
+    for number in range(len(jobs)):
+        run = tmp_path / str(number) / "runs" / "tuned"
+        merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
+        adapted = logits(
+            peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), run / "adapter")
+        )
+        torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-5)
+        assert (adapted - plain).abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of two layers, and nothing else."""
+    directory = tmp_path_factory.mktemp("tuned")
+    method = {**LORA, "rs_lora": True, "targets": ["q_proj", "layers.1.ffn.*"]}
+    job_of(values(base, directory, peft=method, export="adapter"), PLUGINS).build(lambda _: None).train()
+    assert not (directory / "runs" / "tuned" / "model").exists()
+    return directory / "runs" / "tuned" / "adapter"
+
+
+def test_targets_and_scales_are_those_of_the_library(base: Path, tuned: Path) -> None:
+    config = json.loads((tuned / "adapter_config.json").read_text())
+    assert config["target_modules"] == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.mlp.gate_proj",
+        "model.layers.1.mlp.up_proj",
+        "model.layers.1.self_attn.q_proj",
+    ]
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), tuned)
+    assert model.base_model.model.model.layers[1].mlp.up_proj.scaling["default"] == 8 / 4**0.5
+
+
+def test_an_adapter_of_the_library_starts_a_run(base: Path, tmp_path: Path, tuned: Path) -> None:
+    method = {**LORA, "rs_lora": True, "targets": ["q_proj", "layers.1.ffn.*"], "init_from": str(tuned)}
+    trainer = job_of(values(base, tmp_path, peft=method), PLUGINS).build(lambda _: None)
+    held = load_file(tuned / "adapter_model.safetensors")
+    there = dict(trainer.stage.named_parameters())["layers.0.attention.q_proj.lora_B.weight"]
+    assert torch.equal(there, held["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"])
+    assert there.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ({"r": 2}, r"init_from: .*: its r, rs_lora differ from the job's; the adapter has peft.r: 4, peft.alpha: 8"),
+        ({"rs_lora": True}, "it has no base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight, "),
+        ({"init_from": "nowhere"}, "peft.init_from: nowhere: "),
+    ],
+)
+def test_another_adapter_is_refused(base: Path, tmp_path: Path, tuned: Path, method: dict[str, Any], text: str) -> None:
+    job = job_of(values(base, tmp_path, peft={**LORA, "init_from": str(tuned), **method}), PLUGINS)
+    with pytest.raises(CheckpointError, match=text):
+        job.build(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"use_dora": True}, "it has use_dora=True, which peft 'lora' has not"),
+        ({"peft_type": "IA3"}, "it is an adapter of the kind 'IA3', and peft is 'lora'"),
+    ],
+)
+def test_an_adapter_with_parts_that_we_lack_is_refused(
+    base: Path, tmp_path: Path, tuned: Path, change: dict[str, Any], text: str
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "adapter_model.safetensors").write_bytes((tuned / "adapter_model.safetensors").read_bytes())
+    config = json.loads((tuned / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | change))
+    method = {**LORA, "rs_lora": True, "targets": ["q_proj", "layers.1.ffn.*"], "init_from": str(copy)}
+    with pytest.raises(CheckpointError, match=text):
+        job_of(values(base, tmp_path, peft=method), PLUGINS).build(lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        ({"name": "lora", "targets": ["q_prj"]}, "no linear layers match 'q_prj'; did you mean 'q_proj'?"),
+        ({"name": "lora", "targets": ["embedding"]}, "no linear layers match 'embedding'; there are: "),
+        ({"name": "lora", "r": 33}, r"rank of 33 is larger than the matrix of 'layers.0.attention.q_proj' \[32, 32\]"),
+        ({"name": "lora", "exclude": ["*"]}, "peft.exclude: it leaves nothing of peft.targets"),
+        ({"name": "full_tune", "match": ["nrm"]}, "no modules or parameters match 'nrm'; did you mean 'norm'?"),
+        ({"name": "full_tune", "match": ["rope"]}, "match 'rope'|rope have no parameters, so nothing would train"),
+    ],
+)  # fmt: skip
+def test_what_matches_nothing_is_refused(base: Path, tmp_path: Path, method: dict[str, Any], text: str) -> None:
+    with pytest.raises(BuildError, match=text):
+        job_of(values(base, tmp_path, peft=method), PLUGINS).plan()
+
+
+def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path) -> None:
+    job = job_of(values(base, tmp_path, peft={"name": "full_tune", "match": ["norm"]}, export="adapter"), PLUGINS)
+    with pytest.raises(JobError, match="export is 'adapter', but peft method 'full_tune' .* has no adapter files"):
+        job.build(lambda _: None)

@@ -1,0 +1,28 @@
+"""Fine-tuning methods keep what holds for every one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from d9d_testing.suites.peft import PeftSuite
+
+
+class TestLora(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "lora"
+    config: ClassVar = {"r": 2, "targets": ["layers.*"]}
+    matches_nothing: ClassVar = {"targets": ["absent"]}
+
+
+class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "lora"
+    config: ClassVar = {"r": 3, "alpha": 4, "rs_lora": True, "exclude": "layers.1*"}
+    matches_nothing: ClassVar = {"exclude": ["*"]}
+
+
+class TestFullTune(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "full_tune"
+    config: ClassVar = {"match": ["layers.1*"]}
+    matches_nothing: ClassVar = {"match": ["absent"]}
