@@ -33,6 +33,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = transformers.Qwen3Config(
         vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2, attention_bias=True,
+        eos_token_id=[3, 5], pad_token_id=7,
     )  # fmt: skip
     directory = tmp_path_factory.mktemp("base")
     transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
@@ -93,6 +94,8 @@ def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_th
     for number in range(len(jobs)):
         run = tmp_path / str(number) / "runs" / "tuned"
         merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
+        kept = json.loads((run / "model" / "config.json").read_text())
+        assert (kept["eos_token_id"], kept["pad_token_id"]) == ([3, 5], 7)
         adapted = logits(
             peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), run / "adapter")
         )

@@ -151,3 +151,18 @@ def test_the_readme_shows_these_fields() -> None:
         **{("both", f"harmless: {about}"): fields for about, fields in HARMLESS.items()},
         ("both", "refused, but for the value that is computed here anyway"): set(ONLY),
     }
+
+
+def test_tokens_generation_and_names_of_classes_outlive_the_training() -> None:
+    tiny = config.tiny().model_dump()
+    names = {"id2label": {"0": "bad", "1": "good", "2": "fair"}, "label2id": {"bad": 0, "good": 1, "fair": 2}}
+    source = {
+        "architectures": ["Qwen3ForSequenceClassification"], "eos_token_id": [3, 5], "top_p": 0.8, "dtype": "bfloat16",
+        "transformers_version": "5", "use_cache": False, "vocab_size": 1, **names,
+    }  # fmt: skip
+    head = {"kind": "classification", "num_classes": 3}
+    classifier = config.Qwen3Config.model_validate({**tiny, "heads": {"classes": head}})
+    assert DENSE.kept_fields(source, classifier) == {"eos_token_id": [3, 5], "top_p": 0.8, **names}
+    fewer = config.Qwen3Config.model_validate({**tiny, "heads": {"classes": {**head, "num_classes": 2}}})
+    for other in (fewer, config.tiny()):
+        assert DENSE.kept_fields(source, other) == {"eos_token_id": [3, 5], "top_p": 0.8}

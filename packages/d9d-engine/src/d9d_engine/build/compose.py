@@ -97,13 +97,14 @@ def build(
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
     beside_weights: Mapping[str, bytes] = {}
+    kept_fields: Mapping[str, Any] = {}
     with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as pretrained:
         for stage in assembly.stages.values():
             materialise(stage, assembly.on_host, job.seed, topology.device)
         model = assembly.model
         if pretrained is not None:
             pretrained.load(model, job, topology, note)
-            beside_weights = pretrained.others
+            beside_weights, kept_fields = pretrained.others, pretrained.kept
     load_adapter(job, selection, assembly, topology, note)
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
@@ -193,7 +194,7 @@ def build(
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, beside_weights),
+        export=exporter(job, selection, assembly, topology, stream, beside_weights, kept_fields),
         interrupts=interrupts,
         events=events,
         note=note,

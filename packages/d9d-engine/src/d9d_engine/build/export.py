@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
@@ -29,6 +30,7 @@ def exporter(
     topology: Topology,
     stream: DataStream,
     beside_weights: Mapping[str, bytes],
+    kept_fields: Mapping[str, Any],
 ) -> Callable[[], None] | None:
     """Function that writes what the job asks for; collective over all ranks. ``None`` if it asks for nothing.
 
@@ -39,12 +41,15 @@ def exporter(
         topology: the ranks.
         stream: writes the tokenizer's files.
         beside_weights: files that lay beside the weights that training started from, by name.
+        kept_fields: fields of their ``config.json`` that hold for the trained model, too.
     """
     if not job.export or not isinstance(selection.model.spec, ModelSpec):
         return None
     writes: dict[str, Callable[[Path], None]] = {}
     if job.export != "adapter":
-        writes["model"] = partial(_write_model, job, selection.model.spec, assembly, topology, stream, beside_weights)
+        writes["model"] = partial(
+            _write_model, job, selection.model.spec, assembly, topology, stream, beside_weights, kept_fields
+        )
     if adapter := save_adapter(job, selection, assembly, topology):
         writes["adapter"] = adapter
 
@@ -69,6 +74,7 @@ def _write_model(
     topology: Topology,
     stream: DataStream,
     beside_weights: Mapping[str, bytes],
+    kept_fields: Mapping[str, Any],
     directory: Path,
 ) -> None:
     assert spec.hugging_face is not None  # check_parts made sure
@@ -76,7 +82,7 @@ def _write_model(
     with merged(assembly.peft, assembly.full_model):
         tensors = model_tensors(assembly.model)
         graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
-        config = layout.config_json(job.model, job.precision.parameters)
+        config = {**layout.config_json(job.model, job.precision.parameters), **kept_fields}
         files = ModelFiles(config, beside_weights, stream.save_assets)
         writer = ModelWriter(directory, graph.specs)
         export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from d9d_core.components.instantiate import instantiate
@@ -20,6 +21,7 @@ from d9d_core.tensors import local
 from d9d_core.types import TensorSpec
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.directory import ModelDirectory
+from d9d_weights.hugging_face.format import KeepsFields
 from d9d_weights.hugging_face.load import load_tensors
 from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
@@ -37,11 +39,13 @@ class Pretrained:
         directory: where they lie, opened.
         graph: from their names and layouts to the model's.
         others: files beside the weights that an export keeps, such as ``generation_config.json``; on the main rank.
+        kept: fields of its ``config.json`` that an export keeps.
     """
 
     directory: ModelDirectory
     graph: StateGraph
     others: Mapping[str, bytes]
+    kept: Mapping[str, Any]
 
     def summary(self) -> str:
         """Summary of what would be read, and what would be drawn anew."""
@@ -108,7 +112,8 @@ def pretrained_weights(
         graph = StateGraph(layout.importer(job.model, layout.config_from_json(directory.config())), directory.specs)
         graph.check(_expected(stage, injected))
         others = directory.other_files() if topology.is_main else ()
-        return Pretrained(directory, graph, {name: directory.read_file(name) for name in others})
+        kept = layout.kept_fields(directory.config(), job.model) if isinstance(layout, KeepsFields) else {}
+        return Pretrained(directory, graph, {name: directory.read_file(name) for name in others}, kept)
 
     with ExitStack() as opened:
         yield on_all(open_and_compare, None if topology.simulated else topology.world)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from d9d_weights.graph.base import Mapper
 
@@ -35,4 +35,18 @@ class HuggingFaceFormat(Protocol):
 
     def exporter(self, config: Any) -> Mapper:
         """Mapper from the model's names and layouts to those of Hugging Face. Tied weights appear once."""
+        ...
+
+
+@runtime_checkable
+class KeepsFields(Protocol):
+    """Optional side of a format: fields of a source's ``config.json`` outlive the training."""
+
+    def kept_fields(self, source: Mapping[str, Any], config: Any) -> dict[str, Any]:
+        """Fields that hold for the trained model too and that :meth:`HuggingFaceFormat.config_json` does not know.
+
+        Args:
+            source: the ``config.json`` beside the weights that training started from.
+            config: of the trained model.
+        """
         ...

@@ -11,12 +11,14 @@ from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, He
 from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 from d9d_qwen3.base_config import Qwen3Base
-from d9d_qwen3.hugging_face.fields import READ, check_fields
+from d9d_qwen3.hugging_face.fields import HARMLESS, READ, check_fields
 from d9d_qwen3.hugging_face.names import published_head
 
 _DTYPES = ("float32", "bfloat16", "float16")
 #: What transformers has no field for.
 _OURS = "d9d"
+#: Kinds of harmless fields that an export takes over from the model that training started from.
+_KEPT = ("tokens", "how to generate")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,15 @@ def common_json(config: Qwen3Base, family: Family, dtype: str, ours: Mapping[str
         **_labels(config),
         **({_OURS: own} if own else {}),
     }
+
+
+def kept_fields(source: Mapping[str, Any], config: Qwen3Base, family: Family) -> dict[str, Any]:
+    """Fields of a source that outlive the training: its tokens, how to generate, and the names of unchanged classes."""
+    kept = {name: source[name] for about in _KEPT for name in HARMLESS[about] if name in source}
+    labels, own = source.get("id2label") or {}, _labels(config)
+    if own and len(labels) == len(own["id2label"]) and source.get("architectures") == [_architecture(config, family)]:
+        kept |= {name: source[name] for name in ("id2label", "label2id") if name in source}
+    return dict(sorted(kept.items()))
 
 
 def check_computable(data: Mapping[str, Any], family: Family) -> None:

@@ -11,7 +11,7 @@ from d9d_weights import Mapper
 from pydantic import ValidationError
 
 from d9d_qwen3.config import Qwen3Config
-from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_fields, common_json
+from d9d_qwen3.hugging_face.config_json import Family, check_computable, common_fields, common_json, kept_fields
 from d9d_qwen3.hugging_face.names import exporter, importer
 from d9d_qwen3.moe_config import Qwen3MoeConfig
 
@@ -60,6 +60,10 @@ class Qwen3Format(ABC, Generic[C]):
             CheckpointError: Hugging Face layout has no such dtype, or no way to say what the model does.
         """
         return common_json(config, self.family, dtype, self.own_fields(config)) | self.special_json(config)
+
+    def kept_fields(self, source: Mapping[str, Any], config: C) -> dict[str, Any]:
+        """Fields about tokens, labels and generation: what the trained model is asked for is told as before."""
+        return kept_fields(source, config, self.family)
 
     def config_from_json(self, data: Mapping[str, Any]) -> C:
         """Read our config from a published ``config.json``, of transformers 4 or 5.
