@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ import torch
 from d9d_core.plugin.manifest import Manifest
 from d9d_engine.distributed.world import joined
 from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision import hang_report
 from d9d_engine.supervision.failure import Failure, FailureReporter
 from d9d_engine.supervision.hang_report import Alarm, Status, report
 from d9d_engine.supervision.identity import Identity
@@ -203,6 +208,22 @@ def test_an_alarm_is_withdrawn_while_another_rank_has_time_left() -> None:
 
 
 @pytest.mark.usefixtures("ends")
+def test_who_answers_an_alarm_waits_for_the_verdict_longer_than_that_for_the_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(hang_report, "wait_until", lambda _true, timeout, _pause: waits.append(timeout))
+    for rank in (1, 2):
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        store.set("alarm/0", "1")
+        alarm = Alarm(store, rank, 3, lambda _: None, grace=60.0)
+        with pytest.raises(SystemExit):
+            alarm.look(False, lambda: status(1, "sleeps", False), lambda: False)
+    judges, answers = waits
+    assert answers > 2 * judges == 120
+
+
+@pytest.mark.usefixtures("ends")
 def test_an_alarm_that_nobody_can_explain_ends_the_process() -> None:
     with pytest.raises(SystemExit, match="1"):
         raised(moved=False, other=status(1, "sleeps", False))
@@ -298,6 +319,46 @@ def seen_while(call: Callable[[], object]) -> str:
 def test_a_call_that_has_no_frame_is_known_by_its_line() -> None:
     event = _Native()
     assert seen_while(lambda: event.wait(0.3)).startswith("waits in wait(...) at ")
+
+
+#: Calls a function as torch's autograd does.
+BACKWARD: dict[str, Any] = {}
+exec(compile("def _engine_run_backward(call): call()", str(TORCH / "autograd" / "graph.py"), "exec"), BACKWARD)
+
+
+def works_on(call: Callable[[], object]) -> None:
+    call()
+
+
+@pytest.mark.parametrize(
+    ("calls", "seen"),
+    [(BACKWARD["_engine_run_backward"], "waits in wait(...) at "), (works_on, "not in a collective, but at ")],
+)
+def test_a_thread_that_waits_hides_the_main_one_only_during_a_backward(calls: Any, seen: str) -> None:
+    found: list[str] = []
+    looked, ended = threading.Lock(), threading.Lock()
+
+    def hold() -> None:
+        native = SimpleNamespace(wait=ended.acquire)
+        native.wait()
+
+    def look() -> None:
+        while not {"hold", calls.__name__} <= {frame.f_code.co_name for frame in sys._current_frames().values()}:
+            pass
+        found.append(doing(TORCH).where)
+        looked.release()
+
+    looked.acquire()
+    ended.acquire()
+    threads = [threading.Thread(target=hold), threading.Thread(target=look)]
+    for thread in threads:
+        thread.start()
+    calls(partial(looked.acquire, timeout=30))
+    ended.release()
+    for thread in threads:
+        thread.join()
+    assert found[0].startswith(seen)
+    assert re.search(f" {'/'.join(Path(__file__).parts[-3:])}:\\d+ \\(", found[0])
 
 
 def test_while_the_main_thread_waits_for_another_one_that_one_is_shown_whatever_it_is_called() -> None:
