@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +21,9 @@ from d9d_engine.supervision import hang_report
 from d9d_engine.supervision.failure import Failure, FailureReporter
 from d9d_engine.supervision.hang_report import Alarm, Status, report
 from d9d_engine.supervision.identity import Identity
-from d9d_engine.supervision.stacks import doing
 from d9d_engine.supervision.watchdog import Watchdog
 from d9d_testing.world import RankFailedError
 from torch import distributed as dist
-
-TORCH = Path(torch.__file__).parent
-
 
 # --- in a world ------------------------------------------------------------------------------------------------------
 
@@ -301,66 +293,6 @@ def test_a_rank_that_ends_by_itself_after_another_ones_failure_is_left_alone(end
     assert ends == []
 
 
-def seen_while(call: Callable[[], object]) -> str:
-    """What another thread sees the main thread do during the call."""
-    found: list[str] = []
-
-    def look() -> None:
-        time.sleep(0.1)
-        found.append(doing(TORCH).where)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    call()
-    thread.join()
-    return found[0]
-
-
-def test_a_call_that_has_no_frame_is_known_by_its_line() -> None:
-    event = _Native()
-    assert seen_while(lambda: event.wait(0.3)).startswith("waits in wait(...) at ")
-
-
-#: Calls a function as torch's autograd does.
-BACKWARD: dict[str, Any] = {}
-exec(compile("def _engine_run_backward(call): call()", str(TORCH / "autograd" / "graph.py"), "exec"), BACKWARD)
-
-
-def works_on(call: Callable[[], object]) -> None:
-    call()
-
-
-@pytest.mark.parametrize(
-    ("calls", "seen"),
-    [(BACKWARD["_engine_run_backward"], "waits in wait(...) at "), (works_on, "not in a collective, but at ")],
-)
-def test_a_thread_that_waits_hides_the_main_one_only_during_a_backward(calls: Any, seen: str) -> None:
-    found: list[str] = []
-    looked, ended = threading.Lock(), threading.Lock()
-
-    def hold() -> None:
-        native = SimpleNamespace(wait=ended.acquire)
-        native.wait()
-
-    def look() -> None:
-        while not {"hold", calls.__name__} <= {frame.f_code.co_name for frame in sys._current_frames().values()}:
-            pass
-        found.append(doing(TORCH).where)
-        looked.release()
-
-    looked.acquire()
-    ended.acquire()
-    threads = [threading.Thread(target=hold), threading.Thread(target=look)]
-    for thread in threads:
-        thread.start()
-    calls(partial(looked.acquire, timeout=30))
-    ended.release()
-    for thread in threads:
-        thread.join()
-    assert found[0].startswith(seen)
-    assert re.search(f" {'/'.join(Path(__file__).parts[-3:])}:\\d+ \\(", found[0])
-
-
 def test_while_the_main_thread_waits_for_another_one_that_one_is_shown_whatever_it_is_called() -> None:
     watchdog = Watchdog({"step": 60.0})
     reader = threading.Thread(target=read_briefly, name="any name")
@@ -401,19 +333,3 @@ def test_the_data_loader_says_whom_it_waits_for(job: Callable[..., Any], monkeyp
     monkeypatch.setattr(ToyStream, "next_pack", read_slowly)
     trainer.train()
     assert sum("(read_slowly)" in where for where in found) >= 2
-
-
-class _Native:
-    """Waits in C, as a collective's handle does."""
-
-    wait = staticmethod(time.sleep)
-
-
-def test_user_code_called_by_torch_is_user_code() -> None:
-    class Sleeps(torch.nn.Module):
-        def forward(self) -> None:
-            time.sleep(0.3)
-
-    where = seen_while(Sleeps())
-    assert where.startswith("not in a collective, but at ")
-    assert where.endswith("(forward)")
