@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_engine.api import Job, Topology, Verdict, own_layout, parse_layout
+from d9d_engine.api import Job, Layout, Topology, Verdict, own_layout, parse_layout
+from d9d_engine.cli.verify import verify_job
 from d9d_engine.testing import Limits, Measurement, Record, compare
 from d9d_engine.verify.layouts import layout_dependence, layout_values, scaled_model, scaled_values
 from d9d_engine.verify.measure import probe
@@ -111,6 +112,22 @@ def test_a_large_job_is_scaled_to_its_familys_tiny_model_as_far_as_its_data_allo
     assert model["num_layers"] <= 4
     assert model["vocab_size"] == 257  # the tokens are still the data's
     assert values["batch"]["size"] % (2 * values["batch"]["microbatch"]) == 0
+
+
+@pytest.mark.parametrize(("layouts", "meshes"), [([], [{"dp_shard": 2}]), (["pp=2"], [{"pp": 2}])])
+def test_a_jobs_own_layout_is_verified_unless_others_are_given(
+    small_job: Write, monkeypatch: pytest.MonkeyPatch, layouts: list[str], meshes: list[dict[str, int]]
+) -> None:
+    verified: list[dict[str, int]] = []
+
+    def verify(_job: Job, chosen: Sequence[Layout], *_: object) -> list[Verdict]:
+        verified.extend(dict(layout.mesh) for layout in chosen)
+        return []
+
+    monkeypatch.setattr("d9d_engine.verify.run.verify", verify)
+    job = Job.load(small_job(mesh={"dp_shard": 4}, parallel=["fsdp"], batch={"size": 8}))
+    assert verify_job(job, layouts, steps=1, max_ranks=8, as_json=True)
+    assert verified == meshes
 
 
 def test_a_scaled_job_has_layers_and_microbatches_for_its_pipeline(small_job: Write) -> None:

@@ -6,7 +6,9 @@ import json
 import os
 from pathlib import Path
 
+import fsspec
 import pytest
+from d9d_core.config import pretrained
 from d9d_core.config.base import Section
 from d9d_core.config.document import Document
 from d9d_core.config.job import Mesh, Timeouts
@@ -46,6 +48,16 @@ def test_a_config_of_a_model_that_would_fail_later_is_refused(tmp_path: Path, co
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match="its config.json is damaged"):
         read_config_json(str(tmp_path))
+
+
+def test_a_config_at_an_address_may_be_as_large_as_one_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = b'{"a": 1}'
+    fsspec.filesystem("memory").pipe_file("/sizes/config.json", content)
+    monkeypatch.setattr(pretrained, "MAX_JSON_BYTES", len(content))
+    assert read_config_json("memory://sizes/") == {"a": 1}
+    monkeypatch.setattr(pretrained, "MAX_JSON_BYTES", len(content) - 2)
+    with pytest.raises(CheckpointError, match="its config.json is damaged"):  # no more is read
+        read_config_json("memory://sizes/")
 
 
 ODD_VALUES = {

@@ -182,6 +182,18 @@ def test_a_nested_mistake_is_described_where_it_is(tmp_path: Path, text: str, me
     assert complaint(tmp_path, before + text) == message
 
 
+def model_plugin(config: type[PluginConfig]) -> SimpleNamespace:
+    class Here(Ref):
+        def load(self) -> Any:
+            return config
+
+    @hookimpl
+    def d9d_models() -> list[ModelSpec]:
+        return [ModelSpec(name="shapes", summary="x", config=Here("x:y"), build=Here("x:y"), tiny=Here("x:y"))]
+
+    return SimpleNamespace(d9d_models=d9d_models, __name__="acme")
+
+
 class Round(Section):
     kind: Literal["round"] = "round"
     radius: float = Field(gt=0)
@@ -223,18 +235,10 @@ class ShapesConfig(PluginConfig):
     ],
 )
 def test_the_kind_of_a_part_is_no_place_in_the_file(tmp_path: Path, fields: str, message: str) -> None:
-    class Here(Ref):
-        def load(self) -> Any:
-            return ShapesConfig
-
-    @hookimpl
-    def d9d_models() -> list[ModelSpec]:
-        return [ModelSpec(name="shapes", summary="x", config=Here("x:y"), build=Here("x:y"), tiny=Here("x:y"))]
-
     path = tmp_path / "job.yaml"
     path.write_text(MINIMAL.replace("toy_model", f"{{name: shapes, {fields}}}"))
     with pytest.raises(JobError) as caught:
-        Job.load(path, registry=Registry.of(toy, SimpleNamespace(d9d_models=d9d_models, __name__="acme")))
+        Job.load(path, registry=Registry.of(toy, model_plugin(ShapesConfig)))
     assert any(line.startswith(f"{path}:2: {message}") for line in str(caught.value).splitlines()), caught.value
 
 
@@ -352,3 +356,15 @@ def test_the_schema_is_a_discriminated_union_over_what_is_installed() -> None:
     definition = schema["$defs"][reference["$ref"].rpartition("/")[2]]
     assert definition["properties"]["lr"]["description"] == "Base learning rate."
     assert definition["required"] == ["name"]
+
+
+def test_sections_of_plugins_in_the_schema_are_found_where_it_refers_to_them() -> None:
+    schema = job_schema(Registry.of(model_plugin(ShapesConfig)))
+    (reference,) = schema["properties"]["model"]["anyOf"][1]["anyOf"]
+    fields = schema["$defs"][reference["$ref"].removeprefix("#/$defs/")]["properties"]
+    choices = fields["several"]["items"]
+    pointers = [choice["$ref"] for choice in choices["oneOf"]]
+    assert sorted(choices["discriminator"]["mapping"].values()) == sorted(pointers)
+    pointers.append(fields["lone"]["items"]["$ref"])
+    found = [schema["$defs"][pointer.removeprefix("#/$defs/")] for pointer in pointers]
+    assert [definition["title"] for definition in found] == ["Round", "Square", "Lone"]

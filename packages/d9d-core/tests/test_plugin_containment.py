@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from d9d_core.errors import PluginError
+from d9d_core.cli.main import main
+from d9d_core.errors import PluginError, TrainingError
+from d9d_core.failures import exits_are_errors
 from d9d_core.plugin import PluginPolicy, Registry, discover, ref
 
 HEADER = "from d9d_core.plugin import *\nD9D_API = 1\n"
@@ -128,6 +132,26 @@ def test_the_end_of_a_child_process_is_left_alone(tmp_path: Path) -> None:
         HEADER + "import os\nchild = os.fork()\nif not child: os._exit(0)\nassert os.waitpid(child, 0)[1] == 0\n"
     )
     assert isinstance(discover(PluginPolicy(autoload=False, files=(path,))), Registry)
+
+
+def test_what_wants_to_end_the_process_is_named_as_the_plugin_that_was_called(
+    install: Callable[..., None], site: Path
+) -> None:
+    install("acme-quits", "1.0", "def leave():\n    import acme_library\n    acme_library.fail()\n")
+    (site / "acme_library.py").write_text("def fail():\n    raise SystemExit(3)\n")
+    plugin = importlib.import_module("acme_quits_plugin")
+    with pytest.raises(TrainingError, match="raised SystemExit") as caught, exits_are_errors():
+        plugin.leave()
+    assert re.match(r"acme-quits 1\.0 \(.*/acme_quits_plugin\.py:\d+, in leave\) ", str(caught.value))
+
+
+def test_what_d9d_raises_to_end_the_process_is_no_plugins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["d9d", "plugins", "check", "no-such-plugin"])
+    with pytest.raises(SystemExit), exits_are_errors():
+        main()
+    assert "no plugin 'no-such-plugin'" in capsys.readouterr().err
 
 
 SHOWS = ["list", "check", "show x"]

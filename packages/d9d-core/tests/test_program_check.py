@@ -123,6 +123,18 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
     )
 
 
+def test_of_two_deadlocks_the_one_on_the_first_ranks_is_named() -> None:
+    # Ranks 0 and 1 wait for one another with their second microbatch, and so do ranks 2 and 3.
+    cycles = (
+        "F0.0 S>0.0 R<0.0 B0.0 F0.1 S>0.1 R<0.1 B0.1 R0\n"
+        "R>1.0 F1.0 S>1.0 R>1.1 F1.1 S>1.1 R<1.0 B1.0 S<1.0 R<1.1 B1.1 S<1.1 R1\n"
+        "R>2.0 F2.0 S>2.0 R<2.0 B2.0 S<2.0 R>2.1 F2.1 S>2.1 R<2.1 B2.1 S<2.1 R2\n"
+        "R>3.0 F3.0 R>3.1 F3.1 B3.0 S<3.0 B3.1 S<3.1 R3"
+    )  # fmt: skip
+    (problem,) = check(cycles, 4, 2)
+    assert "rank 0 at B0.0 waits for S<1.0 on rank 1; rank 1 at F1.1 waits for S>0.1 on rank 0: move" in problem
+
+
 def test_sending_far_ahead_needs_room() -> None:
     # Rank 0 sends all microbatches of its first stage before it takes any for its second one.
     first = " ".join(f"F0.{m} S>0.{m}" for m in range(4)) + " " + " ".join(f"R>2.{m} F2.{m} S>2.{m}" for m in range(4))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from d9d_core.errors import CheckpointError
 from d9d_engine.checkpoint import save as dcp_save
+from d9d_engine.checkpoint import staging
 from d9d_engine.checkpoint.staging import Stager
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_weights.sharding.shards import describe
@@ -141,6 +142,27 @@ def test_copies_lie_in_the_same_memory_each_time() -> None:
     tensors["a"] = torch.rand(7)
     third = stager.stage(describe(tensors), frozenset()).ready()
     assert torch.equal(third["a"].shards[0].tensor, tensors["a"])
+
+
+def test_copies_of_an_accelerators_tensors_share_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def unpinned(*shape: Any, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        blocks.append(empty(*shape, dtype=dtype))
+        return blocks[-1]
+
+    tensors = {name: torch.empty(size, device="meta") for name, size in {"a": 3, "b": 65, "c": 64, "d": 5000}.items()}
+    monkeypatch.setattr(staging, "_BLOCK", 1024)
+    stager = Stager()
+    monkeypatch.setattr(torch, "empty", unpinned)
+    stager.reserve(describe(tensors))
+    copies = {name: local.shards[0].tensor for name, local in stager._copies.items()}
+    first, second = blocks[0].data_ptr(), blocks[1]
+    assert [copies[name].data_ptr() - first for name in ("a", "b", "c")] == [0, 256, 768]
+    assert copies["d"] is second  # too large to share
+    assert len(blocks) == 2
 
 
 def test_a_save_that_is_waited_for_needs_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import CheckpointError, SaveError
+from d9d_core.events import SaveReport
 from d9d_engine.checkpoint import attempts
 from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.checkpoint.store import CheckpointStore
@@ -68,6 +69,32 @@ def test_a_save_in_the_background_is_tried_again_and_the_failure_is_said_once(
     disk.faults = 3  # failures are counted in a row
     store.save(2, W, {}, {}, wait=True)
     assert (store.steps(), store.failures, len(said)) == ([2, 1], 0, 2)
+
+
+class Pauses(threading.Event):
+    """Event whose waiting takes no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        return False
+
+
+def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:
+    faults = iter(range(5))
+
+    def save() -> SaveReport:
+        for _ in faults:
+            raise SaveError("no")
+        return SaveReport(step=1, location="", stall_seconds=0, write_seconds=0, bytes=0, warning=None)
+
+    pauses = Pauses()
+    trying = attempts.Attempts(tolerated=9, longest_pause=6.0, group=None, warn=lambda _: None)
+    assert trying.run(save, pauses)
+    assert pauses.seconds == [1, 2, 4, 6, 6]
 
 
 @pytest.mark.parametrize("wait", [False, True])

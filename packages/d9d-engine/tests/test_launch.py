@@ -17,9 +17,10 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 from d9d_core.errors import JobError, PluginError
+from d9d_engine.launch import agent
 from d9d_engine.launch.agent import Launch, cause, run_module
 from d9d_engine.launch.process import ERROR_FILE, Process, running
-from d9d_engine.launch.ranks import Rank
+from d9d_engine.launch.ranks import Ended, Rank
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
 from d9d_engine.supervision.failure import ErrorFile, Failure
@@ -496,6 +497,13 @@ with Interrupts().noted() as interrupts:
 def test_signals_for_a_forked_process_are_for_nobody_else() -> None:
     done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.splitlines() == ["SIGTERM -15 None", "SIGINT -2 None", "SIGTERM -15 None", "False"]
+
+
+def test_who_asked_a_module_to_stop_is_told_that_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = Ended(failed=(), asked="SIGINT", training=False, insisted=False)
+    monkeypatch.setattr(agent, "run_ranks", lambda *_: ended)
+    with pytest.raises(KeyboardInterrupt):
+        run_module("greets", [], 2)
 
 
 @pytest.mark.thorough

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.protocols.model import Stage
 from d9d_engine.build.compose import materialise
+from d9d_engine.build.initialise import initialise
 from d9d_engine.job import Job
 from d9d_engine.step.metrics import Statistics
 from d9d_testing.toy.model import ToyModel
@@ -32,6 +34,21 @@ def test_tied_parameters_stay_one_parameter() -> None:
     materialise(stage, frozenset(), 0, torch.device("cpu"))
     assert [name for name, _ in stage.named_parameters()] == ["embedding.weight"]
     assert stage.get_parameter("head.weight") is stage.get_parameter("embedding.weight")
+
+
+def test_a_module_without_initial_values_for_what_it_owns_is_refused_by_name() -> None:
+    hollow, owner = nn.Module(), nn.Module()
+    hollow.register_parameter("bias", None)
+    hollow.register_buffer("running", None)
+    stage = nn.ModuleDict({"hollow": hollow, "full": nn.Linear(1, 1)})
+    initialise(stage, 0, torch.device("cpu"))
+    owner.register_parameter("bias", None)
+    owner.weight = nn.Parameter(torch.ones(1))
+    stage["owner"] = owner
+    with pytest.raises(
+        BuildError, match=r"module 'owner' \(Module\) owns bias, weight but has no reset_parameters\(\)"
+    ):
+        initialise(stage, 0, torch.device("cpu"))
 
 
 def test_what_the_model_froze_is_not_trained(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:

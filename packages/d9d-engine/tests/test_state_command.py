@@ -15,6 +15,7 @@ from d9d_core.errors import CheckpointError
 from d9d_engine.cli.tensors import _model_of, parse_dtype, parse_size
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import quiet, toy_registry
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 MakeJob = Callable[..., Job]
@@ -57,6 +58,15 @@ def test_tensors_are_listed_with_layers_together(d9d: Run, run: Path) -> None:
     assert "optimizer/layers.{0..1}.weight/momentum" in text
     _, text = d9d("show", run / "model", "--json")
     assert json.loads(text)["toy.unused"] == {"shape": [1], "dtype": "float32"}
+
+
+def test_on_a_narrow_terminal_the_names_of_tensors_are_kept_longest(
+    d9d: Run, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("d9d_engine.cli.tensors.console_for", lambda: Console(width=30, markup=False))
+    status, text = d9d("show", run / "model")
+    assert status == 0
+    assert any(line.strip().startswith("toy.layers.{0..1}") for line in text.splitlines())
 
 
 def test_a_jobs_correspondence_is_shown_and_drawn(d9d: Run, job: MakeJob, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from d9d_core.events import StepResult
 from d9d_core.protocols.metric import StageMetric, Table
 from d9d_core.protocols.tracker import RunInfo, TakesTables
+from d9d_engine.job import Job
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
@@ -23,6 +24,7 @@ from d9d_engine.trackers.console import ConsoleTracker
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.jsonl import JsonlRun, JsonlTracker
 from d9d_engine.trackers.tables import read_tables
+from d9d_testing.toy.task import ToyMetric
 from torch import Tensor, nn
 
 LOAD = {"row": "layer", "column": "expert", "unit": "load / uniform", "neutral": 1.0}
@@ -119,6 +121,21 @@ def test_a_metric_that_wants_to_know_the_model_sees_it() -> None:
     assert computed.keys() == {"rows", "mine/loss"}
     assert isinstance(computed["rows"], Table)
     assert computed["rows"].values.tolist() == [[1, 2]] * 3
+
+
+def test_such_a_metric_sees_the_whole_model_of_a_plan_too(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[nn.Module] = []
+
+    class Curious(ToyMetric):
+        def attach(self, stage: nn.Module) -> None:
+            seen.append(stage)
+
+    monkeypatch.setattr("d9d_testing.toy.task.ToyMetric", Curious)
+    plan = job().plan()
+    assert len(seen) == 1
+    assert seen[0] is plan.assembly.full_model
 
 
 # --- trackers

@@ -57,3 +57,18 @@ def test_gradients_of_copies_add_up_on_a_rank_and_over_ranks(world: type[World])
     assert first == (values, {"edge": 1001.0, "inner": 101.0}, [])
     values = {1: {"inner": 1.0}, 2: {"inner": 1.0, "frozen": 2.0}}
     assert second == (values, {"inner": 101.0}, ["frozen", "inner"])
+
+
+def test_copies_on_one_rank_need_no_other() -> None:
+    stages = {index: Part(index) for index in range(len(HOSTS))}
+    ties = find_ties(stages, SHARED, {"edge", "inner"}, Pipeline(hosts=(0,) * len(HOSTS), ranks=1), Topology())
+    ties.copy_values()
+    assert [stages[index].get_parameter("inner")[0].item() for index in (0, 1, 2)] == [0.0] * 3
+    for index in (1, 2):
+        stages[index].get_parameter("inner").grad = torch.full((2,), 10.0**index)
+    ties.gather()
+    ties.reduce()
+    gradient = stages[0].get_parameter("inner").grad
+    assert gradient is not None
+    assert gradient.tolist() == [110.0, 110.0]
+    assert ties.elsewhere == frozenset()

@@ -252,6 +252,18 @@ def test_a_pinned_kernel_runs_with_no_other_allowed(kernel: PinnedKernel) -> Non
     assert allowed == [kernel is FLASH, kernel is CUDNN, kernel is EFFICIENT]
 
 
+@pytest.mark.parametrize(
+    "spread",
+    [lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)],
+    ids=["every other number", "after the heads"],
+)
+def test_a_pinned_kernel_takes_features_that_lie_apart(spread: Callable[[Tensor], Tensor]) -> None:
+    parts = [heads(2, 5, 4, seed=seed) for seed in range(3)]
+    query, key, value = map(spread, parts)
+    assert 1 not in (query.stride(-1), key.stride(-1), value.stride(-1))
+    assert_close_values(FLASH.build(cuda())(query, key, value, None), attention(*parts))
+
+
 def test_a_pinned_kernel_compiles_into_one_graph() -> None:
     query, key, value = heads(2, 5, 4), heads(2, 5, 2, seed=1), heads(2, 5, 2, seed=2)
     function = FLASH.build(cuda())  # torch has a flash kernel for the CPU too

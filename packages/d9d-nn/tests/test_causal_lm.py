@@ -7,6 +7,7 @@ import torch
 from d9d_core.extend import JobError
 from d9d_core.plugin import Registry
 from d9d_nn import plugin
+from d9d_nn.causal_lm import perplexity
 from d9d_nn.causal_lm.config import CausalLMConfig, PerplexityConfig
 from d9d_nn.causal_lm.perplexity import Perplexity
 from d9d_nn.causal_lm.task import CausalLM
@@ -105,6 +106,13 @@ def test_perplexity_stays_on_its_device_when_it_starts_anew() -> None:
     metric.reset()
     assert all(tensor.is_meta for tensor in metric.state().values())
     assert metric.compute() == {}
+
+
+def test_perplexity_adds_up_in_the_widest_format_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(perplexity, "wide_dtype", lambda _device: torch.float32)  # as if there were no wider one
+    metric = Perplexity(PerplexityConfig())
+    metric.update({"token_loss": torch.zeros(2, 3, device="meta"), "targets": torch.zeros(2, 3, device="meta").long()})
+    assert [tensor.dtype for tensor in metric.state().values()] == [torch.float32] * 2
 
 
 def test_perplexity_of_another_task_says_what_is_missing() -> None:

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from d9d_nn.ops import linear_cross_entropy as op
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
 from hypothesis import given, settings
@@ -162,3 +164,19 @@ def test_under_autocast_it_is_a_bfloat16_head_with_gradients_in_float32(keep: bo
     assert (loss.dtype, hidden.grad.dtype, weight.grad.dtype) == (torch.float32,) * 3
     for tensor, other in zip((hidden, weight), narrow, strict=True):
         assert torch.equal(tensor.grad, other.grad.float())  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary", "rows"),
+    [("cpu", 1 << 10, 512), ("cpu", 1 << 17, 256), ("meta", 1 << 17, 1 << 11), ("meta", 1 << 30, 256)],
+)
+def test_a_chunk_is_as_large_as_the_device_can_use_and_never_tiny(
+    monkeypatch: pytest.MonkeyPatch, device: str, vocabulary: int, rows: int
+) -> None:
+    chosen: list[Any] = []
+    monkeypatch.setattr(
+        op, "_LinearCrossEntropy", SimpleNamespace(apply=lambda *arguments: chosen.append(arguments[3]))
+    )
+    one = torch.zeros(1, 1, device=device)
+    linear_cross_entropy(one, one.expand(vocabulary, 1), torch.zeros(1, dtype=torch.int64, device=device))
+    assert chosen == [rows]

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from d9d_core.errors import CheckpointError
+from d9d_weights.files import remote
 from d9d_weights.files.atomic import write_text
-from d9d_weights.files.local import LocalDraft, LocalStore
+from d9d_weights.files.local import LocalDirectory, LocalDraft, LocalStore
+from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import reason
 
 
@@ -38,6 +40,25 @@ def test_whatever_has_the_name_of_a_draft_is_removed(tmp_path: Path) -> None:
         assert list((tmp_path / ".a.tmp").iterdir()) == []
         (tmp_path / ".a.tmp").rmdir()
     assert list(secret.iterdir()) == [secret / "file"]
+
+
+def test_a_directory_lists_files_and_a_store_directories(tmp_path: Path) -> None:
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000002").touch()
+    (tmp_path / "model.safetensors").symlink_to("step-00000002")
+    assert LocalDirectory(tmp_path).names() == ["model.safetensors", "step-00000002"]
+    assert LocalStore(tmp_path).names() == ["step-00000001"]
+
+
+def test_an_address_that_is_refused_without_a_word_is_refused_with_the_kind_of_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_url: str) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(remote, "url_to_fs", refuse)
+    with pytest.raises(CheckpointError, match="cannot be kept at odd://x: NotImplementedError; use another address"):
+        open_store("odd://x")
 
 
 def test_a_checkpoint_that_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from d9d_core.types import TensorSpec
-from d9d_weights import Concatenate, Identity, StateGraph
+from d9d_weights import Concatenate, Identity, Parallel, Share, StateGraph
 from d9d_weights.hugging_face import load
 from torch import Tensor
 
@@ -26,6 +26,14 @@ def test_groups_count_the_bytes_of_their_outputs() -> None:
     sources = {"a": TensorSpec((2, 3), torch.float32), "b": TensorSpec((5,), torch.bfloat16)}
     graph = StateGraph(Identity(), sources)
     assert [(group.outputs, group.bytes) for group in graph.groups] == [(("a",), 24), (("b",), 10)]
+
+
+def test_outputs_that_share_any_source_are_one_group() -> None:
+    sources = {name: TensorSpec((1,), torch.float32) for name in ("a", "b", "c", "d")}
+    twice = Parallel(Share("b", ("b", "also b")), Identity())
+    graph = StateGraph(twice >> Parallel(Concatenate(["a", "b", "c"], "abc"), Identity()), sources)
+    found = {group.outputs: group.inputs for group in graph.groups}
+    assert found == {("abc", "also b"): ("a", "b", "c"), ("d",): ("d",)}
 
 
 class Source:

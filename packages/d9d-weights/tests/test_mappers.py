@@ -292,6 +292,7 @@ def specs(**shapes: tuple[int, ...]) -> dict[str, TensorSpec]:
         (Parallel(Rename("a", "x"), Rename("a", "y")), specs(a=(1,)), ["'a' is taken twice", "use Share"]),
         (Rename("a", "x"), specs(a=(1,), b=(1,), c=(1,)), ["nothing takes 'b'", "nothing takes 'c'", "Drop"]),
         (Rename("a", "x") >> Rename("c", "x"), specs(a=(1,), c=(1,)), ["'x' is made twice"]),
+        (Connect(Rename("a", "x"), Rename("b", "x")), specs(a=(1,), b=(1,)), ["'x' is made twice", "another mapper"]),
         (Connect(Rename("a", "b"), Rename("b", "a")), specs(c=(1,)), ["in a cycle", "needs 'a'", "needs 'b'"]),
         (Stack(["a", "b"], "s"), specs(a=(1,), b=(2,)), ["'b' is torch.float32 [2], 'a' is torch.float32 [1]"]),
         (Stack(["a"], "s", dim=2), specs(a=(1,)), ["no position 2"]),

@@ -176,6 +176,14 @@ PROBLEMS: dict[str, tuple[dict[str, bytes | None], str]] = {
         {FIRST: b"version https://git-lfs.github.com/spec/v1\n"},
         f"{FIRST} is a note by Git LFS.* 'git lfs pull'",
     ),
+    "longest git lfs": (
+        {FIRST: b"version https://git-lfs.github.com/spec/v1\n".ljust(1023)},
+        f"{FIRST} is a note by Git LFS.* 'git lfs pull'",
+    ),
+    "longer than git lfs": (
+        {FIRST: b"version https://git-lfs.github.com/spec/v1\n".ljust(1024)},
+        f"{FIRST} is damaged: it has 1024 bytes and claims",
+    ),
     "two indices": ({"other.safetensors.index.json": b"{}"}, "has several indices"),
     "two models": ({"model.safetensors": save({"a": torch.zeros(1)})}, f"has model.safetensors and also {INDEX}"),
 }

@@ -239,6 +239,12 @@ def test_sequence_length_must_be_a_multiple_of_the_padding(length: int, options:
         DocumentsConfig(sources=("a",), sequence_length=length)
 
 
+def test_samples_need_not_be_padded_to_a_multiple() -> None:
+    assert DocumentsConfig(sources=("a",), sequence_length=7, pad_multiple=1).pad_multiple == 1
+    with pytest.raises(ValidationError, match="greater than or equal to 1"):
+        DocumentsConfig(sources=("a",), sequence_length=7, pad_multiple=0)
+
+
 # --- files
 
 

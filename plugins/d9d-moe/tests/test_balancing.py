@@ -131,6 +131,13 @@ def test_scores_that_all_underflow_have_finite_gradients() -> None:
     assert logits.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("score", [0.0, 1e-30, 1e-21, 1e-10])
+def test_shares_of_scores_that_underflow_are_no_more_than_one(score: float) -> None:
+    scores = torch.full((2, EXPERTS), score)
+    shares = Choice(scores, scores, torch.zeros(2, TOP_K, dtype=torch.int64), 1).shares()
+    assert ((shares >= 0) & (shares <= 1)).all()
+
+
 # --- in the router
 
 LOSSES = (SequenceBalance(0.5), ZLoss(0.1))

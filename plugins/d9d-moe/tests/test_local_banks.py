@@ -9,6 +9,7 @@ import torch
 from d9d_core.extend import BuildError
 from d9d_moe.expert_parallel.dispatchers import experts_of
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
+from d9d_moe.expert_parallel.strategy import spread_bank
 from d9d_testing.world import World
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -28,7 +29,7 @@ class Bank(nn.Module):
         return x @ self.weight.T
 
 
-def outputs() -> tuple[list[float], list[float], list[float]]:
+def outputs() -> tuple[list[float], list[float], list[float], dict[str, list[int]]]:
     bank = Bank()
     compute_with_local_banks(bank)
     other = copy.deepcopy(bank)
@@ -37,13 +38,17 @@ def outputs() -> tuple[list[float], list[float], list[float]]:
     x = torch.ones(1, 3)
     first = bank(x)
     first.sum().backward()
-    return first.flatten().tolist(), other(x).flatten().tolist(), bank.weight.grad.to_local().flatten().tolist()
+    inner = nn.Sequential(nn.Linear(3, 4, device="meta"))
+    spread_bank(inner, bank.weight.device_mesh, "inner")
+    spread = {name: list(part.to_local().shape) for name, part in inner.named_parameters()}
+    return first.flatten().tolist(), other(x).flatten().tolist(), bank.weight.grad.to_local().flatten().tolist(), spread
 
 
 def test_each_rank_computes_with_its_own_experts_and_a_copy_with_the_copys(world: type[World]) -> None:
+    spread = {"0.weight": [2, 3], "0.bias": [2]}
     assert world(2).run(outputs) == [
-        ([3.0, 3.0], [0.0, 0.0], [1.0] * 6),
-        ([6.0, 6.0], [0.0, 0.0], [1.0] * 6),
+        ([3.0, 3.0], [0.0, 0.0], [1.0] * 6, spread),
+        ([6.0, 6.0], [0.0, 0.0], [1.0] * 6, spread),
     ]
 
 

@@ -47,8 +47,9 @@ def test_pattern_without_a_match_names_near_parameters() -> None:
 
 
 def test_pattern_far_from_everything_still_shows_names() -> None:
-    with pytest.raises(BuildError, match="near names: model"):
-        group_parameters(config(GroupRule(match="zzz", lr_scale=2)), parameters())
+    named = {name: nn.Parameter(torch.zeros(1)) for name in "abcd"}
+    with pytest.raises(BuildError, match=r"near names: a, b, c \(\*"):
+        group_parameters(config(GroupRule(match="zzz", lr_scale=2)), named)
 
 
 def test_pattern_shadowed_by_earlier_groups_is_an_error() -> None:
@@ -82,6 +83,9 @@ def test_description_names_groups_rates_and_parameters() -> None:
     [
         ({"lr": -1.0}, "greater than or equal to 0"),
         ({"lr": float("nan")}, "finite|greater"),
+        ({"lr": float("inf")}, "finite"),
+        ({"weight_decay": -1.0}, "greater than or equal to 0"),
+        ({"weight_decay": float("inf")}, "finite"),
         ({"betas": (0.9, 1.0)}, "not in"),
         ({"groups": [{"match": "*"}]}, "changes nothing"),
         ({"groups": [{"match": "*", "weight_decay": None}]}, "changes nothing"),

@@ -7,10 +7,13 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from d9d_core.extend import Forward, StepState, parse_programs
+from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.pair_runner import PairRunner
 from d9d_pipeline.overlap.streams import StageStreams
 from d9d_pipeline.overlap.yield_points import BlockHook, YieldPoints
@@ -335,3 +338,21 @@ def test_streams_do_nothing_without_a_gpu() -> None:
     streams.handoff([x], None, 0)
     streams.join()
     assert x.sum() == 2
+
+
+def test_streams_fork_before_the_first_action_of_a_step_and_join_once_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(StageStreams, "fork", lambda _self: done.append("fork"))
+    monkeypatch.setattr(StageStreams, "join", lambda _self: done.append("join"))
+    runner: Any = SimpleNamespace(stages={}, topology=SimpleNamespace(device=CPU))
+    pairs = OverlapHandlers(runner, {Forward: lambda action, _state: done.append(str(action))})
+    ((first, second),) = parse_programs("F0.0 F0.1")
+    for step in range(2):
+        state = StepState(step, [], {})
+        pairs.on_stream(first, state)
+        pairs.on_stream(second, state)
+        for end in state.ends:
+            end()
+    assert done == ["fork", "F0.0", "F0.1", "join"] * 2

@@ -12,6 +12,7 @@ import torch
 from d9d_core.extend import Overlap, PluginConfig
 from d9d_pipeline.overlap.handlers import OverlapHandlers
 from d9d_pipeline.overlap.pair_runner import PairRunner
+from d9d_pipeline.overlap.yielding_dispatcher import YieldingDispatcher
 from d9d_pipeline.runtime.handlers import SequentialPairs, handlers
 from d9d_testing.world import World
 from torch import Tensor, nn
@@ -47,6 +48,16 @@ def test_pairs_run_at_once_where_there_is_communication_to_hide(layer: nn.Module
     )
     pair: Any = handlers(PluginConfig(name="dual_pipe_v"), runner)[Overlap]
     assert isinstance(pair.__self__, OverlapHandlers if overlaps else SequentialPairs)
+
+
+def test_only_layers_with_experts_on_other_ranks_yield_where_they_send() -> None:
+    near, far = Spread(None), Spread("ep")
+    dispatchers = near.dispatcher, far.dispatcher
+    runner = PairRunner({0: nn.Sequential(near, far)}, CPU)
+    assert near.dispatcher is dispatchers[0]
+    assert isinstance(far.dispatcher, YieldingDispatcher)
+    runner.close()
+    assert (near.dispatcher, far.dispatcher) == dispatchers
 
 
 class Block(nn.Module):

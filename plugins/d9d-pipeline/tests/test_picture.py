@@ -72,6 +72,14 @@ def test_stages_of_a_rank_have_shades_and_the_legend_names_what_is_there() -> No
     assert "pale to dark: first to last stage of a rank" in shown
 
 
+def test_every_box_has_a_colour_where_ranks_have_different_numbers_of_stages() -> None:
+    programs = parse_programs("F0.0 S>0.0 R<0.0 B0.0 R0\nR>1.0 F1.0 F2.0 B2.0 R2 B1.0 S<1.0 R1")
+    picture = draw(simulate(programs), "uneven")
+    (styles,) = elements(picture, "style")
+    for box in boxes(picture):
+        assert f".{box.get('class', '').split()[1]}{{fill:#" in (styles.text or "")
+
+
 def test_it_says_what_it_shows_and_how_good_it_is() -> None:
     step = simulate(dual_pipe_v(2, 4))
     picture = draw(step, "dual <pipe> & co")

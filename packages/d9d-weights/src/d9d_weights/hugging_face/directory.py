@@ -28,7 +28,7 @@ from d9d_weights.hugging_face.layout import (
     refuse_pickles,
 )
 
-#: What git leaves instead of a large file that was not downloaded: a note of this size at most.
+#: What git leaves instead of a large file that was not downloaded: a note smaller than this.
 _LFS = b"version https://git-lfs"
 _LFS_BYTES = 1024
 

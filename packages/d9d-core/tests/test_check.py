@@ -1,0 +1,37 @@
+"""``d9d check`` where the installed packages cannot check all of a job."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import d9d_testing.toy.plugin as toy
+import pytest
+from d9d_core.cli.check import check_job
+from d9d_core.job import JobFile
+from d9d_core.plugin import JobCheckSpec, Ref, Registry, hookimpl
+from d9d_core.plugin.policy import FOUNDATION
+
+JOB = {"steps": 3, "model": "toy_model", "data": "toy_data", "task": "toy_task", "optimizer": "toy_optimizer"}
+SUMMARY = "Model, strategies, kernels and memory, without a GPU."
+
+
+def registry(**options: Any) -> Registry:
+    """The toy plugin and one check of a plugin, as where d9d-core is installed without d9d-engine."""
+
+    @hookimpl
+    def d9d_job_checks() -> list[JobCheckSpec]:
+        return [JobCheckSpec(name="mine", summary="Mine.", run=Ref("builtins:print"), **options)]
+
+    found = Registry.of(toy, SimpleNamespace(d9d_job_checks=d9d_job_checks, __name__="acme")).entries()
+    return Registry(entry for entry in found if entry.origin.distribution not in FOUNDATION)
+
+
+def test_what_the_checks_of_plugins_leave_out_is_said_beside_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    check_job(JobFile.from_values(JOB, registry=registry()), None)
+    out = capsys.readouterr().out
+    assert f"not checked (to check it: pip install d9d-engine): {SUMMARY}" in out
+    assert "Mine." not in out  # it ran
+    rows = [line.split() for line in out.splitlines()]
+    assert ["mesh", *str(JobFile.from_values(JOB, registry=registry()).mesh).split()] in rows
+    assert ["model", "toy_model", "d9d_testing.toy.plugin"] in rows

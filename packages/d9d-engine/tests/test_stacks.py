@@ -1,0 +1,95 @@
+"""What a process does, as its stacks tell."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_engine.supervision.stacks import doing
+
+TORCH = Path(torch.__file__).parent
+
+
+def seen_while(call: Callable[[], object]) -> str:
+    """What another thread sees the main thread do during the call."""
+    found: list[str] = []
+
+    def look() -> None:
+        time.sleep(0.1)
+        found.append(doing(TORCH).where)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    call()
+    thread.join()
+    return found[0]
+
+
+def test_a_call_that_has_no_frame_is_known_by_its_line() -> None:
+    event = _Native()
+    assert seen_while(lambda: event.wait(0.3)).startswith("waits in wait(...) at ")
+
+
+#: Calls a function as torch's autograd does.
+BACKWARD: dict[str, Any] = {}
+exec(compile("def _engine_run_backward(call): call()", str(TORCH / "autograd" / "graph.py"), "exec"), BACKWARD)
+
+
+def works_on(call: Callable[[], object]) -> None:
+    call()
+
+
+@pytest.mark.parametrize(
+    ("calls", "seen"),
+    [(BACKWARD["_engine_run_backward"], "waits in wait(...) at "), (works_on, "not in a collective, but at ")],
+)
+def test_a_thread_that_waits_hides_the_main_one_only_during_a_backward(calls: Any, seen: str) -> None:
+    found: list[str] = []
+    looked, ended = threading.Lock(), threading.Lock()
+
+    def hold() -> None:
+        native = SimpleNamespace(wait=ended.acquire)
+        native.wait()
+
+    def look() -> None:
+        while not {"hold", calls.__name__} <= {frame.f_code.co_name for frame in sys._current_frames().values()}:
+            pass
+        found.append(doing(TORCH).where)
+        looked.release()
+
+    looked.acquire()
+    ended.acquire()
+    threads = [threading.Thread(target=hold), threading.Thread(target=look)]
+    for thread in threads:
+        thread.start()
+    calls(partial(looked.acquire, timeout=30))
+    ended.release()
+    for thread in threads:
+        thread.join()
+    assert found[0].startswith(seen)
+    assert re.search(f" {'/'.join(Path(__file__).parts[-3:])}:\\d+ \\(", found[0])
+
+
+class _Native:
+    """Waits in C, as a collective's handle does."""
+
+    wait = staticmethod(time.sleep)
+
+
+def test_user_code_called_by_torch_is_user_code() -> None:
+    class Sleeps(torch.nn.Module):
+        def forward(self) -> None:
+            time.sleep(0.3)
+
+    where = seen_while(Sleeps())
+    assert where.startswith("not in a collective, but at ")
+    assert where.endswith("(forward)")
