@@ -57,7 +57,9 @@ def test_low_rank_terms_train_alike_in_pipelines_that_split_the_backward(table: 
 
 @pytest.mark.thorough
 def test_low_rank_terms_beside_experts_train_alike_where_experts_are_spread(table: ModuleType, tmp_path: Path) -> None:
-    assert_passed(harness(table, tmp_path / "corpus", table.EXPERTS, LORA).compare(EXPERTS))
+    peft = {**LORA, "targets": ["all-linear", "*.experts.gate_proj", "down_proj"]}
+    layouts = [*EXPERTS, piped("zb1p", {"dp_shard": 2, "ep": 2}, "fsdp", "expert_parallel")]
+    assert_passed(harness(table, tmp_path / "corpus", table.EXPERTS, peft).compare(layouts))
 
 
 @pytest.mark.thorough

@@ -171,6 +171,23 @@ class Dispatcher(Protocol):
 
 
 @runtime_checkable
+class HasBanks(Protocol):
+    """``model:banks``: the module multiplies rows with banks of matrices, one matrix for each expert.
+
+    A fine-tuning method adds a term to a product: a module that is called with the same rows, counts and ``spare_rows``
+    as the product, and whose result is added to it. Of the term's parameters, too, dimension 0 is the expert.
+    """
+
+    def banks(self) -> Mapping[str, nn.Parameter]:
+        """Banks by their name relative to this module, each [experts, features in, features out]."""
+        ...
+
+    def bank_terms(self) -> nn.ModuleDict:
+        """Terms by the name of their bank; empty until a method adds some."""
+        ...
+
+
+@runtime_checkable
 class AddsLosses(Protocol):
     """``model:losses``: the module adds terms of its own to the task's loss.
 
@@ -279,6 +296,7 @@ TRAITS: Mapping[str, type] = {
     "model:tensor_parallel": TensorParallelizable,
     "model:context_parallel": ContextParallelizable,
     "model:experts": HasExperts,
+    "model:banks": HasBanks,
     "model:losses": AddsLosses,
     "model:tallies": HasTallies,
     "model:adapts": Adapts,

@@ -23,7 +23,7 @@ class LoraConfig(PluginConfig):
     """Selects the plugin."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Layers that get a term: ``all-linear``, last parts of names (``q_proj``), or patterns over whole names
-    (``layers.1?.attention.*``)."""
+    (``layers.1?.attention.*``). Banks of experts count where a pattern names them."""
     exclude: tuple[str, ...] = ()
     """Layers that get none although they are targets, written alike."""
     r: int = Field(default=16, ge=1)

@@ -45,5 +45,5 @@ def d9d_models() -> Iterable[ModelSpec]:
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
         tiny=Ref("d9d_qwen3.moe_config:tiny"),
         provides=_PROVIDES
-        | {"model:adapts", "model:layout_dependent", "model:experts", "model:losses", "model:tallies"},
+        | {"model:adapts", "model:banks", "model:layout_dependent", "model:experts", "model:losses", "model:tallies"},
     )

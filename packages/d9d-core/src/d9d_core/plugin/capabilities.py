@@ -32,6 +32,7 @@ MODEL_TRAITS = (
     "ops",
     "divisible",
     "experts",
+    "banks",
     "losses",
     "tallies",
     "adapts",

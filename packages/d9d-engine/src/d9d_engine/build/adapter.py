@@ -31,12 +31,13 @@ _ONE_FILE = 2**62
 
 
 def save_adapter(
-    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
 ) -> Callable[[Path], None] | None:
     """Function that writes the adapter into a directory, collective over all ranks; ``None`` if there is none.
 
     Raises:
         JobError: the job asks for the adapter alone, and its method has none in a file of its own.
+        CheckpointError: likewise, and what this method added has no place in such a file.
     """
     method: object = assembly.peft
     if not isinstance(method, AdapterFormat):
@@ -44,10 +45,16 @@ def save_adapter(
             chosen = f"peft method {selection.peft.entry} has" if selection.peft else "a job without peft has"
             raise JobError(f"export is 'adapter', but {chosen} no adapter files; set export to true")
         return None
-    published = _published(job, selection, assembly)
-    base = job.model.pretrained if isinstance(job.model, ModelConfig) else None
-    config = {"base_model_name_or_path": base or ""} | method.adapter_config(assembly.full_model, published)
-    graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _injected(assembly))
+    try:
+        published = _published(job, selection, assembly)
+        base = job.model.pretrained if isinstance(job.model, ModelConfig) else None
+        config = {"base_model_name_or_path": base or ""} | method.adapter_config(assembly.full_model, published)
+        graph = StateGraph(method.adapter_exporter(assembly.full_model, published), _injected(assembly))
+    except CheckpointError as error:
+        if job.export == "adapter":
+            raise
+        note(f"warning: no adapter is going to be written: {error}")
+        return None
 
     def save(directory: Path) -> None:
         tensors = model_tensors(assembly.model)

@@ -194,7 +194,7 @@ def build(
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, beside_weights, kept_fields),
+        export=exporter(job, selection, assembly, topology, stream, beside_weights, kept_fields, note),
         interrupts=interrupts,
         events=events,
         note=note,

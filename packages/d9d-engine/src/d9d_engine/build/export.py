@@ -31,6 +31,7 @@ def exporter(
     stream: DataStream,
     beside_weights: Mapping[str, bytes],
     kept_fields: Mapping[str, Any],
+    note: Callable[[str], None],
 ) -> Callable[[], None] | None:
     """Function that writes what the job asks for; collective over all ranks. ``None`` if it asks for nothing.
 
@@ -42,6 +43,7 @@ def exporter(
         stream: writes the tokenizer's files.
         beside_weights: files that lay beside the weights that training started from, by name.
         kept_fields: fields of their ``config.json`` that hold for the trained model, too.
+        note: prints a warning.
     """
     if not job.export or not isinstance(selection.model.spec, ModelSpec):
         return None
@@ -50,7 +52,7 @@ def exporter(
         writes["model"] = partial(
             _write_model, job, selection.model.spec, assembly, topology, stream, beside_weights, kept_fields
         )
-    if adapter := save_adapter(job, selection, assembly, topology):
+    if adapter := save_adapter(job, selection, assembly, topology, note):
         writes["adapter"] = adapter
 
     def export() -> None:

@@ -37,6 +37,7 @@ class GroupedSwiGLU(nn.Module):
         self.into = _linear(hidden_size, intermediate_size, experts)
         self.out_of = _linear(intermediate_size, hidden_size, experts)
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
+        self.terms = nn.ModuleDict()
         self._deferral: Deferral | None = None
         self.reset_parameters()
 
@@ -49,6 +50,14 @@ class GroupedSwiGLU(nn.Module):
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the grouped products and of the gate."""
         return {"into": self.into, "out_of": self.out_of, "silu_mul": self.silu_mul}
+
+    def banks(self) -> Mapping[str, nn.Parameter]:
+        """Banks of all three projections."""
+        return {"gate_proj": self.gate_proj, "up_proj": self.up_proj, "down_proj": self.down_proj}
+
+    def bank_terms(self) -> nn.ModuleDict:
+        """Terms that a fine-tuning method added to products."""
+        return self.terms
 
     def defer_to(self, deferral: Deferral | None) -> Collection[str]:
         """Defer the weight gradients of all three banks, if the backend of the products can."""
@@ -66,11 +75,13 @@ class GroupedSwiGLU(nn.Module):
         Returns:
             [R, H].
         """
-        how = {"spare_rows": spare_rows, "deferral": self._deferral}
-        gate = self.into(tokens, self.gate_proj, counts, **how)
-        up = self.into(tokens, self.up_proj, counts, **how)
-        out: Tensor = self.out_of(self.silu_mul(gate, up), self.down_proj, counts, **how)
-        return out
+        gate = self._product(self.into, "gate_proj", tokens, counts, spare_rows)
+        up = self._product(self.into, "up_proj", tokens, counts, spare_rows)
+        return self._product(self.out_of, "down_proj", self.silu_mul(gate, up), counts, spare_rows)
+
+    def _product(self, slot: OpSlot, bank: str, rows: Tensor, counts: Tensor, spare_rows: bool) -> Tensor:
+        out: Tensor = slot(rows, getattr(self, bank), counts, spare_rows=spare_rows, deferral=self._deferral)
+        return out + self.terms[bank](rows, counts, spare_rows=spare_rows) if bank in self.terms else out
 
 
 def _linear(in_features: int, out_features: int, experts: int) -> OpSlot:

@@ -10,6 +10,8 @@ import torch
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 
+from d9d_peft.lora.dropout import dropped, layout_dependence
+
 #: Children that a term adds to a layer; the names are those of the ``peft`` library.
 LORA_A, LORA_B = "lora_A", "lora_B"
 
@@ -42,14 +44,12 @@ class _Adapted:
 
     def layout_dependence(self) -> Sequence[str]:
         """Dropout, if there is any."""
-        why = "dropout of low-rank terms draws for each microbatch as a whole"
-        return [why] if self.lora_dropout else []
+        return layout_dependence(self.lora_dropout)
 
     def lora_term(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]: ``scale * B A dropout(x)`` (section 4.1)."""
         training = self.training  # type: ignore[attr-defined]
-        dropped = nn.functional.dropout(x, self.lora_dropout, training) if self.lora_dropout else x
-        term: Tensor = self.lora_B(self.lora_A(dropped))
+        term: Tensor = self.lora_B(self.lora_A(dropped(x, self.lora_dropout, training)))
         return term * self.lora_scale
 
 

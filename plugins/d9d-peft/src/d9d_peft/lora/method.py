@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from d9d_core.extend import BuildError
+from d9d_core.extend import BuildError, CheckpointError, HasBanks, modules_with
 from d9d_weights import Mapper
-from torch import nn
+from torch import Tensor, nn
 
 from d9d_peft.config import ALL_LINEAR, LoraConfig
 from d9d_peft.lora import files
-from d9d_peft.lora.linear import LORA_A, LORA_B, adapt, adapted_layers, is_adapted, merge
+from d9d_peft.lora.banks import GroupedTerm
+from d9d_peft.lora.linear import adapt, adapted_layers, is_adapted, merge
 from d9d_peft.patterns import matches, select
 
 
 class Lora:
-    """Method that adds a low-rank term to linear layers and trains nothing else."""
+    """Method that adds low-rank terms to linear layers and banks of experts, and trains nothing else."""
 
     def __init__(self, config: LoraConfig) -> None:
         self._config = config
@@ -26,28 +27,30 @@ class Lora:
         """Add the terms, which train.
 
         Raises:
-            BuildError: a pattern matches no linear layer, nothing is left of what they match, or the rank is larger
-                than a matrix.
+            BuildError: a pattern matches nothing that could have a term, nothing is left of what they match, or the
+                rank is larger than a matrix.
         """
-        linears = _linears(stage)
-        names = self._targets(linears)
+        linears, banks = _linears(stage), _banks(stage)
+        names = self._targets(linears.keys(), banks.keys())
+        self._check_rank({name: linears[name].weight if name in linears else banks[name][1] for name in names})
+        config, own = self._config, {name for name, _ in stage.named_parameters()}
         for name in names:
-            layer = linears[name]
-            smaller = min(layer.in_features, layer.out_features)
-            if self._config.r > smaller:
-                raise BuildError(
-                    f"peft.r: a rank of {self._config.r} is larger than the matrix of '{name}' "
-                    f"[{layer.out_features}, {layer.in_features}]; use at most {smaller}, or exclude that layer"
-                )
-        for name in names:
-            config = self._config
-            adapt(linears[name], self._kinds, rank=config.r, scale=config.scale, dropout=config.dropout)
-        return frozenset(f"{name}.{child}.weight" for name in names for child in (LORA_A, LORA_B))
+            if name in linears:
+                adapt(linears[name], self._kinds, rank=config.r, scale=config.scale, dropout=config.dropout)
+            else:
+                terms, bank = banks[name]
+                terms[name.rpartition(".")[2]] = GroupedTerm(bank, config.r, config.scale, config.dropout)
+        return frozenset(name for name, _ in stage.named_parameters() if name not in own)
 
     def merge(self, stage: nn.Module) -> None:
         """Fold the terms into the weights. Collective over the ranks that share them."""
         for _, layer in list(adapted_layers(stage)):
             merge(layer)
+        for module in modules_with(stage, HasBanks).values():
+            for name, term in list(module.bank_terms().items()):
+                if isinstance(term, GroupedTerm):
+                    term.merge_into(module.banks()[name])
+                    del module.bank_terms()[name]
 
     @property
     def init_from(self) -> str | None:
@@ -55,7 +58,7 @@ class Lora:
         return self._config.init_from
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
-        """Contents of ``adapter_config.json``; see :class:`d9d_weights.hugging_face.adapter.AdapterFormat`."""
+        """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
         return files.config_json(self._config, self._modules(stage, published))
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
@@ -71,26 +74,47 @@ class Lora:
         files.check_config(self._config, config_json)
 
     def _modules(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
+        if any(isinstance(module, GroupedTerm) for module in stage.modules()):
+            raise CheckpointError("terms of experts are in no adapter's file; export the merged model")
         return files.modules_of([name for name, _ in adapted_layers(stage)], published)
 
-    def _targets(self, linears: Mapping[str, nn.Linear]) -> list[str]:
-        config = self._config
-        if not linears:
+    def _targets(self, linears: Iterable[str], banks: Iterable[str]) -> list[str]:
+        config, names = self._config, [*linears, *banks]
+        if not names:
             raise BuildError("peft.targets: the model has no linear layers without a term")
         patterns = [pattern for pattern in config.targets if pattern != ALL_LINEAR]
-        chosen = select(linears, patterns, "peft.targets", "linear layers")
+        chosen = set(select(names, patterns, "peft.targets", "linear layers"))
         if ALL_LINEAR in config.targets:
-            chosen = list(linears)
+            chosen |= set(linears)
         if config.exclude:
-            select(linears, config.exclude, "peft.exclude", "linear layers")
-        chosen = [name for name in chosen if not any(matches(name, pattern) for pattern in config.exclude)]
-        if not chosen:
+            select(names, config.exclude, "peft.exclude", "linear layers")
+        left = [n for n in names if n in chosen and not any(matches(n, pattern) for pattern in config.exclude)]
+        if not left:
             raise BuildError("peft.exclude: it leaves nothing of peft.targets; exclude less")
-        return chosen
+        return left
+
+    def _check_rank(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            shape = list(weight.shape[-2:])
+            if self._config.r > min(shape):
+                raise BuildError(
+                    f"peft.r: a rank of {self._config.r} is larger than the matrix of '{name}' {shape}; "
+                    f"use at most {min(shape)}, or exclude that layer"
+                )
 
 
 def _linears(stage: nn.Module) -> dict[str, nn.Linear]:
     """Linear layers without a term, by name; those inside of terms are none of the model's."""
     layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
-    adapted = [f"{name}." for name, _ in adapted_layers(stage)]
-    return {n: m for n, m in layers.items() if not is_adapted(m) and not n.startswith(tuple(adapted))}
+    adapted = tuple(f"{name}." for name, _ in adapted_layers(stage))
+    return {name: m for name, m in layers.items() if not is_adapted(m) and not name.startswith(adapted)}
+
+
+def _banks(stage: nn.Module) -> dict[str, tuple[nn.ModuleDict, nn.Parameter]]:
+    """Banks of experts without a term, by name: where a term goes, and the bank [experts, in, out]."""
+    return {
+        f"{name}.{bank}": (module.bank_terms(), parameter)
+        for name, module in modules_with(stage, HasBanks).items()
+        for bank, parameter in module.banks().items()
+        if bank not in module.bank_terms()
+    }

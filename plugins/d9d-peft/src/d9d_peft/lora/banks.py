@@ -1,0 +1,70 @@
+"""Low-rank terms beside banks of experts. Shapes: R rows, E experts, I features in, O features out, r rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from d9d_core.extend import Deferral, OpSlot
+from d9d_nn.ops.grouped_linear import grouped_linear
+from torch import Tensor, nn
+
+from d9d_peft.lora.dropout import dropped, layout_dependence
+
+
+class GroupedTerm(nn.Module):
+    """Term of one bank: ``scale * dropout(x) A[e] B[e]`` for the rows x of each expert e.
+
+    Args:
+        bank: [E, I, O], on any device.
+        rank: r.
+        scale: factor of the term.
+        dropout: fraction of the inputs that is dropped while training.
+    """
+
+    def __init__(self, bank: Tensor, rank: int, scale: float, dropout: float) -> None:
+        super().__init__()
+        experts, features_in, features_out = bank.shape
+        self.lora_scale, self.lora_dropout = scale, dropout
+        self.lora_A = nn.Parameter(bank.new_empty(experts, features_in, rank))
+        self.lora_B = nn.Parameter(bank.new_empty(experts, rank, features_out))
+        self.down = _product(features_in, rank, experts)
+        self.up = _product(rank, features_out, experts)
+        self._deferral: Deferral | None = None
+
+    def reset_parameters(self) -> None:
+        """Draw A from U(-1/sqrt(I), 1/sqrt(I)), and zero B."""
+        bound = self.lora_A.shape[1] ** -0.5
+        nn.init.uniform_(self.lora_A, -bound, bound)
+        nn.init.zeros_(self.lora_B)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of both products."""
+        return {"down": self.down, "up": self.up}
+
+    def defer_to(self, deferral: Deferral | None) -> Collection[str]:
+        """Defer the weight gradients of both factors."""
+        self._deferral = deferral
+        return ("lora_A", "lora_B")
+
+    def layout_dependence(self) -> Sequence[str]:
+        """Dropout, if there is any."""
+        return layout_dependence(self.lora_dropout)
+
+    def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:
+        """Map [R, I], sorted by expert, to [R, O]; see :func:`d9d_nn.ops.grouped_linear.grouped_linear`."""
+        how = {"spare_rows": spare_rows, "deferral": self._deferral}
+        inner = self.down(dropped(rows, self.lora_dropout, self.training), self.lora_A, counts, **how)
+        out: Tensor = self.up(inner, self.lora_B, counts, **how)
+        return out * self.lora_scale
+
+    @torch.no_grad()
+    def merge_into(self, bank: nn.Parameter) -> None:
+        """Fold the term into its bank; computed in float32 or wider. Collective over the ranks that share the bank."""
+        wide = torch.promote_types(bank.dtype, torch.float32)
+        term = torch.bmm(self.lora_A.to(wide), self.lora_B.to(wide))
+        bank.copy_((bank.to(wide) + self.lora_scale * term).to(bank.dtype))
+
+
+def _product(features_in: int, features_out: int, experts: int) -> OpSlot:
+    return OpSlot("grouped_linear", grouped_linear, in_features=features_in, out_features=features_out, experts=experts)
