@@ -20,7 +20,8 @@ from d9d_core.extend import DataError
 
 from d9d_data.config import CorpusConfig
 from d9d_data.corpus.npy_writer import NpyWriter
-from d9d_data.sources.document import Document
+from d9d_data.sources.document import Piece, texts_of
+from d9d_data.sources.lines import Reject, refuse
 from d9d_data.tokenizer.base import TextTokenizer
 from d9d_data.tokenizer.select import make_tokenizer
 
@@ -31,30 +32,50 @@ SPLITS: tuple[Split, Split] = ("train", "held_out")
 _BATCH_CHARACTERS = 2_000_000
 
 
-def tokenise(config: CorpusConfig, documents: Sequence[Document], directory: Path) -> dict[str, Any]:
+class Skips:
+    """Counter of the malformed documents that are left out, which keeps what is wrong with the first."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = ""
+
+    def __call__(self, message: str) -> None:
+        """Count a document."""
+        self.count += 1
+        self.first = self.first or message
+
+
+def tokenise(config: CorpusConfig, pieces: Sequence[Piece], directory: Path) -> dict[str, Any]:
     """Tokenise a corpus: make the tokenizer, encode all documents, and write everything into ``directory``.
 
     Returns:
-        The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token.
+        The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token,
+        ``skipped`` malformed documents and what is wrong with the first of them.
 
     Raises:
         DataError: a file cannot be read, the tokenizer is none, there is no text, or no document is set aside.
     """
-    training_texts = (text for text, split in _texts(documents, config.held_out) if split == "train")
+    skips, skipped_before = Skips(), Skips()
+    skip = config.malformed == "skip"
+    training_texts = (
+        text for text, split in _texts(pieces, config.held_out, skipped_before if skip else refuse) if split == "train"
+    )
     tokenizer = make_tokenizer(config.tokenizer, config.end_of_text, training_texts)
     tokenizer.save(directory / "tokenizer")
-    counts = _encode(tokenizer, documents, config.held_out, directory)
+    counts = _encode(tokenizer, pieces, config.held_out, directory, skips if skip else refuse)
     facts = {
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.description,
         "unigram_entropy": unigram_entropy(counts),
+        "skipped": skips.count,
+        "first_skipped": skips.first,
     }
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
 
 def _encode(
-    tokenizer: TextTokenizer, documents: Sequence[Document], held_out: float, directory: Path
+    tokenizer: TextTokenizer, pieces: Sequence[Piece], held_out: float, directory: Path, reject: Reject
 ) -> npt.NDArray[np.int64]:
     """Write the token files and return how often each id stands in the train split: [vocabulary]."""
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
@@ -62,9 +83,9 @@ def _encode(
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     end = np.asarray([tokenizer.end_of_text_id])
     with ExitStack() as stack:
-        advance = stack.enter_context(progress_bar("tokenising", len(documents)))
+        advance = stack.enter_context(progress_bar("tokenising", len(pieces)))
         writers = {split: stack.enter_context(NpyWriter(directory / f"{split}.tokens.npy", dtype)) for split in SPLITS}
-        for batch in _batches(_texts(documents, held_out)):
+        for batch in _batches(_texts(pieces, held_out, reject)):
             for ids, (_, split) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
                 document = np.concatenate([ids, end])
                 writers[split].append(document)
@@ -72,21 +93,21 @@ def _encode(
                 if split == "train":
                     counts += np.bincount(document, minlength=len(counts))
             advance(len(batch))
-    _check_splits({split: len(places) - 1 for split, places in starts.items()}, held_out, len(documents))
+    _check_splits({split: len(places) - 1 for split, places in starts.items()}, held_out, len(pieces))
     for split, places in starts.items():
         np.save(directory / f"{split}.starts.npy", np.asarray(places, dtype=np.int64), allow_pickle=False)
     return counts
 
 
-def _texts(documents: Iterable[Document], held_out: float) -> Iterator[tuple[str, Split]]:
+def _texts(pieces: Iterable[Piece], held_out: float, reject: Reject) -> Iterator[tuple[str, Split]]:
     """Documents that hold text. Every (1 / held_out)-th is set aside, spread evenly over the corpus."""
     index = 0
-    for document in documents:
-        text = document.text()
-        if text.strip():
-            aside = int((index + 1) * held_out) > int(index * held_out)
-            yield text, "held_out" if aside else "train"
-            index += 1
+    for piece in pieces:
+        for text in texts_of(piece, reject):
+            if text.strip():
+                aside = int((index + 1) * held_out) > int(index * held_out)
+                yield text, "held_out" if aside else "train"
+                index += 1
 
 
 def _batches(texts: Iterable[tuple[str, Split]]) -> Iterator[list[tuple[str, Split]]]:
