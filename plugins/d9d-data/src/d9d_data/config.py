@@ -34,6 +34,9 @@ class CorpusConfig(PluginConfig):
     malformed: Literal["error", "skip"] = "error"
     """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
     counted."""
+    digest: Literal["sampled", "full"] = "sampled"
+    """How a corpus of more than 64 MiB is recognised as prepared: by size, time of change and samples of each file; or
+    by all bytes."""
     tokenizer: str | BpeTokenizer = "bytes"
     """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents."""
     end_of_text: str | None = Field(default=None, min_length=1)

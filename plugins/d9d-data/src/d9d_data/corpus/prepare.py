@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,14 @@ from d9d_core.extend import DataError, parse_json, read_regular
 
 from d9d_data.config import CorpusConfig, DocumentsConfig
 from d9d_data.corpus.cache import cached_directory, file_digests
+from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
-from d9d_data.sources.document import STRUCTURED, Piece, check_field, topics_digest
+from d9d_data.sources.document import STRUCTURED, Piece, check_field
 from d9d_data.sources.find import find_files
-from d9d_data.sources.opening import SourceFile, open_stored
-from d9d_data.tokenizer.select import tokenizer_identity
+from d9d_data.sources.opening import SourceFile
 
-#: Part of the cache key; raise it when the layout, or how tokens are made, changes.
-FORMAT = 2
 #: Files whose reading is announced.
 _MANY = 10_000
-_BLOCK = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +98,13 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
     amount = _amount(files)
     if len(files) >= _MANY:
         note(f"reading {amount} from {', '.join(config.sources)}, to see whether they are prepared")
-    key = _key(config, pieces)
+    key = corpus_key(config, pieces)
 
     def build(directory: Path) -> None:
         begin = time.perf_counter()
         note(f"preparing {amount} from {', '.join(config.sources)}; this happens once")
         facts = tokenise(config, pieces, directory)
-        if _key(config, pieces) != key:
+        if corpus_key(config, pieces) != key:
             raise DataError("data.sources: a file changed while it was being read; start again when all are in place")
         if facts["skipped"]:
             note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
@@ -127,31 +123,6 @@ def _field_of(config: CorpusConfig, file: SourceFile) -> str | None:
 def _amount(files: Sequence[SourceFile]) -> str:
     """Amount of files for notes; a text file is a document, and of others nobody knows yet how many they hold."""
     return f"{len(files):,} {'documents' if all(file.format == 'text' for file in files) else 'files'}"
-
-
-def _key(config: CorpusConfig, pieces: Iterable[Piece]) -> str:
-    settings = {
-        "format": FORMAT,
-        "tokenizer": tokenizer_identity(config.tokenizer),
-        "end_of_text": config.end_of_text,
-        "held_out": config.held_out,
-        "malformed": config.malformed,
-    }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for piece in pieces:
-        # The same bytes may be read in several ways.
-        digest.update(f"{piece.file.format} {piece.file.compression} {piece.field} {_content(piece.file)}\n".encode())
-    return f"text-{digest.hexdigest()[:32]}"
-
-
-def _content(file: SourceFile) -> str:
-    if file.format == "topics":
-        return topics_digest()
-    with open_stored(file.address) as stored:
-        digest = hashlib.sha256()
-        while block := stored.read(_BLOCK):
-            digest.update(block)
-        return digest.hexdigest()
 
 
 def _files_of(split: Split) -> tuple[str, str]:
