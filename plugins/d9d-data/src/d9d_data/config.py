@@ -51,6 +51,9 @@ class CorpusConfig(PluginConfig):
     """Visit the samples of each epoch in an order drawn from the seed; false keeps the order of the sources."""
     workers: int = Field(default=0, ge=0)
     """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
+    preparation_workers: int | None = Field(default=None, ge=0, le=1024)
+    """Processes that tokenise a corpus of more than 64 MiB, once; 0 tokenises in this process; if absent as many as
+    there are cores, and at most 8. Has no say in the tokens."""
 
     @field_validator("sources", mode="before")
     @classmethod

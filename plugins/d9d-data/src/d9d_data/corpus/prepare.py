@@ -15,9 +15,11 @@ import numpy.typing as npt
 from d9d_core.extend import DataError, parse_json, read_regular
 
 from d9d_data.config import CorpusConfig, DocumentsConfig
-from d9d_data.corpus.cache import cached_directory, file_digests
+from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
 from d9d_data.corpus.identity import corpus_key
+from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
+from d9d_data.corpus.work import work_directory
 from d9d_data.sources.document import STRUCTURED, Piece, check_field
 from d9d_data.sources.find import find_files
 from d9d_data.sources.opening import SourceFile
@@ -90,6 +92,7 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
+        TrainingError: a process that tokenises died.
     """
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
@@ -100,18 +103,31 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
         note(f"reading {amount} from {', '.join(config.sources)}, to see whether they are prepared")
     key = corpus_key(config, pieces)
 
-    def build(directory: Path) -> None:
-        begin = time.perf_counter()
-        note(f"preparing {amount} from {', '.join(config.sources)}; this happens once")
-        facts = tokenise(config, pieces, directory)
-        if corpus_key(config, pieces) != key:
-            raise DataError("data.sources: a file changed while it was being read; start again when all are in place")
-        if facts["skipped"]:
-            note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
-        note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
-
     required = [FACTS, *(name for split in SPLITS for name in _files_of(split))]
-    return _open(cached_directory(cache_dir, key, build, note, required), config.split)
+    if find_damage(cache_dir / key, required) is None:
+        return _open(cache_dir / key, config.split)
+    shards = plan_shards(pieces)
+
+    with work_directory(cache_dir, key, keep=len(shards) > 1, note=note) as work:
+
+        def build(directory: Path) -> None:
+            begin = time.perf_counter()
+            note(f"preparing {amount} from {', '.join(config.sources)}; this happens once")
+            if done := sum((work / shard.name).is_dir() for shard in shards):
+                note(
+                    f"{done:,} of {len(shards):,} parts are there from a start that did not end; going on with the rest"
+                )
+            facts = tokenise(config, shards, work, directory)
+            if corpus_key(config, pieces) != key:
+                shutil.rmtree(work)
+                raise DataError(
+                    "data.sources: a file changed while it was being read; start again when all are in place"
+                )
+            if facts["skipped"]:
+                note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
+            note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
+
+        return _open(cached_directory(cache_dir, key, build, note, required), config.split)
 
 
 def _field_of(config: CorpusConfig, file: SourceFile) -> str | None:

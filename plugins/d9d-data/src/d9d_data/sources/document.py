@@ -11,8 +11,8 @@ from typing import Any
 from d9d_core.extend import DataError
 
 from d9d_data.sources import python
-from d9d_data.sources.lines import Record, Reject, refuse
 from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.records import columns_of, read_records, value_of
 
 #: Formats whose files have records with fields; of the others a text is not in a field.
@@ -62,8 +62,9 @@ def texts_of(piece: Piece, reject: Reject = refuse) -> Iterator[str]:
             text = _whole_text(file)
         except UnicodeDecodeError as error:
             reject(
-                f"data.sources: {file.name} is not UTF-8 text (byte {error.start}: {error.reason}); "
-                "convert it, or name only text files, for example with a glob such as 'corpus/**/*.txt'"
+                Place(file),
+                f"is not UTF-8 text (byte {error.start}: {error.reason}); "
+                "convert it, or name only text files, for example with a glob such as 'corpus/**/*.txt'",
             )
         else:
             yield text
@@ -92,9 +93,9 @@ def _texts_in_records(piece: Piece, field: str, reject: Reject) -> Iterator[str]
     for record in read_records(file, piece.begin, piece.end, field, reject):
         text = value_of(record, field)
         if not isinstance(text, str):
-            reject(_no_text(record, field, text))
+            reject(record.place, _no_text(record, field, text))
         elif not text.isascii() and _has_surrogates(text):
-            reject(f"data.sources: {record.place} holds half of a surrogate pair in its field {field!r}; repair it")
+            reject(record.place, f"holds half of a surrogate pair in its field {field!r}; repair it")
         else:
             yield text
 
@@ -113,7 +114,7 @@ def _no_text(record: Record, field: str, value: Any) -> str:
     if field in record.values:
         found = "it is empty there: " if value is None else f"it is a {type(value).__name__} there: "
     return (
-        f"data.sources: {record.place} has no text in a field {field!r} (it has {has}); {found}"
+        f"has no text in a field {field!r} (it has {has}); {found}"
         'write records such as {"text": "..."}, name another field with data.field, or leave such records out with '
         "'data.malformed: skip'"
     )
@@ -147,7 +148,7 @@ def likely_field(file: SourceFile, columns: list[str]) -> str | None:
     """
     if by_name := next((name for name in _LIKELY if name in columns), None):
         return by_name
-    record = next(read_records(file, reject=lambda _message: None), None)
+    record = next(read_records(file, reject=lambda _place, _problem: None), None)
     values: Mapping[str, Any] = record.values if record else {}
     texts = {name: value for name, value in values.items() if isinstance(value, str)}
     return max(texts, key=lambda name: len(texts[name])) if texts else None

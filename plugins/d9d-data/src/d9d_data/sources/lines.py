@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from d9d_core.extend import DataError, parse_json
 
 from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record, Reject, refuse
 
 #: Bytes of the longest line, and characters of the longest field of a table in text.
 MAX_LINE = 1 << 26
 _BLOCK = 1 << 20  # bytes
-
-#: Told what is wrong with a record; raises, or returns so that the record is left out.
-Reject = Callable[[str], None]
-
-
-def refuse(message: str) -> None:
-    """Refuse a malformed record.
-
-    Raises:
-        DataError: always.
-    """
-    raise DataError(message)
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Record of a structured file.
-
-    Attributes:
-        values: values by the names of their fields.
-        number: number of its line or row, from 1, in the part of the file that is read.
-        locate: gives the place of a number, for messages; may have to read the file up to there.
-    """
-
-    values: Mapping[str, Any]
-    number: int
-    locate: Callable[[int], str]
-
-    @property
-    def place(self) -> str:
-        """Place of the record for messages, such as ``a.jsonl:7`` or ``a.parquet row 7``."""
-        return self.locate(self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +48,8 @@ def read_lines(file: SourceFile, begin: int = 0, end: int | None = None, reject:
             position += len(line)
             if len(line) > MAX_LINE:
                 reject(
-                    f"data.sources: {place_of_line(file, begin, number)} has more than {MAX_LINE:,} bytes; "
-                    "split it into several, or use another format"
+                    Place(file, number, begin=begin),
+                    f"has more than {MAX_LINE:,} bytes; split it into several, or use another format",
                 )
                 if not line.endswith(b"\n"):
                     position += _skip_line(content)
@@ -98,60 +67,37 @@ def _skip_line(content: BinaryIO) -> int:
     return skipped
 
 
-def place_of_line(file: SourceFile, begin: int, number: int) -> str:
-    """Place of a line for messages; reads what is before ``begin`` to count its lines."""
-    before = 0
-    if begin:
-        with open_content(file) as content:
-            left = begin - 1
-            while left and (block := content.read(min(_BLOCK, left))):
-                before += block.count(b"\n")
-                left -= len(block)
-        before += 1  # the line that byte begin - 1 is part of, or ends
-    return f"{file.name}:{before + number}"
-
-
 def read_json_lines(
     file: SourceFile, begin: int = 0, end: int | None = None, reject: Reject = refuse
 ) -> Iterator[Record]:
     """Objects of a file with a JSON object a line, empty lines left out; arguments as for :func:`read_lines`."""
-
-    def locate(number: int) -> str:
-        return place_of_line(file, begin, number)
-
     for line in read_lines(file, begin, end, reject):
         if not line.content.strip():
             continue
+        place = Place(file, line.number, begin=begin)
         try:
             value = parse_json(line.content, limit=MAX_LINE)
         except ValueError as error:
-            reject(f"data.sources: {locate(line.number)} is not JSON ({error}); write one object a line")
+            reject(place, f"is not JSON ({error}); write one object a line")
             continue
         if isinstance(value, dict):
-            yield Record(value, line.number, locate)
+            yield Record(value, place)
         else:
-            reject(
-                f"data.sources: {locate(line.number)} has no fields (it is a {type(value).__name__}); "
-                'write lines such as {"text": "..."}'
-            )
+            reject(place, f'has no fields (it is a {type(value).__name__}); write lines such as {{"text": "..."}}')
 
 
 def read_csv(file: SourceFile, reject: Reject = refuse) -> Iterator[Record]:
     """Rows of a CSV file (commas) or TSV file (tabs) whose first row names the columns; quotes as in RFC 4180."""
     rows = _csv_rows(file)
-
-    def locate(number: int) -> str:
-        return f"{file.name}:{number}"
-
     names: list[str] | None = None
     while True:
-        first = rows.line_num + 1
+        place = Place(file, rows.line_num + 1)
         try:
             row = next(rows, None)
         except csv.Error as error:
             # Without names of columns, no other row can be read.
             (refuse if names is None else reject)(
-                f"data.sources: {locate(first)} is no row of a table ({error}); quote it as in RFC 4180"
+                place, f"is no row of a table ({error}); quote values as RFC 4180 says"
             )
             continue
         if row is None:
@@ -163,16 +109,17 @@ def read_csv(file: SourceFile, reject: Reject = refuse) -> Iterator[Record]:
             names = row
             if undecoded or len(set(names)) < len(names):
                 problem = "is not UTF-8 text" if undecoded else "names a column twice"
-                raise DataError(f"data.sources: {locate(first)} {problem} ({_shown(names)}); repair the first row")
+                refuse(place, f"{problem} ({_shown(names)}); repair the first row")
         elif undecoded:
-            reject(f"data.sources: {locate(first)} is not UTF-8 text; convert the file")
+            reject(place, "is not UTF-8 text; convert the file")
         elif len(row) != len(names):
             reject(
-                f"data.sources: {locate(first)} has {len(row)} values, but the table has {len(names)} columns "
-                f"({_shown(names)}); quote values that hold the separator or a line end"
+                place,
+                f"has {len(row)} values, but the table has {len(names)} columns ({_shown(names)}); "
+                "quote values that hold the separator or a line end",
             )
         else:
-            yield Record(dict(zip(names, row, strict=True)), first, locate)
+            yield Record(dict(zip(names, row, strict=True)), place)
 
 
 def csv_columns(file: SourceFile) -> list[str]:
@@ -180,7 +127,7 @@ def csv_columns(file: SourceFile) -> list[str]:
     try:
         return next(filter(None, _csv_rows(file)), [])
     except csv.Error as error:
-        raise DataError(f"data.sources: {file.name}:1 is no row of a table ({error})") from error
+        raise DataError(f"data.sources: {file.name} begins with no row of a table ({error})") from error
 
 
 class _CsvRows(Iterator[list[str]], Protocol):

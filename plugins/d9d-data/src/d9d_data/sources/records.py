@@ -9,8 +9,9 @@ from typing import Any
 
 from d9d_core.extend import DataError, parse_json
 
-from d9d_data.sources.lines import Record, Reject, csv_columns, read_csv, read_json_lines, refuse
+from d9d_data.sources.lines import csv_columns, read_csv, read_json_lines
 from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.tables import read_table, table_columns
 
 #: Bytes of the largest ``.json`` file: it is parsed as a whole.
@@ -91,9 +92,6 @@ def _column_of(file: SourceFile, field: str | None) -> str | None:
 
 
 def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
-    def locate(number: int) -> str:
-        return f"{file.name} record {number}"
-
     with open_content(file) as content:
         data = content.read(MAX_JSON_FILE + 1)
     if len(data) > MAX_JSON_FILE:
@@ -118,7 +116,8 @@ def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
     if not isinstance(value, list):
         raise DataError(f"data.sources: {file.name} holds a {type(value).__name__}, no list of records")
     for number, entry in enumerate(value, 1):
+        place = Place(file, number, " record ")
         if isinstance(entry, dict):
-            yield Record(entry, number, locate)
+            yield Record(entry, place)
         else:
-            reject(f"data.sources: {locate(number)} has no fields (it is a {type(entry).__name__}); write objects")
+            reject(place, f"has no fields (it is a {type(entry).__name__}); write objects")

@@ -9,8 +9,8 @@ from typing import Any
 
 from d9d_core.extend import DataError, parse_json, read_regular
 
-from d9d_data.sources.lines import Record
 from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record
 
 #: Rows in memory at a time; texts of a megabyte each still fit.
 _ROWS = 256
@@ -30,16 +30,12 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
     Raises:
         DataError: the file cannot be read, is no such table, or pyarrow is not installed.
     """
-
-    def locate(number: int) -> str:
-        return f"{file.name} row {first + number}"
-
-    first, number = 0, 0
+    number = 0
     columns = None if column is None else [column]
     with open_content(file) as content, _explained(file):
         if file.format == "parquet":
             table = _parquet(file, content)
-            first = sum(table.metadata.row_group(group).num_rows for group in range(begin))
+            number = sum(table.metadata.row_group(group).num_rows for group in range(begin))
             groups = range(begin, table.num_row_groups if end is None else end)
             batches = table.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=columns)
         else:
@@ -48,7 +44,7 @@ def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column:
             for offset in range(0, len(batch), _ROWS):
                 for row in batch.slice(offset, _ROWS).to_pylist():
                     number += 1
-                    yield Record(row, number, locate)
+                    yield Record(row, Place(file, number, " row "))
 
 
 def table_columns(file: SourceFile) -> list[str]:
