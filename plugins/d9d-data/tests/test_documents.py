@@ -312,7 +312,7 @@ def test_lines_that_change_are_other_data(tmp_path: Path) -> None:
         ("{text}", r"a\.jsonl:2 is not JSON \(.*\); write one object a line"),
         ('{"body": "x", "id": 1}', r"a\.jsonl:2 has no text in a field 'text' \(it has body, id\)"),
         ("{}", r"a\.jsonl:2 has no text in a field 'text' \(it has none\)"),
-        ('["x"]', r"a\.jsonl:2 has no text in a field 'text' \(it has a list\)"),
+        ('["x"]', r"a\.jsonl:2 has no fields \(it is a list\)"),
         ('{"text": null}', r"a\.jsonl:2 has no text in a field 'text' \(it has text\)"),
     ],
 )

@@ -13,7 +13,7 @@ from d9d_core.extend import DataError
 from d9d_data.config import TextConfig
 from d9d_data.corpus import cache
 from d9d_data.sources import find
-from d9d_data.sources.document import lines_of
+from d9d_data.sources.records import read_records
 from d9d_data.tokenizer.file import load_tokenizer
 from pydantic import ValidationError
 
@@ -62,10 +62,10 @@ def test_a_huge_tokenizer_is_not_read(tmp_path: Path) -> None:
 )
 def test_a_line_that_is_no_text_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line)
-    documents = lines_of(tmp_path / "a.jsonl")
-    assert documents[0].text() == "fine"
+    records = read_records(tmp_path / "a.jsonl")
+    assert next(records).values == {"text": "fine"}
     with pytest.raises(DataError, match="a.jsonl:2 is not JSON"):
-        documents[1].text()
+        next(records)
 
 
 def test_a_large_folder_is_named_and_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_large_folder_is_named_and_has_a_limit(tmp_path: Path, monkeypatch: py
         (tmp_path / ".hidden" / f"{number:02}.txt").write_text("x")
     for source in ("~", "~/*.txt"):
         notes: list[str] = []
-        assert len(find.find_documents([source], note=notes.append)) == 25
+        assert len(find.find_files([source], note=notes.append)) == 25
         assert [note.partition(" has ")[2] for note in notes] == [
             "2 files, and the search goes on",
             "20 files, and the search goes on",
@@ -88,13 +88,13 @@ def test_a_large_folder_is_named_and_has_a_limit(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(find, "MAX_FILES", 24)
     for source in ("~", "~/*.txt"):
         with pytest.raises(DataError, match=r"has more than 24 files; name the folder of the corpus"):
-            find.find_documents([source])
+            find.find_files([source])
 
 
 @pytest.mark.parametrize("source", ["a\0b", "x" * 5000, "~nobody-of-this-name/x", "[" * 3000])
 def test_a_source_of_an_odd_name_is_an_error(source: str) -> None:
     with pytest.raises(DataError, match=r"data.sources\[0\]"):
-        find.find_documents([source])
+        find.find_files([source])
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "", "pipe", "a\0b"])

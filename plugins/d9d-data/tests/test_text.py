@@ -12,7 +12,8 @@ from d9d_core.extend import DataError
 from d9d_data.config import TextConfig
 from d9d_data.corpus import prepare
 from d9d_data.sources import python
-from d9d_data.sources.find import find_documents
+from d9d_data.sources.document import Piece, texts_of
+from d9d_data.sources.find import find_files
 from pydantic import ValidationError
 
 END = 256
@@ -43,7 +44,7 @@ def test_files_directories_and_globs_name_the_same_documents(corpus: Path, monke
     files = [str(corpus / f"{i:02}.txt") for i in range(12)]
     monkeypatch.chdir(corpus.parent)
     for sources in (files, [str(corpus)], ["corpus/*.txt"], ["**/*.txt"], [str(corpus / "*")]):
-        assert [Path(document.name).name for document in find_documents(sources)] == [Path(f).name for f in files]
+        assert [Path(file.name).name for file in find_files(sources)] == [Path(f).name for f in files]
 
 
 def test_splits_share_no_document_and_together_hold_all(open_stream, corpus: Path) -> None:
@@ -193,17 +194,18 @@ def test_docstrings_and_sources_of_the_same_files_are_different_corpora(tmp_path
 
 
 def test_every_python_has_topics() -> None:
-    topics = find_documents(["python:topics"])
+    (source,) = find_files(["python:topics"])
+    topics = list(texts_of(Piece(source)))
     assert len(topics) > 50
-    assert sum(len(topic.text()) for topic in topics) > 300_000
+    assert sum(len(topic) for topic in topics) > 300_000
 
 
 def test_the_sources_of_python_are_those_of_its_library(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(python.sysconfig, "get_path", lambda _name: str(tmp_path))
     with pytest.raises(DataError, match=r"has no \.py files; use files of your own"):
-        find_documents(["python:sources"])
+        find_files(["python:sources"])
     (tmp_path / "module.py").write_text("pass")
-    assert [document.text() for document in find_documents(["python:sources"])] == ["pass"]
+    assert [text for file in find_files(["python:sources"]) for text in texts_of(Piece(file))] == ["pass"]
 
 
 # --- bad input ---
@@ -242,10 +244,10 @@ def test_unreadable_file_is_named(open_stream, tmp_path: Path, monkeypatch) -> N
     file = tmp_path / "a.txt"
     file.write_text("text")
 
-    def refuse(_self: Path) -> bytes:
+    def refuse(_self: Path, _mode: str) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"cannot read .*a\.txt: Permission denied"):
         open_stream(file)
 
@@ -253,7 +255,7 @@ def test_unreadable_file_is_named(open_stream, tmp_path: Path, monkeypatch) -> N
 @pytest.mark.parametrize("name", ["x" * 300, "~nobody-of-this-name/x", "a text\n" * 100])
 def test_name_that_cannot_be_a_path_is_an_error(open_stream, corpus: Path, name: str) -> None:
     with pytest.raises(DataError, match=r"data\.sources\[0\]: cannot look for '.{,99}': .*give a path"):
-        find_documents([name])
+        find_files([name])
     with pytest.raises(DataError, match=r"data\.tokenizer: cannot look for '.{,99}': .*'bytes', or \{bpe: 2048\}"):
         open_stream(corpus, tokenizer=name)
 

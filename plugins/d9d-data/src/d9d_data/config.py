@@ -26,7 +26,17 @@ class CorpusConfig(PluginConfig):
     """Shared fields of all datasets over a corpus of documents."""
 
     sources: tuple[str, ...]
-    """Files, directories, globs, ``python:topics``, ``python:docstrings``, ``python:sources``. A file is a document."""
+    """Files, directories, globs, fsspec addresses; ``hf:DIRECTORY`` that the library datasets saved; ``python:topics``,
+    ``python:docstrings``, ``python:sources``. A text file is a document, and so is each record of a structured one."""
+    field: str | None = Field(default=None, min_length=1)
+    """Field of structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, saved datasets)
+    that holds the text; they need it. ``meta.text`` is the field ``text`` in the field ``meta``."""
+    malformed: Literal["error", "skip"] = "error"
+    """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
+    counted."""
+    digest: Literal["sampled", "full"] = "sampled"
+    """How a corpus of more than 64 MiB is recognised as prepared: by size, time of change and samples of each file; or
+    by all bytes."""
     tokenizer: str | BpeTokenizer = "bytes"
     """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents."""
     end_of_text: str | None = Field(default=None, min_length=1)
@@ -41,6 +51,9 @@ class CorpusConfig(PluginConfig):
     """Visit the samples of each epoch in an order drawn from the seed; false keeps the order of the sources."""
     workers: int = Field(default=0, ge=0)
     """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
+    preparation_workers: int | None = Field(default=None, ge=0, le=1024)
+    """Processes that tokenise a corpus of more than 64 MiB, once; 0 tokenises in this process; if absent as many as
+    there are cores, and at most 8. Has no say in the tokens."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -68,6 +81,8 @@ class CorpusConfig(PluginConfig):
                 near = closest(source, PYTHON_SOURCES)
                 hint = f"did you mean '{near}'?" if near else f"known: {', '.join(PYTHON_SOURCES)}"
                 raise ValueError(f"unknown source '{source}'; {hint}")
+            if source.startswith("hf:") and not source.removeprefix("hf:").strip():
+                raise ValueError("'hf:' needs the directory of a saved dataset, such as hf:data/train")
             if not source.strip():
                 raise ValueError("a source is empty; remove it or give a path")
         return sources
@@ -92,7 +107,9 @@ class DocumentsConfig(CorpusConfig):
     name: Literal["documents"] = "documents"
     """Selects the plugin."""
     sources: tuple[str, ...]
-    """As for ``text``; and in a ``.jsonl`` file every line is a document, the value of its field ``text``."""
+    """As for ``text``."""
+    field: str | None = Field(default=None, min_length=1)
+    """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
     sequence_length: int = Field(ge=1)
     """Most positions of a sample; what a document has beyond them is not used."""
     shuffle: bool = True

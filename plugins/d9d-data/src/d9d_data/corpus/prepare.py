@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,16 @@ import numpy.typing as npt
 from d9d_core.extend import DataError, parse_json, read_regular
 
 from d9d_data.config import CorpusConfig, DocumentsConfig
-from d9d_data.corpus.cache import cached_directory, file_digests
+from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
+from d9d_data.corpus.identity import corpus_key
+from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
-from d9d_data.sources.document import Document
-from d9d_data.sources.find import find_documents
-from d9d_data.tokenizer.select import tokenizer_identity
+from d9d_data.corpus.work import work_directory
+from d9d_data.sources.document import STRUCTURED, Piece, check_field
+from d9d_data.sources.find import find_files
+from d9d_data.sources.opening import SourceFile
 
-#: Part of the cache key; raise it when the layout, or how tokens are made, changes.
-FORMAT = 1
-#: Documents whose reading is announced.
+#: Files whose reading is announced.
 _MANY = 10_000
 
 
@@ -40,6 +40,7 @@ class Corpus:
         unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
         digest: identifies tokens and boundaries.
         assets: directory with the tokenizer's files.
+        skipped: malformed documents that both splits together lack.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -49,6 +50,7 @@ class Corpus:
     unigram_entropy: float
     digest: str
     assets: Path
+    skipped: int = 0
 
     @property
     def end_of_text(self) -> int:
@@ -90,38 +92,53 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
+        TrainingError: a process that tokenises died.
     """
-    documents = find_documents(config.sources, lines=isinstance(config, DocumentsConfig), note=note)
-    if len(documents) >= _MANY:
-        note(f"reading {len(documents):,} documents from {', '.join(config.sources)}, to see whether they are prepared")
-    key = _key(config, documents)
+    files = find_files(config.sources, note)
+    pieces = [Piece(file, _field_of(config, file)) for file in files]
+    for piece in pieces:
+        check_field(piece.file, piece.field)
+    amount = _amount(files)
+    if len(files) >= _MANY:
+        note(f"reading {amount} from {', '.join(config.sources)}, to see whether they are prepared")
+    key = corpus_key(config, pieces)
 
-    def build(directory: Path) -> None:
-        begin = time.perf_counter()
-        note(f"preparing {len(documents):,} documents from {', '.join(config.sources)}; this happens once")
-        facts = tokenise(config, documents, directory)
-        if _key(config, documents) != key:
-            raise DataError("data.sources: a file changed while it was being read; start again when all are in place")
-        note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
+    required = [FACTS, *(name for split in SPLITS for name in _files_of(split))]
+    if find_damage(cache_dir / key, required) is None:
+        return _open(cache_dir / key, config.split)
+    shards = plan_shards(pieces)
 
-    files = [FACTS, *(name for split in SPLITS for name in _files_of(split))]
-    return _open(cached_directory(cache_dir, key, build, note, files), config.split)
+    with work_directory(cache_dir, key, keep=len(shards) > 1, note=note) as work:
+
+        def build(directory: Path) -> None:
+            begin = time.perf_counter()
+            note(f"preparing {amount} from {', '.join(config.sources)}; this happens once")
+            if done := sum((work / shard.name).is_dir() for shard in shards):
+                note(
+                    f"{done:,} of {len(shards):,} parts are there from a start that did not end; going on with the rest"
+                )
+            facts = tokenise(config, shards, work, directory)
+            if corpus_key(config, pieces) != key:
+                shutil.rmtree(work)
+                raise DataError(
+                    "data.sources: a file changed while it was being read; start again when all are in place"
+                )
+            if facts["skipped"]:
+                note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
+            note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
+
+        return _open(cached_directory(cache_dir, key, build, note, required), config.split)
 
 
-def _key(config: CorpusConfig, documents: Iterable[Document]) -> str:
-    settings = {
-        "format": FORMAT,
-        "tokenizer": tokenizer_identity(config.tokenizer),
-        "end_of_text": config.end_of_text,
-        "held_out": config.held_out,
-    }
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    for document in documents:
-        raw = document.raw()
-        # The same bytes may be read in several ways, and two short documents are not one long one.
-        digest.update(f"{document.kind} {len(raw)} ".encode())
-        digest.update(raw)
-    return f"text-{digest.hexdigest()[:32]}"
+def _field_of(config: CorpusConfig, file: SourceFile) -> str | None:
+    if file.format not in STRUCTURED:
+        return None
+    return config.field or ("text" if file.format == "jsonl" and isinstance(config, DocumentsConfig) else None)
+
+
+def _amount(files: Sequence[SourceFile]) -> str:
+    """Amount of files for notes; a text file is a document, and of others nobody knows yet how many they hold."""
+    return f"{len(files):,} {'documents' if all(file.format == 'text' for file in files) else 'files'}"
 
 
 def _files_of(split: Split) -> tuple[str, str]:
@@ -140,4 +157,5 @@ def _open(directory: Path, split: Split) -> Corpus:
         unigram_entropy=facts["unigram_entropy"],
         digest=hashlib.sha256((digests[tokens_file] + digests[starts_file]).encode()).hexdigest(),
         assets=directory / "tokenizer",
+        skipped=facts["skipped"],
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -18,88 +18,148 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
-from d9d_data.config import CorpusConfig
+from d9d_data.config import BpeTokenizer, CorpusConfig
+from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.npy_writer import NpyWriter
-from d9d_data.sources.document import Document
+from d9d_data.corpus.plan import Shard
+from d9d_data.corpus.pool import default_workers, tokenise_in_processes
+from d9d_data.corpus.shards import Skips, read_shard, token_dtype, write_shard
+from d9d_data.corpus.worker import Setup
+from d9d_data.sources.document import texts_of
+from d9d_data.sources.place import Reject, refuse
 from d9d_data.tokenizer.base import TextTokenizer
-from d9d_data.tokenizer.select import make_tokenizer
+from d9d_data.tokenizer.select import make_tokenizer, saved_tokenizer
 
 Split = Literal["train", "held_out"]
 FACTS = "facts.json"
 SPLITS: tuple[Split, Split] = ("train", "held_out")
-# Characters encoded in one call: enough to keep all cores busy, little enough to show progress.
-_BATCH_CHARACTERS = 2_000_000
+_TOKENIZER = "tokenizer"
+# Tokens that are copied from a shard at a time.
+_CHUNK_TOKENS = 1 << 22
 
 
-def tokenise(config: CorpusConfig, documents: Sequence[Document], directory: Path) -> dict[str, Any]:
-    """Tokenise a corpus: make the tokenizer, encode all documents, and write everything into ``directory``.
+def tokenise(config: CorpusConfig, shards: Sequence[Shard], work: Path, directory: Path) -> dict[str, Any]:
+    """Tokenise a corpus: make the tokenizer, tokenise the shards, and join them.
+
+    The result depends neither on the cut into shards nor on the processes that work on them.
+
+    Args:
+        config: how documents become tokens.
+        shards: the corpus.
+        work: directory for what is finished; what it has already is not done again.
+        directory: where the result is written.
 
     Returns:
-        The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token.
+        The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token,
+        ``skipped`` malformed documents and what is wrong with the first of them.
 
     Raises:
         DataError: a file cannot be read, the tokenizer is none, there is no text, or no document is set aside.
+        TrainingError: a worker process died.
     """
-    training_texts = (text for text, split in _texts(documents, config.held_out) if split == "train")
-    tokenizer = make_tokenizer(config.tokenizer, config.end_of_text, training_texts)
+    tokenizer = _tokenizer(config, shards, work)
     tokenizer.save(directory / "tokenizer")
-    counts = _encode(tokenizer, documents, config.held_out, directory)
-    facts = {
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.description,
-        "unigram_entropy": unigram_entropy(counts),
-    }
+    _tokenise_shards(config, tokenizer, shards, work)
+    facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
+    facts |= _join(tokenizer.vocab_size, shards, config.held_out, work, directory)
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
 
-def _encode(
-    tokenizer: TextTokenizer, documents: Sequence[Document], held_out: float, directory: Path
-) -> npt.NDArray[np.int64]:
-    """Write the token files and return how often each id stands in the train split: [vocabulary]."""
-    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    starts: dict[Split, list[int]] = {split: [0] for split in SPLITS}
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    end = np.asarray([tokenizer.end_of_text_id])
-    with ExitStack() as stack:
-        advance = stack.enter_context(progress_bar("tokenising", len(documents)))
-        writers = {split: stack.enter_context(NpyWriter(directory / f"{split}.tokens.npy", dtype)) for split in SPLITS}
-        for batch in _batches(_texts(documents, held_out)):
-            for ids, (_, split) in zip(tokenizer.encode([text for text, _ in batch]), batch, strict=True):
-                document = np.concatenate([ids, end])
-                writers[split].append(document)
-                starts[split].append(writers[split].length)
-                if split == "train":
-                    counts += np.bincount(document, minlength=len(counts))
-            advance(len(batch))
-    _check_splits({split: len(places) - 1 for split, places in starts.items()}, held_out, len(documents))
-    for split, places in starts.items():
-        np.save(directory / f"{split}.starts.npy", np.asarray(places, dtype=np.int64), allow_pickle=False)
-    return counts
+def _tokenizer(config: CorpusConfig, shards: Sequence[Shard], work: Path) -> TextTokenizer:
+    if isinstance(config.tokenizer, BpeTokenizer):
+        texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
+        trained = make_tokenizer
+        # Training reads the whole corpus, so what it learned is kept for a start after a kill.
+        cached_directory(
+            work, _TOKENIZER, lambda to: trained(config.tokenizer, config.end_of_text, texts).save(to), _silent
+        )
+    return saved_tokenizer(config.tokenizer, config.end_of_text, work / _TOKENIZER)
 
 
-def _texts(documents: Iterable[Document], held_out: float) -> Iterator[tuple[str, Split]]:
-    """Documents that hold text. Every (1 / held_out)-th is set aside, spread evenly over the corpus."""
+def _silent(_text: str) -> None:
+    """Drop a note."""
+
+
+def _training_texts(shards: Sequence[Shard], held_out: float, reject: Reject) -> Iterator[str]:
+    """Documents of the train split."""
     index = 0
-    for document in documents:
-        text = document.text()
-        if text.strip():
-            aside = int((index + 1) * held_out) > int(index * held_out)
-            yield text, "held_out" if aside else "train"
-            index += 1
+    for shard in shards:
+        for piece in shard.pieces:
+            for text in texts_of(piece, reject):
+                if text.strip():
+                    if int((index + 1) * held_out) == int(index * held_out):  # as _set_aside
+                        yield text
+                    index += 1
 
 
-def _batches(texts: Iterable[tuple[str, Split]]) -> Iterator[list[tuple[str, Split]]]:
-    batch: list[tuple[str, Split]] = []
-    characters = 0
-    for item in texts:
-        batch.append(item)
-        characters += len(item[0])
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[np.bool_]:
+    """Whether documents, numbered among those with text, are held out: every (1 / held_out)-th, spread evenly."""
+    aside: npt.NDArray[np.bool_] = np.floor((indices + 1) * held_out) > np.floor(indices * held_out)
+    return aside
+
+
+def _tokenise_shards(config: CorpusConfig, tokenizer: TextTokenizer, shards: Sequence[Shard], work: Path) -> None:
+    workers = default_workers() if config.preparation_workers is None else config.preparation_workers
+    workers = min(workers, len(shards))
+    with progress_bar("tokenising", sum(shard.size for shard in shards)) as advance:
+        # One shard is done sooner than a process starts, and nobody else sees this process's memory.
+        if workers == 0 or len(shards) == 1 or any(_in_memory(shard) for shard in shards):
+            for shard in shards:
+                write_shard(tokenizer, shard, config.malformed, work, advance)
+        else:
+            choice = config.tokenizer.bpe if isinstance(config.tokenizer, BpeTokenizer) else config.tokenizer
+            setup = Setup(choice, config.end_of_text, str(work / _TOKENIZER), config.malformed, str(work))
+            tokenise_in_processes(setup, shards, workers, advance)
+
+
+def _in_memory(shard: Shard) -> bool:
+    return any(piece.file.address.startswith("memory://") for piece in shard.pieces)
+
+
+def _join(vocab_size: int, shards: Sequence[Shard], held_out: float, work: Path, directory: Path) -> dict[str, Any]:
+    """Write the token files of both splits from those of the shards, and return facts about them."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    found, skipped, first_skipped = 0, 0, ""
+    with ExitStack() as stack:
+        tokens_of, starts_of = (
+            {split: stack.enter_context(NpyWriter(directory / f"{split}.{name}.npy", dtype)) for split in SPLITS}
+            for name, dtype in (("tokens", token_dtype(vocab_size)), ("starts", np.dtype(np.int64)))
+        )
+        for split in SPLITS:
+            starts_of[split].append(np.zeros(1, dtype=np.int64))
+        for shard in shards:
+            tokens, lengths, facts = read_shard(shard, work)
+            skipped += facts["skipped"]
+            first_skipped = first_skipped or facts["first_skipped"]
+            for chunk, chunk_lengths in _chunks(tokens, lengths):
+                aside = _set_aside(np.arange(found, found + len(chunk_lengths)), held_out)
+                found += len(chunk_lengths)
+                for split, chosen in (("train", ~aside), ("held_out", aside)):
+                    if not chosen.any():
+                        continue
+                    taken = chunk if chosen.all() else chunk[np.repeat(chosen, chunk_lengths)]
+                    starts_of[split].append(tokens_of[split].length + np.cumsum(chunk_lengths[chosen]))
+                    tokens_of[split].append(taken)
+                    if split == "train":
+                        counts += np.bincount(taken, minlength=len(counts))
+        documents = {split: starts.length - 1 for split, starts in starts_of.items()}
+    files = {piece.file.address for shard in shards for piece in shard.pieces}
+    _check_splits(documents, held_out, len(files))
+    return {"unigram_entropy": unigram_entropy(counts), "skipped": skipped, "first_skipped": first_skipped}
+
+
+def _chunks(
+    tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
+) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
+    """Tokens and lengths of some consecutive documents at a time: as many as have _CHUNK_TOKENS, or one."""
+    ends = np.cumsum(lengths)
+    first, begin = 0, 0
+    while first < len(lengths):
+        after = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
+        end = int(ends[after - 1])
+        yield tokens[begin:end], lengths[first:after]
+        first, begin = after, end
 
 
 def _check_splits(documents: dict[Split, int], held_out: float, found: int) -> None:

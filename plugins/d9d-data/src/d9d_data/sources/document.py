@@ -1,178 +1,162 @@
-"""Documents: bytes that identify them, and the text in them."""
+"""Documents of source files: the texts in them, one after another."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from itertools import islice
+from typing import Any
 
-from d9d_core.extend import DataError, parse_json
+from d9d_core.extend import DataError
 
+from d9d_data.sources import python
+from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record, Reject, refuse
+from d9d_data.sources.records import columns_of, read_records, value_of
 
-class Document(Protocol):
-    """Document of a corpus. Both methods may be called again, and read again."""
-
-    @property
-    def name(self) -> str:
-        """Name of the document in messages."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """Kind of conversion from bytes to text: equal kind and bytes mean equal text."""
-        ...
-
-    def raw(self) -> bytes:
-        """Bytes that the text is made from: cheap to get, hashed to recognise the corpus."""
-        ...
-
-    def text(self) -> str:
-        """Text of the document."""
-        ...
+#: Formats whose files have records with fields; of the others a text is not in a field.
+STRUCTURED = frozenset({"jsonl", "json", "csv", "tsv", "parquet", "arrow"})
+#: Bytes of the largest text in a compressed file; of one that is not, whoever made it saw the size.
+MAX_COMPRESSED_TEXT = 1 << 30
+#: Formats whose fields are known before a record is read, and the same for all of them.
+_WITH_SCHEMA = frozenset({"csv", "tsv", "parquet", "arrow"})
+#: Names that fields with the text of a document have.
+_LIKELY = ("text", "content", "body", "document", "article", "raw_content", "story", "code", "completion", "response")
 
 
 @dataclass(frozen=True, slots=True)
-class FileDocument:
-    """Source document: the text of a UTF-8 file."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """Path of the file."""
-        return str(self.path)
-
-    @property
-    def kind(self) -> str:
-        """Kind of a whole file."""
-        return "text"
-
-    def raw(self) -> bytes:
-        """Bytes of the file.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        try:
-            return self.path.read_bytes()
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-
-    def text(self) -> str:
-        """Decoded file, without a byte-order mark.
-
-        Raises:
-            DataError: the file is not UTF-8.
-        """
-        try:
-            return self.raw().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"data.sources: {self.path} is not UTF-8 text (byte {error.start}: {error.reason}); "
-                "convert it, or name only text files, for example with a glob such as 'corpus/**/*.txt'"
-            ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class LineDocument:
-    """Source document in one line of a ``.jsonl`` file: a JSON object with the text in its field ``text``.
+class Piece:
+    """Part of a source file that one process reads.
 
     Attributes:
-        path: the file.
-        number: number of the line, from 1.
-        begin, end: the bytes of the line in the file.
+        file: the file.
+        field: name of the field with the text, in a structured file.
+        begin: start of the range, as for :func:`~d9d_data.sources.records.read_records`.
+        end: end of the range; the end of the file if absent.
     """
 
-    path: Path
-    number: int
-    begin: int
-    end: int
-
-    @property
-    def name(self) -> str:
-        """Path of the file and number of the line."""
-        return f"{self.path}:{self.number}"
-
-    @property
-    def kind(self) -> str:
-        """Kind of a JSON line."""
-        return "jsonl"
-
-    def raw(self) -> bytes:
-        """Bytes of the line.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.begin)
-                return file.read(self.end - self.begin)
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-
-    def text(self) -> str:
-        """Field ``text`` of the line.
-
-        Raises:
-            DataError: the line is no JSON object with such a field.
-        """
-        try:
-            value = parse_json(self.raw())
-        except ValueError as error:
-            raise DataError(f"data.sources: {self.name} is not JSON ({error}); write one object a line") from error
-        text = value.get("text") if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            fields = ", ".join(map(str, value)) or "none" if isinstance(value, dict) else f"a {type(value).__name__}"
-            raise DataError(
-                f"data.sources: {self.name} has no text in a field 'text' (it has {fields}); "
-                'write lines such as {"text": "..."}'
-            )
-        return text
+    file: SourceFile
+    field: str | None = None
+    begin: int = 0
+    end: int | None = None
 
 
-def lines_of(path: Path) -> list[Document]:
-    """Lines of a ``.jsonl`` file, empty ones left out.
+def texts_of(piece: Piece, reject: Reject = refuse) -> Iterator[str]:
+    """Texts of the documents in a part of a file, in order; some may be empty.
+
+    Args:
+        piece: the part.
+        reject: told of malformed documents.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or has no such field.
     """
-    found: list[Document] = []
-    begin = 0
+    file = piece.file
+    if file.format == "topics":
+        yield from python.topics()
+    elif piece.field is not None:
+        yield from _texts_in_records(piece, piece.field, reject)
+    else:
+        try:
+            text = _whole_text(file)
+        except UnicodeDecodeError as error:
+            reject(
+                Place(file),
+                f"is not UTF-8 text (byte {error.start}: {error.reason}); "
+                "convert it, or name only text files, for example with a glob such as 'corpus/**/*.txt'",
+            )
+        else:
+            yield text
+
+
+def _whole_text(file: SourceFile) -> str:
+    with open_content(file) as content:
+        if not file.compression:
+            data = content.read()
+        elif len(data := content.read(MAX_COMPRESSED_TEXT + 1)) > MAX_COMPRESSED_TEXT:
+            raise DataError(
+                f"data.sources: {file.name} has a text of more than {MAX_COMPRESSED_TEXT:,} bytes, and a document is "
+                "tokenised in memory; split it into several files, or into records"
+            )
+    if file.format == "docstrings":
+        return python.docstrings_in(data, file.name)
+    return data.decode("utf-8-sig")
+
+
+def _texts_in_records(piece: Piece, field: str, reject: Reject) -> Iterator[str]:
+    file = piece.file
+    columns = columns_of(file) if file.format in _WITH_SCHEMA else []
+    if columns and field not in columns and field.partition(".")[0] not in columns:
+        # What every record lacks is not skipped.
+        raise DataError(f"data.field: {file.name} has no column {field!r} ({_choice(file, columns)})")
+    for record in read_records(file, piece.begin, piece.end, field, reject):
+        text = value_of(record, field)
+        if not isinstance(text, str):
+            reject(record.place, _no_text(record, field, text))
+        elif not text.isascii() and _has_surrogates(text):
+            reject(record.place, f"holds half of a surrogate pair in its field {field!r}; repair it")
+        else:
+            yield text
+
+
+def _has_surrogates(text: str) -> bool:
     try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    found.append(LineDocument(path, number, begin, begin + len(line)))
-                begin += len(line)
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    return found
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.sources: cannot read {path}: {error.strerror or error}; "
-        "make the file readable or take it out of the sources"
+def _no_text(record: Record, field: str, value: Any) -> str:
+    has = ", ".join(str(name)[:40] for name in islice(record.values, 20)) or "none"
+    found = ""
+    if field in record.values:
+        found = "it is empty there: " if value is None else f"it is a {type(value).__name__} there: "
+    return (
+        f"has no text in a field {field!r} (it has {has}); {found}"
+        'write records such as {"text": "..."}, name another field with data.field, or leave such records out with '
+        "'data.malformed: skip'"
     )
 
 
-@dataclass(frozen=True, slots=True)
-class InlineDocument:
-    """Document of a text that is in memory already."""
+def check_field(file: SourceFile, field: str | None) -> None:
+    """Refuse a structured file without the name of a field, because its syntax is no text.
 
-    name: str
-    content: str
+    Raises:
+        DataError: it is one; the text names its fields, and the one that looks right.
+    """
+    if field is None and file.format in STRUCTURED:
+        raise DataError(
+            f"data.field: {file.name} is a structured file; say which field holds the text "
+            f"({_choice(file, columns_of(file))})"
+        )
 
-    @property
-    def kind(self) -> str:
-        """Kind of plain text."""
-        return "text"
 
-    def raw(self) -> bytes:
-        """Text in UTF-8."""
-        return self.content.encode()
+def _choice(file: SourceFile, columns: list[str]) -> str:
+    shown = ", ".join(column[:40] for column in columns[:20]) + (", ..." if len(columns) > 20 else "")
+    likely = likely_field(file, columns)
+    return f"it has {shown or 'none'}" + (f"; '{likely}' looks right: 'data.field: {likely}'" if likely else "")
 
-    def text(self) -> str:
-        """Text of the document."""
-        return self.content
+
+def likely_field(file: SourceFile, columns: list[str]) -> str | None:
+    """Field of a structured file that looks like the text: by its name, or else the longest text of the first record.
+
+    Args:
+        file: the file.
+        columns: names of its fields.
+    """
+    if by_name := next((name for name in _LIKELY if name in columns), None):
+        return by_name
+    record = next(read_records(file, reject=lambda _place, _problem: None), None)
+    values: Mapping[str, Any] = record.values if record else {}
+    texts = {name: value for name, value in values.items() if isinstance(value, str)}
+    return max(texts, key=lambda name: len(texts[name])) if texts else None
+
+
+def topics_digest() -> str:
+    """Digest of the texts of ``python:topics``, which are in no file of their own."""
+    digest = hashlib.sha256()
+    for text in python.topics():
+        digest.update(f"{len(text)} {text}".encode())
+    return digest.hexdigest()

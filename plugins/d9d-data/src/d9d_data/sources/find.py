@@ -1,4 +1,4 @@
-"""Resolution of the job file's list of sources to documents."""
+"""Resolution of the job file's list of sources to files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import glob
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from d9d_core.extend import DataError
 
 from d9d_data.sources import python
-from d9d_data.sources.document import Document, FileDocument, lines_of
+from d9d_data.sources.opening import SourceFile, file_system, is_address
+from d9d_data.sources.tables import saved_dataset_files
 
-_PYTHON: Mapping[str, Callable[[], list[Document]]] = {
-    "python:topics": python.topics,
+_PYTHON: Mapping[str, Callable[[], list[SourceFile]]] = {
+    "python:topics": python.topics_file,
     "python:docstrings": python.docstrings,
     "python:sources": python.sources,
 }
+#: Begins the name of a directory that the library ``datasets`` saved.
+SAVED_DATASET = "hf:"
+_Name = TypeVar("_Name", str, Path)
 
 
 #: Files of one source. Whoever names a folder with more means another one.
@@ -29,28 +34,30 @@ def _silent(_text: str) -> None:
     """Drop a note."""
 
 
-def find_documents(
-    sources: Sequence[str], lines: bool = False, note: Callable[[str], None] = _silent
-) -> list[Document]:
-    """Documents of all sources: sources in their order, files sorted by name.
+def find_files(sources: Sequence[str], note: Callable[[str], None] = _silent) -> list[SourceFile]:
+    """Files of all sources: sources in their order, files sorted by name.
 
     Args:
         sources: names of sources in the job file.
-        lines: the lines of ``.jsonl`` files are documents; else they are texts like any other.
         note: told which folder is searched, if that finds many files.
 
     Raises:
         DataError: a path does not exist, a glob matches no file, a directory holds none, or more than a corpus has.
     """
-    return [document for index, source in enumerate(sources) for document in _of_source(source, index, lines, note)]
+    return [file for index, source in enumerate(sources) for file in _of_source(source, index, note)]
 
 
-def _of_source(source: str, index: int, lines: bool, note: Callable[[str], None]) -> list[Document]:
+def _of_source(source: str, index: int, note: Callable[[str], None]) -> list[SourceFile]:
     if source in _PYTHON:
         return _PYTHON[source]()
     where = f"data.sources[{index}]"
     try:
-        return [document for file in _files(source, where, note) for document in _of_file(file, lines)]
+        if source.startswith(SAVED_DATASET):
+            names = saved_dataset_files(source.removeprefix(SAVED_DATASET))
+            return [SourceFile(name, "arrow") for name in names]
+        if is_address(source):
+            return [SourceFile.of(address) for address in _remote_files(source, where, note)]
+        return [SourceFile.of(file) for file in _files(source, where, note)]
     except (OSError, RuntimeError, ValueError, RecursionError) as error:
         # a name the system refuses, no permission, an unknown home directory, a zero byte
         reason = getattr(error, "strerror", None) or error
@@ -58,8 +65,34 @@ def _of_source(source: str, index: int, lines: bool, note: Callable[[str], None]
         raise DataError(f"{where}: cannot look for {shown!r}: {reason}; give a path that you may read") from error
 
 
-def _of_file(file: Path, lines: bool) -> list[Document]:
-    return lines_of(file) if lines and file.suffix == ".jsonl" else [FileDocument(file)]
+def _remote_files(source: str, where: str, note: Callable[[str], None]) -> list[str]:
+    system, path = file_system(source)
+    try:
+        names = sorted(_counted(_remote_names(system, path), f"{where}: {source}", note))
+    except DataError:
+        raise
+    except Exception as error:  # storage libraries have errors of their own, such as that for missing credentials
+        raise DataError(f"{where}: cannot list {source}: {error}; check the address and the credentials") from error
+    if not names:
+        raise DataError(f"{where}: no file at {source}; check the address")
+    return [system.unstrip_protocol(name) for name in names]
+
+
+def _remote_names(system: Any, path: str) -> Iterator[str]:
+    if glob.has_magic(path):
+        wanted = path.rpartition("/")[2].startswith(".")
+        for name, info in system.glob(path, detail=True).items():
+            if info["type"] == "file" and (wanted or not _hidden(name.rpartition("/")[2])):
+                yield name
+    elif system.isfile(path):
+        yield path
+    else:
+        base = path.rstrip("/") + "/"
+        yield from (name for name in system.find(path) if not _hidden(name.removeprefix(base)))
+
+
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _files(source: str, where: str, note: Callable[[str], None]) -> list[Path]:
@@ -67,6 +100,11 @@ def _files(source: str, where: str, note: Callable[[str], None]) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
+        if (
+            all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
+            or (path / "dataset_dict.json").is_file()
+        ):
+            raise DataError(f"{where}: {path} looks saved by the library 'datasets'; write 'hf:{source}'")
         files = _counted(_walk(path), f"{where}: {path.absolute()}", note)
         if not files:
             raise DataError(f"{where}: the directory {path} holds no file; put text into it or name another")
@@ -87,8 +125,8 @@ def _walk(directory: Path) -> Iterator[Path]:
         yield from (file for name in names if not name.startswith(".") and (file := Path(folder, name)).is_file())
 
 
-def _counted(files: Iterable[Path], where: str, note: Callable[[str], None]) -> list[Path]:
-    found: list[Path] = []
+def _counted(files: Iterable[_Name], where: str, note: Callable[[str], None]) -> list[_Name]:
+    found: list[_Name] = []
     told = _MANY
     for file in files:
         found.append(file)

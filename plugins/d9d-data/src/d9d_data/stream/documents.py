@@ -62,7 +62,10 @@ class DocumentStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Sizes of this split (``tokens`` before cutting), and the entropy (nats per token) of the train split."""
+        """Sizes of this split (``tokens`` before cutting), and the entropy (nats per token) of the train split.
+
+        ``skipped`` counts the malformed documents that both splits together lack.
+        """
         lengths = np.diff(self._corpus.starts)
         return {
             "vocab_size": self._corpus.vocab_size,
@@ -74,6 +77,7 @@ class DocumentStream(CorpusStream):
             "bucket_window": self._window,
             "unigram_entropy": self._corpus.unigram_entropy,
             "tokenizer": self._corpus.tokenizer,
+            "skipped": self._corpus.skipped,
         }
 
     def state(self) -> State:

@@ -47,7 +47,10 @@ class TextStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Sizes of this split, and the entropy (nats per token) of the train split's token frequencies."""
+        """Sizes of this split, and the entropy (nats per token) of the train split's token frequencies.
+
+        ``skipped`` counts the malformed documents that both splits together lack.
+        """
         return {
             "vocab_size": self._corpus.vocab_size,
             "sequence_length": self._source.sequence_length,
@@ -56,6 +59,7 @@ class TextStream(CorpusStream):
             "samples": self._source.order.samples,
             "unigram_entropy": self._corpus.unigram_entropy,
             "tokenizer": self._corpus.tokenizer,
+            "skipped": self._corpus.skipped,
         }
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import tokenizers
-from d9d_core.extend import DataError
+from d9d_core.extend import DataError, read_regular
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from d9d_data.tokenizer.base import Ids, TextTokenizer
+from d9d_data.tokenizer.base import TOKENIZER_FILE, Ids, TextTokenizer
 
 
 class BytesTokenizer(TextTokenizer):
@@ -60,6 +61,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int, end_of_text: str) -> TextTo
     backend.train_from_iterator(texts, trainer)
     merges = json.loads(backend.to_str())["model"]["merges"]
     _check_distinct(end_of_text, {*_byte_vocabulary(), *("".join(pair) for pair in merges)})
+    return _trained(backend, end_of_text)
+
+
+def load_trained_bpe(directory: Path, end_of_text: str) -> TextTokenizer:
+    """Read a tokenizer of :func:`train_bpe` that was saved.
+
+    Args:
+        directory: holds its files.
+        end_of_text: the token that it was trained with.
+    """
+    return _trained(tokenizers.Tokenizer.from_buffer(read_regular(directory / TOKENIZER_FILE)), end_of_text)
+
+
+def _trained(backend: tokenizers.Tokenizer, end_of_text: str) -> TextTokenizer:
     return TextTokenizer(backend, end_of_text, f"byte-level BPE of {backend.get_vocab_size()} tokens, trained here")
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 from d9d_core.extend import DataError, read_regular
 
 from d9d_data.config import BpeTokenizer
 from d9d_data.tokenizer.base import CONFIG_FILE, TextTokenizer
-from d9d_data.tokenizer.byte_level import BytesTokenizer, train_bpe
+from d9d_data.tokenizer.byte_level import BytesTokenizer, load_trained_bpe, train_bpe
 from d9d_data.tokenizer.file import find_tokenizer_file, load_tokenizer
 
 #: The end of text unless a config or a tokenizer file says otherwise.
@@ -32,6 +33,22 @@ def make_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, texts: I
     if choice == "bytes":
         return BytesTokenizer(end_of_text or END_OF_TEXT)
     return load_tokenizer(find_tokenizer_file(choice), end_of_text)
+
+
+def saved_tokenizer(choice: str | BpeTokenizer, end_of_text: str | None, directory: Path) -> TextTokenizer:
+    """Make a tokenizer once more, as :func:`make_tokenizer` did.
+
+    Args:
+        choice: ``bytes``, a path, or what was trained.
+        end_of_text: the token that ends documents, if the config names one.
+        directory: where the tokenizer was saved, if it was trained.
+
+    Raises:
+        DataError: the file is absent or holds no tokenizer.
+    """
+    if isinstance(choice, BpeTokenizer):
+        return load_trained_bpe(directory, end_of_text or END_OF_TEXT)
+    return make_tokenizer(choice, end_of_text, ())
 
 
 def tokenizer_identity(choice: str | BpeTokenizer) -> str:

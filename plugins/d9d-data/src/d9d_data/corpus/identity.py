@@ -1,0 +1,81 @@
+"""Identity of a corpus: equal identities mean equal documents, so that what was prepared once can be used again.
+
+Corpora up to :data:`SMALL_CORPUS` bytes are hashed as a whole. Of larger ones a file counts by its size, the time of
+its last change and a sample of its bytes: a start reads little, and copies whose times differ are prepared again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from d9d_data.config import CorpusConfig
+from d9d_data.sources.document import Piece, topics_digest
+from d9d_data.sources.opening import FileStat, SourceFile, open_stored, stat_file
+from d9d_data.tokenizer.select import tokenizer_identity
+
+#: Part of the identity; raise it when the layout of prepared data, or how tokens are made, changes.
+FORMAT = 2
+#: Bytes of the largest corpus that is hashed as a whole although its config asks for samples.
+SMALL_CORPUS = 1 << 26
+#: Bytes of a block of a sample, and how many blocks it has: the first, the last, and others at equal distances.
+SAMPLE_BLOCK = 1 << 14
+SAMPLE_BLOCKS = 6
+_READ = 1 << 20  # bytes
+
+
+def corpus_key(config: CorpusConfig, pieces: Sequence[Piece]) -> str:
+    """Key of a prepared corpus in the cache; it does not depend on the paths of the files.
+
+    Args:
+        config: how documents become tokens.
+        pieces: the files, in order.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    settings = {
+        "format": FORMAT,
+        "tokenizer": tokenizer_identity(config.tokenizer),
+        "end_of_text": config.end_of_text,
+        "held_out": config.held_out,
+        "malformed": config.malformed,
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    stats = [_stat(piece.file) for piece in pieces]
+    sampled = config.digest == "sampled" and sum(stat.size for stat in stats) > SMALL_CORPUS
+    for piece, stat in zip(pieces, stats, strict=True):
+        content = _content(piece.file, stat, sampled)
+        # The same bytes may be read in several ways.
+        digest.update(f"{piece.file.format} {piece.file.compression} {piece.field} {content}\n".encode())
+    return f"text-{digest.hexdigest()[:32]}"
+
+
+def _stat(file: SourceFile) -> FileStat:
+    return FileStat(0, "") if file.format == "topics" else stat_file(file.address)
+
+
+def _content(file: SourceFile, stat: FileStat, sampled: bool) -> str:
+    if file.format == "topics":
+        return topics_digest()
+    if not sampled or stat.size <= SAMPLE_BLOCK * SAMPLE_BLOCKS:
+        return _whole(file.address)
+    return f"sample {stat.size} {stat.modified} {_sample(file.address, stat.size)}"
+
+
+def _whole(address: str) -> str:
+    digest = hashlib.sha256()
+    with open_stored(address) as stored:
+        while block := stored.read(_READ):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sample(address: str, size: int) -> str:
+    digest = hashlib.sha256()
+    with open_stored(address) as stored:
+        for number in range(SAMPLE_BLOCKS):
+            stored.seek((size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1))
+            digest.update(stored.read(SAMPLE_BLOCK))
+    return digest.hexdigest()

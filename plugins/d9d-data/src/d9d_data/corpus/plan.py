@@ -1,0 +1,101 @@
+"""Plan of the work on a corpus: shards of about equal size, each tokenised on its own and kept when a process dies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from d9d_data.sources.document import Piece
+from d9d_data.sources.opening import stat_file
+from d9d_data.sources.tables import row_group_sizes
+
+#: Bytes of a shard: about 10 seconds of work, and so much is lost with a killed process.
+SHARD_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Consecutive parts of a corpus that are tokenised together.
+
+    Attributes:
+        name: identifies the shard among all plans for one corpus; of no more than letters, digits and dashes.
+        pieces: what to read, in order.
+        size: about how many bytes that is.
+    """
+
+    name: str
+    pieces: tuple[Piece, ...]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    file: int
+    piece: Piece
+    size: int
+
+
+def plan_shards(files: Sequence[Piece], shard_bytes: int | None = None) -> list[Shard]:
+    """Cut a corpus into shards, without reading its documents.
+
+    Files of JSON lines are cut into ranges of bytes, Parquet files between row groups; other files stay whole.
+
+    Args:
+        files: the files, in order.
+        shard_bytes: bytes of a shard, at least; only the last has fewer.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    limit = shard_bytes or SHARD_BYTES
+    shards: list[Shard] = []
+    parts: list[_Part] = []
+    for part in _parts(files, limit):
+        parts.append(part)
+        if _size_of(parts) >= limit:
+            shards.append(_shard(len(shards), parts))
+            parts = []
+    if parts:
+        shards.append(_shard(len(shards), parts))
+    return shards
+
+
+def _size_of(parts: Sequence[_Part]) -> int:
+    return sum(part.size for part in parts)
+
+
+def _parts(files: Sequence[Piece], limit: int) -> Iterator[_Part]:
+    for number, piece in enumerate(files):
+        file = piece.file
+        if file.format == "topics":
+            yield _Part(number, piece, 0)
+            continue
+        size = stat_file(file.address).size
+        if size > limit and file.format == "jsonl" and not file.compression:
+            for begin in range(0, size, limit):
+                # The last range has no end: a file that grows meanwhile is noticed by its identity.
+                end = begin + limit if begin + limit < size else None
+                yield _Part(number, replace(piece, begin=begin, end=end), min(limit, size - begin))
+        elif size > limit and file.format == "parquet":
+            yield from _row_groups(number, piece, limit)
+        else:
+            yield _Part(number, piece, size)
+
+
+def _row_groups(number: int, piece: Piece, limit: int) -> Iterator[_Part]:
+    begin, gathered = 0, 0
+    sizes = row_group_sizes(piece.file)
+    for group, size in enumerate(sizes, 1):
+        gathered += size
+        if gathered >= limit or group == len(sizes):
+            yield _Part(number, replace(piece, begin=begin, end=group), gathered)
+            begin, gathered = group, 0
+
+
+def _shard(index: int, parts: Sequence[_Part]) -> Shard:
+    # Not the paths: the corpus's identity stands for the contents, wherever the files are.
+    ranges = [(part.file, part.piece.begin, part.piece.end) for part in parts]
+    digest = hashlib.sha256(json.dumps(ranges).encode()).hexdigest()[:16]
+    return Shard(f"{index:06}-{digest}", tuple(part.piece for part in parts), _size_of(parts))

@@ -1,0 +1,84 @@
+"""Directory of unfinished work beside an entry of the cache: one process works, others wait, the next goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from d9d_core.extend import DataError
+
+
+@contextmanager
+def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]) -> Iterator[Path]:
+    """Directory for finished parts of the work on ``root/key``, held by one process of this machine at a time.
+
+    Where files cannot be locked, each process has a directory of its own, and nothing goes on after a kill.
+
+    Args:
+        root: directory of the cache; made if absent.
+        key: identifies the content.
+        keep: whether the directory stays if the block raises; it always stays if the process is killed, and goes a day
+            after it was last used.
+        note: told about waiting.
+
+    Raises:
+        DataError: ``root`` cannot be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        directory, lock = _hold(root / f"{key}.tmp-work", note)
+    except OSError as error:
+        raise DataError(
+            f"cannot prepare data in the cache directory {root}: {error}; "
+            "make it writable, free space, or choose another cache directory"
+        ) from error
+    try:
+        yield directory
+    except BaseException:
+        if not keep or lock is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | None]:
+    """Make a directory and lock it; return it and the descriptor that holds the lock."""
+    while True:
+        directory.mkdir(exist_ok=True)
+        try:
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # whoever held it is done
+        try:
+            _lock(lock, note)
+        except OSError:  # not on every shared file system
+            os.close(lock)
+            with suppress(OSError):
+                directory.rmdir()
+            own = directory.with_name(f"{directory.name}-{os.getpid()}-{secrets.token_hex(4)}")
+            own.mkdir()
+            return own, None
+        try:
+            if directory.stat().st_ino == os.fstat(lock).st_ino:
+                os.utime(directory)  # so that it is not taken for an abandoned one
+                return directory, lock
+        except FileNotFoundError:
+            pass
+        os.close(lock)  # it was removed while this process waited
+
+
+def _lock(descriptor: int, note: Callable[[str], None]) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note("waiting for another process, which prepares the same data")
+        fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,0 +1,101 @@
+"""Worker process that tokenises shards: ``python -m d9d_data.corpus.worker``, started by :mod:`d9d_data.corpus.pool`.
+
+It reads lines of JSON, first a :class:`Setup`, then shards, and answers each shard with lines too: ``{"read": bytes}``
+now and then, and at its end ``{"done": true}`` or ``{"error": text}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+from d9d_core.extend import DataError
+
+from d9d_data.config import BpeTokenizer
+from d9d_data.corpus.plan import Shard
+from d9d_data.corpus.shards import write_shard
+from d9d_data.sources.document import Piece
+from d9d_data.sources.opening import SourceFile
+from d9d_data.tokenizer.select import saved_tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Settings of a worker process for all of its shards.
+
+    Attributes:
+        tokenizer: ``bytes``, a path, or the size of the vocabulary that was trained.
+        end_of_text: the token that ends documents, if the config names one.
+        tokenizer_directory: where a trained tokenizer was saved.
+        malformed: what to do with malformed documents.
+        work: directory of the shards' directories.
+    """
+
+    tokenizer: str | int
+    end_of_text: str | None
+    tokenizer_directory: str
+    malformed: Literal["error", "skip"]
+    work: str
+
+    def encode(self) -> str:
+        """Setup as a line of JSON."""
+        return json.dumps(asdict(self)) + "\n"
+
+
+def encode_shard(shard: Shard) -> str:
+    """Shard as a line of JSON."""
+    return json.dumps(asdict(shard)) + "\n"
+
+
+def decode_shard(line: str) -> Shard:
+    """Shard of a line of JSON."""
+    value = json.loads(line)
+    pieces = tuple(Piece(**piece | {"file": SourceFile(**piece["file"])}) for piece in value["pieces"])
+    return Shard(**value | {"pieces": pieces})
+
+
+def serve(lines: TextIO, answers: TextIO) -> None:
+    """Tokenise the shards that are asked for, until this process ends because nobody is left to ask.
+
+    Args:
+        lines: the setup, and shards.
+        answers: progress and results.
+    """
+
+    def answer(**values: Any) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    setup = Setup(**json.loads(lines.readline()))
+    shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(lines, shards), daemon=True).start()
+    tokenizer = None
+    while True:
+        shard = shards.get()
+        try:
+            if tokenizer is None:
+                choice = BpeTokenizer(bpe=setup.tokenizer) if isinstance(setup.tokenizer, int) else setup.tokenizer
+                tokenizer = saved_tokenizer(choice, setup.end_of_text, Path(setup.tokenizer_directory))
+            write_shard(tokenizer, shard, setup.malformed, Path(setup.work), lambda count: answer(read=count))
+        except DataError as error:
+            answer(error=str(error))
+        else:
+            answer(done=True)
+
+
+def _receive(lines: TextIO, shards: queue.SimpleQueue[Shard]) -> None:
+    for line in lines:
+        shards.put(decode_shard(line))
+    os._exit(0)  # the process that asked is gone, or needs no more; a shard in the making is not published
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal; whoever started this process ends it
+    serve(sys.stdin, sys.stdout)

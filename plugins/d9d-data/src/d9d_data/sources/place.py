@@ -1,0 +1,70 @@
+"""Records, their places for messages, and what happens to malformed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.extend import DataError
+
+from d9d_data.sources.opening import SourceFile, open_content
+
+_BLOCK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place in a file for messages, such as ``a.jsonl:7`` or ``a.parquet row 7``.
+
+    Attributes:
+        file: the file.
+        number: number of the line or row, from 1; 0 is the whole file.
+        unit: text between the file's name and the number.
+        begin: byte from which lines are counted, if it is not the start of the file.
+    """
+
+    file: SourceFile
+    number: int = 0
+    unit: str = ":"
+    begin: int = 0
+
+    def __str__(self) -> str:
+        if not self.number:
+            return self.file.name
+        if self.begin:
+            return f"{self.file.name}, line {self.number} after byte {self.begin:,},"
+        return f"{self.file.name}{self.unit}{self.number}"
+
+    def exact(self) -> str:
+        """Place with its number in the whole file; reads what is before ``begin`` to count its lines."""
+        if not self.begin:
+            return str(self)
+        # Lines are counted from the first that starts at or after begin; one starts after each end of a line.
+        before, left = 1, self.begin - 1
+        with open_content(self.file) as content:
+            while left and (block := content.read(min(_BLOCK, left))):
+                before += block.count(b"\n")
+                left -= len(block)
+        return str(Place(self.file, before + self.number, self.unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Record of a structured file: values by the names of their fields, and its place for messages."""
+
+    values: Mapping[str, Any]
+    place: Place
+
+
+#: Told the place of a malformed record and what is wrong with it; raises, or returns so that the record is left out.
+Reject = Callable[[Place, str], None]
+
+
+def refuse(place: Place, problem: str) -> None:
+    """Refuse a malformed record.
+
+    Raises:
+        DataError: always.
+    """
+    raise DataError(f"data.sources: {place.exact()} {problem}")

@@ -1,0 +1,123 @@
+"""Records of structured files, whatever their format: values by the names of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from d9d_core.extend import DataError, parse_json
+
+from d9d_data.sources.lines import csv_columns, read_csv, read_json_lines
+from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record, Reject, refuse
+from d9d_data.sources.tables import read_table, table_columns
+
+#: Bytes of the largest ``.json`` file: it is parsed as a whole.
+MAX_JSON_FILE = 1 << 28
+
+
+def read_records(
+    file: SourceFile | str | Path,
+    begin: int = 0,
+    end: int | None = None,
+    field: str | None = None,
+    reject: Reject = refuse,
+) -> Iterator[Record]:
+    """Records of a structured file, read as they are asked for.
+
+    Args:
+        file: the file, or its path or fsspec address.
+        begin: start of a range: a byte of an uncompressed file of JSON lines, a row group of a Parquet file; else 0.
+        end: first byte or row group after the range; the end of the file if absent.
+        field: the only field that the caller needs, as for :func:`value_of`; others may be left out.
+        reject: told of malformed records.
+
+    Raises:
+        DataError: the file cannot be read, or is no structured file.
+    """
+    file = file if isinstance(file, SourceFile) else SourceFile.of(file)
+    match file.format:
+        case "jsonl":
+            return read_json_lines(file, begin, end, reject)
+        case "json":
+            return _read_json(file, reject)
+        case "csv" | "tsv":
+            return read_csv(file, reject)
+        case "parquet" | "arrow":
+            return read_table(file, begin, end, _column_of(file, field))
+    raise DataError(f"data.sources: {file.name} is a text without fields; use a .jsonl, .csv or .parquet file")
+
+
+def columns_of(file: SourceFile | str | Path) -> list[str]:
+    """Names of the fields of a structured file, from its schema or else its first record; none if it has no record.
+
+    Raises:
+        DataError: the file cannot be read, or is no structured file.
+    """
+    file = file if isinstance(file, SourceFile) else SourceFile.of(file)
+    match file.format:
+        case "csv" | "tsv":
+            return csv_columns(file)
+        case "parquet" | "arrow":
+            return table_columns(file)
+    return [name for record in islice(read_records(file), 1) for name in record.values]
+
+
+def value_of(record: Record, field: str) -> Any:
+    """Value of a field, or ``None``.
+
+    Args:
+        record: the record.
+        field: name of the field; ``meta.text`` is that of this name, or else ``text`` in the field ``meta``.
+    """
+    value: Any = record.values
+    if field in value:
+        return value[field]
+    for name in field.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(name)
+    return value
+
+
+def _column_of(file: SourceFile, field: str | None) -> str | None:
+    """Column of a table that a field is in; all are read if there is none, so that messages can name them."""
+    columns = table_columns(file)
+    if field is None or field in columns:
+        return field
+    top = field.partition(".")[0]
+    return top if top in columns else None
+
+
+def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:
+    with open_content(file) as content:
+        data = content.read(MAX_JSON_FILE + 1)
+    if len(data) > MAX_JSON_FILE:
+        raise DataError(
+            f"data.sources: {file.name} has more than {MAX_JSON_FILE:,} bytes of JSON in one piece; "
+            "write it as .jsonl, with one object a line"
+        )
+    try:
+        value = parse_json(data, limit=MAX_JSON_FILE)
+    except ValueError as error:
+        raise DataError(f"data.sources: {file.name} is not JSON ({error}); repair it") from error
+    del data
+    if isinstance(value, dict):
+        lists = [name for name, inner in value.items() if isinstance(inner, list)]
+        chosen = "data" if "data" in lists else lists[0] if len(lists) == 1 else None
+        if chosen is None:
+            raise DataError(
+                f"data.sources: {file.name} is one object with the fields {', '.join(value) or '(none)'}, and not a "
+                "list of records, or an object with one in its field 'data'; write it so, or as .jsonl"
+            )
+        value = value[chosen]
+    if not isinstance(value, list):
+        raise DataError(f"data.sources: {file.name} holds a {type(value).__name__}, no list of records")
+    for number, entry in enumerate(value, 1):
+        place = Place(file, number, " record ")
+        if isinstance(entry, dict):
+            yield Record(entry, place)
+        else:
+            reject(place, f"has no fields (it is a {type(entry).__name__}); write objects")

@@ -1,0 +1,156 @@
+"""Reader of tables in binary formats, through pyarrow: Parquet, Arrow IPC, and what ``datasets`` saves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any
+
+from d9d_core.extend import DataError, parse_json, read_regular
+
+from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.place import Place, Record
+
+#: Rows in memory at a time; texts of a megabyte each still fit.
+_ROWS = 256
+#: Bytes of the largest description of a saved dataset.
+_MAX_STATE = 1 << 24
+
+
+def read_table(file: SourceFile, begin: int = 0, end: int | None = None, column: str | None = None) -> Iterator[Record]:
+    """Rows of a table.
+
+    Args:
+        file: the file.
+        begin: first row group of a Parquet file; else 0.
+        end: first row group after the range; the end of the file if absent.
+        column: the only column to read; all if absent.
+
+    Raises:
+        DataError: the file cannot be read, is no such table, or pyarrow is not installed.
+    """
+    number = 0
+    columns = None if column is None else [column]
+    with open_content(file) as content, _explained(file):
+        if file.format == "parquet":
+            table = _parquet(file, content)
+            number = sum(table.metadata.row_group(group).num_rows for group in range(begin))
+            groups = range(begin, table.num_row_groups if end is None else end)
+            batches = table.iter_batches(batch_size=_ROWS, row_groups=list(groups), columns=columns)
+        else:
+            batches = _arrow_batches(file, content, columns)
+        for batch in batches:
+            for offset in range(0, len(batch), _ROWS):
+                for row in batch.slice(offset, _ROWS).to_pylist():
+                    number += 1
+                    yield Record(row, Place(file, number, " row "))
+
+
+def table_columns(file: SourceFile) -> list[str]:
+    """Names of the columns of a table.
+
+    Raises:
+        DataError: the file cannot be read, is no such table, or pyarrow is not installed.
+    """
+    with open_content(file) as content, _explained(file):
+        if file.format == "parquet":
+            return list(_parquet(file, content).schema_arrow.names)
+        return list(_arrow_reader(file, content).schema.names)
+
+
+def row_group_sizes(file: SourceFile) -> list[int]:
+    """Uncompressed bytes of each row group of a Parquet file."""
+    with open_content(file) as content, _explained(file):
+        metadata = _parquet(file, content).metadata
+        return [metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)]
+
+
+def saved_dataset_files(directory: str) -> list[str]:
+    """Files of a dataset that the library ``datasets`` saved with ``save_to_disk``, in the order of its rows.
+
+    Args:
+        directory: its directory; of a saved ``DatasetDict``, the directory of one split.
+
+    Raises:
+        DataError: it is no such directory.
+    """
+    root = Path(directory).expanduser()
+    where = f"data.sources: {root} is no dataset that 'datasets' saved"
+    if (root / "dataset_dict.json").is_file():
+        splits = _description(root / "dataset_dict.json").get("splits")
+        shown = ", ".join(f"hf:{directory}/{split}" for split in splits) if isinstance(splits, list) else "its splits"
+        raise DataError(f"data.sources: {root} holds several splits; name one: {shown}")
+    if not (root / "state.json").is_file():
+        raise DataError(f"{where}: it has no state.json; name a directory that save_to_disk wrote")
+    state = _description(root / "state.json")
+    entries = state.get("_data_files")
+    if not isinstance(entries, list) or not entries:
+        raise DataError(f"{where}: its state.json names no data files; save it again")
+    found = []
+    for entry in entries:
+        name = entry.get("filename") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or PurePath(name).name != name or not (root / name).is_file():
+            raise DataError(f"{where}: its state.json names {str(name)[:80]!r}, which is no file there; copy it again")
+        found.append(str(root / name))
+    return found
+
+
+def _description(file: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(read_regular(file, limit=_MAX_STATE))
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.sources: cannot read {file}: {error}; save the dataset again") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _pyarrow(file: SourceFile) -> Any:
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise DataError(f"data.sources: {file.name} needs pyarrow: pip install 'd9d-data[tables]'") from error
+    return pa
+
+
+def _parquet(file: SourceFile, content: Any) -> Any:
+    _pyarrow(file)
+    import pyarrow.parquet  # type: ignore[import-untyped]
+
+    # Without buffering ahead, a column of a row group is read page by page.
+    return pyarrow.parquet.ParquetFile(content, pre_buffer=False, buffer_size=1 << 20)
+
+
+def _arrow_reader(file: SourceFile, content: Any, columns: list[str] | None = None) -> Any:
+    ipc = _pyarrow(file).ipc
+    magic = content.read(6)
+    content.seek(0)
+    if magic != b"ARROW1":
+        return ipc.open_stream(content)
+    if columns is None:
+        return ipc.open_file(content)
+    included = [ipc.open_file(content).schema.get_field_index(column) for column in columns]
+    content.seek(0)
+    return ipc.open_file(content, options=ipc.IpcReadOptions(included_fields=included))
+
+
+def _arrow_batches(file: SourceFile, content: Any, columns: list[str] | None) -> Iterator[Any]:
+    reader = _arrow_reader(file, content, columns)
+    if hasattr(reader, "num_record_batches"):
+        batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+    else:
+        batches = iter(reader)
+    for batch in batches:
+        yield batch if columns is None else batch.select(columns)
+
+
+@contextmanager
+def _explained(file: SourceFile) -> Iterator[None]:
+    arrow = _pyarrow(file)
+    try:
+        yield
+    except arrow.ArrowException as error:  # some of them are OSErrors
+        reason = str(error).partition("\n")[0][:300]
+        raise DataError(
+            f"data.sources: {file.name} is no readable {file.format} file ({reason}); "
+            "write it again, or take it out of the sources"
+        ) from error

@@ -1,0 +1,358 @@
+"""Documents of structured files, written with the libraries that people write them with."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import itertools
+import json
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from d9d_core.extend import DataError
+from d9d_data.sources.find import find_files
+from d9d_data.sources.lines import read_json_lines
+from d9d_data.sources.opening import SourceFile, open_content
+from d9d_data.sources.records import columns_of, read_records
+
+pa, parquet, feather, zstandard = map(
+    pytest.importorskip, ["pyarrow", "pyarrow.parquet", "pyarrow.feather", "zstandard"]
+)
+
+TEXTS = ["one — é", 'two, "quoted"\nand a line', "three\tand a tab", "four " * 300]
+ROWS = [{"id": number, "text": text, "meta": {"text": f"inner {number}"}} for number, text in enumerate(TEXTS)]
+
+
+def json_lines(path: Path) -> None:
+    path.write_text("\n".join(json.dumps(row) for row in ROWS), encoding="utf-8")
+
+
+def table_in_text(path: Path) -> None:
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerow(["id", "text", "meta"])
+        writer.writerows([row["id"], row["text"], "x"] for row in ROWS)
+
+
+def arrow_stream(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+def arrow_file(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=3)
+
+
+FORMATS: dict[str, Callable[[Path], Any]] = {
+    "a.jsonl": json_lines,
+    "a.ndjson": json_lines,
+    "a.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "data.json": lambda path: path.write_text(json.dumps({"version": 1, "data": ROWS, "other": []})),
+    "list.json": lambda path: path.write_text(json.dumps({"version": 1, "rows": ROWS})),
+    "a.csv": table_in_text,
+    "a.tsv": table_in_text,
+    "a.parquet": lambda path: parquet.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=3),
+    "a.feather": lambda path: feather.write_feather(pa.Table.from_pylist(ROWS), path),
+    "a.arrow": arrow_file,
+    "stream.arrow": arrow_stream,
+}
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+}
+
+
+def texts(stream: Any) -> list[str]:
+    tokens, starts = stream._corpus.tokens.tolist(), stream._corpus.starts.tolist()
+    return [bytes(tokens[a : b - 1]).decode() for a, b in itertools.pairwise(starts)]
+
+
+@pytest.fixture(params=FORMATS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / request.param
+    FORMATS[request.param](path)
+    return path
+
+
+def test_each_format_gives_the_texts_in_its_field(written: Path, open_stream: Any) -> None:
+    assert texts(open_stream(written, field="text")) == TEXTS
+
+
+def test_each_format_names_its_fields_and_its_records(written: Path) -> None:
+    assert columns_of(written) == ["id", "text", "meta"]
+    records = list(read_records(str(written)))
+    assert [record.values["text"] for record in records] == TEXTS
+    place = {".jsonl": ":4", ".ndjson": ":4", ".json": " record 4", ".csv": ":6", ".tsv": ":6"}
+    assert str(records[3].place) == f"{written}{place.get(written.suffix, ' row 4')}"
+
+
+def test_each_format_refuses_to_be_read_as_plain_text(written: Path, open_stream: Any) -> None:
+    with pytest.raises(DataError, match=rf"^data\.field: .*{written.name} is a structured file; say which field holds "
+                       r"the text \(it has id, text, meta; 'text' looks right: 'data.field: text'\)"):  # fmt: skip
+        open_stream(written)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith(("csv", "tsv"))])
+def test_fields_in_fields_are_named_with_dots(name: str, tmp_path: Path, open_stream: Any) -> None:
+    FORMATS[name](tmp_path / name)
+    stream = open_stream(tmp_path / name, field="meta.text", sequence_length=4)
+    assert texts(stream) == [f"inner {number}" for number in range(4)]
+
+
+def test_a_name_with_a_dot_is_that_of_a_field_if_there_is_one(tmp_path: Path, open_stream: Any) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"meta.text": "outer", "meta": {"text": "inner"}}))
+    assert texts(open_stream(tmp_path / "a.jsonl", field="meta.text", sequence_length=4)) == ["outer"]
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_compressed_files_hold_what_they_held_before(name: str, suffix: str, tmp_path: Path, open_stream: Any) -> None:
+    plain = tmp_path / name
+    if name == "a.txt":
+        plain.write_text(TEXTS[0])
+    else:
+        FORMATS[name](plain)
+    data = plain.read_bytes()
+    (tmp_path / f"{name}{suffix}").write_bytes(COMPRESS[suffix](data[:40]) + COMPRESS[suffix](data[40:]))
+    expected = texts(open_stream(plain, field="text", sequence_length=4))
+    assert texts(open_stream(tmp_path / f"{name}{suffix}", field="text", sequence_length=4)) == expected
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut", "other"])
+def test_a_compressed_file_that_is_cut_off_or_none_is_an_error(
+    suffix: str, damage: str, tmp_path: Path, open_stream: Any
+) -> None:
+    data = COMPRESS[suffix](b"".join(b'{"text": "%x"}\n' % (number**9) for number in range(9000)))
+    file = tmp_path / f"a.jsonl{suffix}"
+    file.write_bytes(data[: len(data) // 2] if damage == "cut" else b"no such file" * 99)
+    for malformed in ("error", "skip"):
+        with pytest.raises(DataError, match=r"a\.jsonl\.\w+ is damaged or cut off|cannot read .*a\.jsonl"):
+            open_stream(file, field="text", malformed=malformed)
+
+
+def test_folders_and_globs_mix_text_and_structured_files(tmp_path: Path, open_stream: Any) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("a.jsonl", "b.parquet", "c.csv"):
+        FORMATS[f"a{Path(name).suffix}"](folder / name)
+    (folder / "d.txt").write_text("the last")
+    for source in (folder, folder / "*"):
+        assert texts(open_stream(source, field="text")) == [*TEXTS * 3, "the last"]
+
+
+def test_addresses_are_read_through_fsspec(open_stream: Any) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/corpus/a.jsonl", b'{"text": "from memory"}\n{"text": "and more of it"}')
+    memory.pipe("/corpus/b.txt.gz", gzip.compress(b"a text"))
+    memory.pipe("/corpus/.hidden", b"no")
+    try:
+        for source in ("memory://corpus", "memory://corpus/*.*"):
+            assert texts(open_stream(source, field="text")) == ["from memory", "and more of it", "a text"]
+        assert texts(open_stream("memory://corpus/b.txt.gz", sequence_length=4)) == ["a text"]
+        with pytest.raises(DataError, match=r"data\.sources\[0\]: .*memory://nothing"):
+            open_stream("memory://nothing")
+        with pytest.raises(DataError, match=r"cannot open nowhere://x: Protocol not known"):
+            open_stream("nowhere://x")
+    finally:
+        memory.rm("/corpus", recursive=True)
+
+
+# --- saved by the library datasets
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    datasets = pytest.importorskip("datasets")
+    root = tmp_path_factory.mktemp("saved")
+    rows = datasets.Dataset.from_list([{"text": f"document {number}", "id": number} for number in range(40)])
+    rows.save_to_disk(root / "one", num_shards=3)
+    rows.select([7, 3, 9]).save_to_disk(root / "selected")
+    datasets.DatasetDict({"train": rows, "test": rows.select([1, 2])}).save_to_disk(root / "splits")
+    return root
+
+
+def test_saved_datasets_are_read_in_the_order_of_their_rows(saved: Path, open_stream: Any) -> None:
+    source = f"hf:{saved / 'one'}"
+    assert len(find_files([source])) == 3
+    assert texts(open_stream(source, field="text")) == [f"document {number}" for number in range(40)]
+    assert texts(open_stream(f"hf:{saved / 'selected'}", field="text")) == ["document 7", "document 3", "document 9"]
+    test = texts(open_stream(f"hf:{saved / 'splits' / 'test'}", field="text", sequence_length=4))
+    assert test == ["document 1", "document 2"]
+
+
+def test_saved_datasets_need_a_field_and_a_split(saved: Path, tmp_path: Path, open_stream: Any) -> None:
+    with pytest.raises(DataError, match=r"it has text, id; 'text' looks right"):
+        open_stream(f"hf:{saved / 'one'}")
+    with pytest.raises(
+        DataError, match=rf"holds several splits; name one: hf:{saved}/splits/train, hf:{saved}/splits/"
+    ):
+        open_stream(f"hf:{saved / 'splits'}", field="text")
+    with pytest.raises(DataError, match=r"is no dataset that 'datasets' saved: it has no state\.json"):
+        open_stream(f"hf:{tmp_path}", field="text")
+    for folder in ("one", "splits"):
+        with pytest.raises(DataError, match=rf"looks saved by the library 'datasets'; write 'hf:{saved / folder}'"):
+            open_stream(saved / folder, field="text")
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["[]", "{}", "{", '{"_data_files": [{"filename": "../secret"}]}', '{"_data_files": [3]}', '{"_data_files": [{}]}'],
+)
+def test_a_saved_dataset_that_names_other_files_is_refused(tmp_path: Path, state: str, open_stream: Any) -> None:
+    (tmp_path / "secret").write_text("x")
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    (folder / "state.json").write_text(state)
+    with pytest.raises(DataError, match=r"is no dataset that 'datasets' saved|cannot read .*state\.json"):
+        open_stream(f"hf:{folder}", field="text")
+
+
+# --- bad input
+
+
+def table(path: Path, **columns: list[Any]) -> Path:
+    parquet.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n\n{text}', r"a\.jsonl:3 is not JSON \("),
+        ("a.jsonl", b'{"text": "x"}\n"text"', r"a\.jsonl:2 has no fields \(it is a str\)"),
+        ("a.jsonl", b'{"body": "x", "id": 1}', r"a\.jsonl:1 has no text in a field 'text' \(it has body, id\); write"),
+        ("a.jsonl", b'{"text": null}', r"a\.jsonl:1 has no text in .* it is empty there"),
+        ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1 has no text in .* it is a int there"),
+        ("a.jsonl", b'{"text": "\xe9"}', r"a\.jsonl:1 is not JSON \(.*can't decode"),
+        ("a.json", b'[{"text": "x"}, 7]', r"a\.json record 2 has no fields \(it is a int\)"),
+        ("a.csv", b"id,text\n1,x\n2,\xe9\n", r"a\.csv:3 is not UTF-8 text"),
+        ("a.csv", b"id,text\n1,x\n2\n", r"a\.csv:3 has 1 values, but the table has 2 columns \(id, text\)"),
+        ("a.csv", b'id,text\n1,x\n2,"a"b\n', r"a\.csv:3 is no row of a table \("),
+        ("a.txt", b"caf\xe9", r"a\.txt is not UTF-8 text \(byte 3"),
+    ],
+)
+def test_malformed_documents_are_named_or_left_out(
+    name: str, content: bytes, message: str, tmp_path: Path, open_stream: Any
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.txt").write_text("a text that is fine")
+    sources = (tmp_path / name, tmp_path / "z.txt")
+    with pytest.raises(DataError, match=rf"^data\.sources: .*{message}"):
+        open_stream(*sources, field="text", sequence_length=4)
+    notes: list[str] = []
+    for _ in range(2):  # the second finds it prepared
+        stream = open_stream(*sources, field="text", sequence_length=4, malformed="skip", note=notes.append)
+        assert stream.facts["skipped"] == 1
+        assert texts(stream)[-1] == "a text that is fine"
+    (note,) = [note for note in notes if "left out" in note]
+    assert note.startswith("left out 1 malformed documents; the first: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"[1", r"a\.json is not JSON"),
+        ("a.json", b"7", r"a\.json holds a int, no list of records"),
+        ("a.json", b'{"a": [], "b": []}', r"a\.json is one object with the fields a, b"),
+        ("a.json", b"[" * 10**5, r"a\.json is not JSON \(it is nested more than 200 levels deep"),
+        ("a.csv", b"text,id,text\n1,2,3\n", r"a\.csv:1 names a column twice \(text, id, text\)"),
+        ("a.csv", b"text,\xe9\n1,2\n", r"a\.csv:1 is not UTF-8 text"),
+        (
+            "a.csv",
+            b"id,body\n1,2\n",
+            r"^data\.field: .*a\.csv has no column 'text' \(it has id, body; 'body' looks right",
+        ),
+        ("a.tsv", b"title\tabstract\nx\tlonger\n", r"a\.tsv has no column 'text' \(it has .*; 'abstract' looks right"),
+        ("a.parquet", b"PAR1 and nothing", r"a\.parquet is no readable parquet file \("),
+        ("a.arrow", b"ARROW1 and nothing", r"a\.arrow is no readable arrow file \("),
+        ("a.arrow", b"", r"a\.arrow is no readable arrow file \("),
+    ],
+)
+@pytest.mark.parametrize("malformed", ["error", "skip"])
+def test_files_that_cannot_be_read_at_all_are_errors(
+    name: str, content: bytes, message: str, malformed: str, tmp_path: Path, open_stream: Any
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_stream(tmp_path / name, field="text", malformed=malformed)
+
+
+def test_columns_without_text_are_errors_that_name_the_row(tmp_path: Path, open_stream: Any) -> None:
+    with pytest.raises(DataError, match=r"a\.parquet row 2 has no text in a field 'text' .* it is empty there"):
+        open_stream(table(tmp_path / "a.parquet", text=["x", None]), field="text")
+    with pytest.raises(DataError, match=r"b\.parquet row 1 has no text in a field 'text' .* it is empty there"):
+        open_stream(table(tmp_path / "b.parquet", text=[None, None]), field="text")
+    with pytest.raises(DataError, match=r"c\.parquet row 1 has no text in a field 'id' .* it is a int there"):
+        open_stream(table(tmp_path / "c.parquet", id=[1]), field="id")
+    with pytest.raises(DataError, match="the corpus is empty"):
+        open_stream(table(tmp_path / "d.parquet", text=pa.array([], pa.string())), field="text")
+
+
+def test_hostile_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_stream: Any) -> None:
+    monkeypatch.setattr("d9d_data.sources.lines.MAX_LINE", 1000)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "short"}\n' + '{"text": "' + "x" * 3000 + '"}\n{"text": "and fine"}')
+    with pytest.raises(DataError, match=r"a\.jsonl:2 has more than 1,000 bytes; split it"):
+        open_stream(file, field="text")
+    stream = open_stream(file, field="text", malformed="skip", sequence_length=4)
+    assert (texts(stream), stream.facts["skipped"]) == (["short", "and fine"], 1)
+    (tmp_path / "a.csv").write_text("text\n" + "x" * 3000)
+    with pytest.raises(DataError, match=r"a\.csv:2 has more than 1,000 bytes"):
+        open_stream(tmp_path / "a.csv", field="text", malformed="skip")
+    monkeypatch.setattr("d9d_data.sources.records.MAX_JSON_FILE", 1000)
+    (tmp_path / "a.json").write_text(json.dumps(["x" * 3000]))
+    with pytest.raises(DataError, match=r"a\.json has more than 1,000 bytes of JSON in one piece; write it as \.jsonl"):
+        open_stream(tmp_path / "a.json", field="text")
+    monkeypatch.setattr("d9d_data.sources.document.MAX_COMPRESSED_TEXT", 1000)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 3000))
+    with pytest.raises(DataError, match=r"a\.txt\.gz has a text of more than 1,000 bytes"):
+        open_stream(tmp_path / "a.txt.gz")
+
+
+def test_a_small_file_of_much_zstd_data_is_decompressed_piece_by_piece(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt.zst"
+    file.write_bytes(zstandard.ZstdCompressor().compress(bytes(1 << 28)))
+    assert file.stat().st_size < 1 << 16
+    with open_content(SourceFile.of(file)) as content:
+        assert content.read(10) == bytes(10)
+        assert len(content.raw._output) < 1 << 26  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("missing", "name", "extra"), [("pyarrow", "a.parquet", "tables"), ("zstandard", "a.jsonl.zst", "zstd")]
+)
+def test_a_missing_library_is_named(
+    missing: str, name: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_stream: Any
+) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(DataError, match=rf"pip install 'd9d-data\[{extra}\]'"):
+        open_stream(tmp_path / name, field="text")
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_ranges_of_a_file_have_each_line_once_and_know_their_places(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'\n{"a": 1}\n\n{"a": 22}\r\n{"a": 333}\n{"a": "   "}\n\n\n{"a": 5}')
+    source = SourceFile.of(file)
+    whole = [(dict(record.values), str(record.place)) for record in read_json_lines(source)]
+    size = file.stat().st_size
+    parts = [
+        (dict(record.values), record.place.exact())
+        for begin in range(0, size, cut)
+        for record in read_json_lines(source, begin, begin + cut)
+    ]
+    assert parts == whole
+    assert [place.rpartition(":")[2] for _, place in whole] == ["2", "4", "5", "6", "9"]
