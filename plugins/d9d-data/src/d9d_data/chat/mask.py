@@ -29,8 +29,9 @@ def find_replies(
     """Rendering of a conversation, and its characters ``[begin, end)`` that the assistant writes.
 
     A reply holds everything after the generation prompt up to the end of the turn: reasoning, content, tool calls and
-    the token that ends the turn; white space after that token, which no model generates, is left out. Generation
-    blocks of a template are taken as they are.
+    the token that ends the turn; white space after that token, which no model generates, is left out. Where replies
+    have no such token, that of the next message is it, and the last reply has none. Generation blocks of a template
+    are taken as they are.
 
     Args:
         conversation: to render.
@@ -56,7 +57,7 @@ def find_replies(
         if begin >= end or (spans and begin < spans[-1][1]):
             raise probe.unverified(index, "its rendering is empty or overlaps another")
         probe.check_reply(index, begin, end)
-        spans.append((begin, probe.without_space(begin, end)))
+        spans.append((begin, probe.stop_of(begin, end)))
     return probe.text, spans
 
 
@@ -198,11 +199,16 @@ class _Probe:
             if name not in reply:
                 raise self.unverified(index, "its tool calls are not where its turn is")
 
-    def without_space(self, begin: int, end: int) -> int:
-        """End of a reply without white space after the special token that ends it."""
+    def stop_of(self, begin: int, end: int) -> int:
+        """End of a reply with the token that stops the model, and without white space after it.
+
+        Where a template ends replies without a special token, the one that opens the next message stops the model.
+        """
         stripped = begin + len(self.text[begin:end].rstrip())
-        ends = [match.end() for match in self._special.finditer(self.text, begin, end)]
-        return stripped if stripped in ends else end
+        if any(match.end() == stripped for match in self._special.finditer(self.text, begin, end)):
+            return stripped
+        opens = self._special.match(self.text, end)
+        return opens.end() if opens else end
 
     def unverified(self, index: int, reason: str) -> DataError:
         """Error about a reply whose place cannot be told."""

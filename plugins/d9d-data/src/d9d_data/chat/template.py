@@ -14,7 +14,7 @@ from typing import Any, NoReturn, Self
 
 import jinja2
 from d9d_core.extend import DataError, parse_json, read_regular
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from d9d_data.chat.conversation import REASONING, Message
@@ -80,7 +80,9 @@ class ChatTemplate:
         trees = {key: self._parse(key, text) for key, text in self.texts.items()}
         #: Whether renderings differ from day to day, because a template asks for the date and ``now`` is not given.
         self.depends_on_date = now is None and any(
-            "strftime_now" in meta.find_undeclared_variables(tree) for tree in trees.values()
+            node.name == "strftime_now" and node.ctx == "load"
+            for tree in trees.values()
+            for node in tree.find_all(nodes.Name)
         )
         self._marked = {key: next(_generation_blocks(tree), None) is not None for key, tree in trees.items()}
         self._compiled = {key: self._compile(key, tree) for key, tree in trees.items()}
