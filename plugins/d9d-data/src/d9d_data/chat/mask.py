@@ -125,7 +125,7 @@ class _Probe:
         before = self._conversation.messages[:index]
         prompt = self._render(before, prompt=True) if before else None
         if prompt is not None and self.text.startswith(prompt):
-            return len(prompt)
+            return self._after_header(index, prompt, len(prompt))
         content = self._place_of_content(index)
         for put in PUT_LAST if prompt is not None else ():
             here, there = self._place(index - 1, put), self._place(index - 1, put, before, (prompt or "", True))
@@ -134,7 +134,7 @@ class _Probe:
             header = prompt[there:]
             common = here + self._common(header, self.text[here:])
             if common == here + len(header):
-                return common if content is None else min(common, content)
+                return self._after_header(index, prompt, common if content is None else min(common, content))
             # Here the generation prompt goes on with what this reply does not have: the start of a reasoning.
             if content is not None and here < content <= common:
                 return content
@@ -261,6 +261,14 @@ class _Probe:
         probed = self._render_with(index, {"role": message["role"], "content": self._word})
         place = -1 if probed is None else probed.find(self._word)
         return place if probed is not None and place >= 0 and self.text.startswith(probed[:place]) else None
+
+    def _after_header(self, index: int, prompt: str, begin: int) -> int:
+        """Position where a reply begins; after its header, if no generation prompt holds that."""
+        said = text_of(self._conversation.messages[index]).strip()
+        if self.text[begin:].lstrip().startswith(said) or prompt != self._render(self._conversation.messages[:index]):
+            return begin
+        content = self._place_of_content(index) or begin
+        return content if self.text[begin:content].strip() and not self._shows_reasoning(index) else begin
 
     def _shows_reasoning(self, index: int) -> bool:
         """Whether the rendering depends on the reasoning of a message."""

@@ -30,8 +30,8 @@ MAX_STEPS = 1 << 22
 MAX_SECONDS = 30.0
 #: Most bits of a whole number.
 _MAX_BITS = 1 << 12
-#: Widths in ``'%999d' % x`` and ``'{:999}'.format(x)``.
-_WIDTH = re.compile(r"\d{5,}|%[^%]*\*")
+#: Widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments themselves.
+_WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -172,12 +172,9 @@ def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)  # keeps the marks of filters that take the context
     def bounded(*args: Any, **kwargs: Any) -> Any:
         _check_arguments(args[1:], kwargs)
-        for value in args:
-            if isinstance(value, str) and function.__name__ == "do_format" and _WIDTH.search(value):
-                raise SecurityError("a format has a width of more than 9,999")
-        if function.__name__ == "do_replace":
-            texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-            _check_method(texts[0].replace, tuple(texts[1:]))
+        texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        if texts and function.__name__ in ("do_format", "do_replace"):
+            _check_method(getattr(texts[0], function.__name__.removeprefix("do_")), tuple(texts[1:]))
         return _checked(function(*args, **kwargs))
 
     return bounded
@@ -191,6 +188,7 @@ def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _check_method(method: Any, args: tuple[Any, ...]) -> None:
     """Refuse methods of strings whose result is far larger than what they are given."""
+    method = getattr(method, "__wrapped__", method)  # jinja2 wraps str.format
     name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
     if not isinstance(text, str):
         return
@@ -203,7 +201,7 @@ def _check_method(method: Any, args: tuple[Any, ...]) -> None:
     elif name == "expandtabs":
         size += text.count("\t") * max((value for value in args if isinstance(value, int)), default=8)
     elif name in ("format", "format_map") and _WIDTH.search(text):
-        raise SecurityError("a format has a width of more than 9,999")
+        raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
     _check_size(size)
 
 
@@ -217,7 +215,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
         if hasattr(values, "__len__") and isinstance(count, int):
             _check_size(len(values) * count)
     elif operator == "%" and isinstance(left, str) and _WIDTH.search(left):
-        raise SecurityError("a format has a width of more than 9,999")
+        raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
 
 
 def _checked(value: Any) -> Any:
