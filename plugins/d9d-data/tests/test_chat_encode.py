@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from d9d_data.chat.template import ChatTemplate
 from d9d_data.tokenizer.byte_level import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CHATML = (Path(__file__).parent / "chat_templates" / "chatml.jinja").read_text()
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
@@ -110,6 +111,29 @@ def test_a_token_has_weight_if_it_begins_in_a_reply() -> None:
     assert decoded(ids[weights]) == " the fox"
     inside = ChatTemplate(text.replace("{% generation %}{{ ' ' +", "{{ ' ' }}{% generation %}{{"))
     assert decoded(np.concatenate([ids[weights] for ids, weights in [encode(made, inside, tokenizer())]])) == " fox"
+
+
+@pytest.mark.parametrize("prefix", ["normalizer", "first", "always", "never"])
+@pytest.mark.parametrize("user", [" the  fox", "the <|im_end|>\n fox<|im_start|>"])
+def test_tokenizers_that_write_spaces_as_characters_give_the_same_replies(prefix: str, user: str) -> None:
+    made = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    if prefix == "normalizer":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix, split=False)
+    tokens = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=500, special_tokens=tokens[:3], show_progress=False))
+    state = json.loads(made.to_str())
+    size = len(state["model"]["vocab"])
+    state["model"]["vocab"] |= {token: size + index for index, token in enumerate(tokens[3:])}
+    made = tokenizers.Tokenizer.from_str(json.dumps(state))
+    ids, weights = encode(conversation(user, "the quick fox"), template(), ChatTokenizer(made.to_str()))
+    if "<|" not in user:
+        rendered = template().render(conversation(user, "the quick fox").messages).text
+        assert ids.tolist() == made.encode(rendered, add_special_tokens=False).ids
+    pieces = [made.id_to_token(number) for number in ids.tolist()]
+    assert pieces.count("<|im_end|>") == pieces.count("<|im_start|>") == 2
+    assert "".join(np.array(pieces)[weights]).lstrip("\u2581") == "the\u2581quick\u2581fox<|im_end|>"
 
 
 def test_the_tokenizer_of_texts_serves_conversations_without_changing() -> None:

@@ -207,6 +207,31 @@ def test_a_template_whose_replies_cannot_be_told_is_an_error(each: str, says: st
         encode(made, ChatTemplate(text, TOKENS, name="t.jinja"), tokenizer())
 
 
+def test_tools_that_a_template_leaves_out_are_an_error() -> None:
+    made = read_conversation({"messages": CALLS[:1] + CALLS[3:], "tools": [{"function": {"name": "look"}}]}, "t:1")
+    with pytest.raises(DataError, match="t:1: chatml leaves out the tools"):
+        encode(made, template("chatml"), tokenizer(), "all")
+
+
+def test_every_part_of_a_content_has_to_be_rendered() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    made = read_conversation({"messages": [{"role": "user", "content": parts}, CALLS[3]]}, "t:1")
+    text = "{% for m in messages %}{{ m.content if m.content is string else m.content[-1].text }}|{% endfor %}"
+    with pytest.raises(DataError, match=r"leaves out the content of message 0"):
+        encode(made, ChatTemplate(text), tokenizer())
+    ids, weights = encode(
+        made, ChatTemplate(text.replace("m.content[-1].text", "m.content | map(attribute='text') | join")), tokenizer()
+    )
+    assert weighted(ids, weights) == ["It is sunny.|"]
+
+
+def test_what_is_left_out_is_seen_though_a_template_checks_its_input() -> None:
+    text = "{% for m in messages %}{% if 'probe' in m.content %}{{ raise_exception('no') }}{% endif %}"
+    text += "{{ m.content if m.role == 'assistant' }}|{% endfor %}"
+    with pytest.raises(DataError, match=r"leaves out the content of message 0"):
+        encode(conversation("a", "b"), ChatTemplate(text), tokenizer())
+
+
 def test_parts_that_a_template_would_quote_are_an_error() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]
     with pytest.raises(DataError, match=r"renders the list of parts in the content of message 0 \(user\) as the code"):

@@ -16,6 +16,7 @@ from os.path import commonprefix
 
 from d9d_core.extend import DataError
 
+from d9d_data.chat.complete import check_complete
 from d9d_data.chat.conversation import REASONING, Conversation, Message, call_names, text_of
 from d9d_data.chat.template import ChatTemplate, Span
 from d9d_data.chat.variants import PUT_FIRST, PUT_LAST, Put, put_last, with_content, with_name
@@ -43,7 +44,7 @@ def find_replies(
         DataError: the template fails, leaves out a message, or does not let the replies be told from the rest.
     """
     probe = _Probe(conversation, template, added)
-    probe.check_complete()
+    check_complete(conversation, template, probe.text, probe.word)
     if first >= len(conversation.messages):
         return probe.text, []
     replies = [index for index in conversation.replies if index >= first]
@@ -72,49 +73,12 @@ class _Probe:
         known = {token for token in (*added, *template.special_tokens.values()) if token.strip()}
         self._special = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or r"(?!)")
         texts = f"{self.text} {conversation.messages} {conversation.tools}"
+        self._ends: dict[str, bool] = {}
         number = 0
         while (word := f"zq{number}probe") in texts:
             number += 1
-        self._word = word
-
-    def check_complete(self) -> None:
-        """Check that the template renders every content and every tool call.
-
-        Raises:
-            DataError: it leaves one out.
-        """
-        words: list[tuple[str, str]] = []
-        lists: dict[str, bool] = {}
-
-        def put(text: str) -> str:
-            word = f"{self._word}{len(words)}x"
-            words.append((word, what))
-            lists[word] = not isinstance(message.get("content", ""), str)
-            return text + word
-
-        changed = []
-        for index, message in enumerate(self._conversation.messages):
-            changed.append(message)
-            if text_of(message).strip():
-                what = f"the content of message {index} ({message['role']})"
-                changed[-1] = with_content(changed[-1], lambda text: put(text.rstrip()), last=True)
-            for call in range(len(call_names(message))):
-                what = f"tool call {call} of message {index}"
-                changed[-1] = with_name(changed[-1], call, put)
-        text = self._render(changed)
-        if text is None:  # the template checks contents or names; there is no telling
-            return
-        for word, what in words:
-            if word not in text:
-                raise DataError(
-                    f"{self._conversation.where}: {self._template.name} leaves out {what}; "
-                    "change or leave out the record, or use a template that renders it"
-                )
-            if lists[word] and (f"{word}'}}" in text or f'{word}"}}' in text):
-                raise DataError(
-                    f"{self._conversation.where}: {self._template.name} renders the list of parts in {what} as the "
-                    "code of a list; write the content as a string"
-                )
+        #: Word that nothing holds.
+        self.word = word
 
     def begin_of(self, index: int) -> int:
         """Position where a reply begins.
@@ -242,15 +206,15 @@ class _Probe:
         text, prompt = rendered or (self.text, False)
         message = messages[index]
         if text_of(message).strip():
-            changed = with_content(message, lambda value: put(value, self._word), last=put in PUT_LAST)
+            changed = with_content(message, lambda value: put(value, self.word), last=put in PUT_LAST)
         elif names := call_names(message):
-            changed = with_name(message, len(names) - 1, lambda name: put(name, self._word))
+            changed = with_name(message, len(names) - 1, lambda name: put(name, self.word))
         else:
             return None
         probed = self._render([*messages[:index], changed, *messages[index + 1 :]], prompt=prompt)
-        if probed is None or self._word not in probed or probed.replace(self._word, "") != text:
+        if probed is None or self.word not in probed or probed.replace(self.word, "") != text:
             return None
-        return probed.index(self._word)
+        return probed.index(self.word)
 
     def _place_of_content(self, index: int) -> int | None:
         """Position where the content of a message begins; of an empty one, where it would."""
@@ -258,8 +222,8 @@ class _Probe:
         if text_of(message).strip():
             places = (self._place(index, put) for put in PUT_FIRST)
             return next((place for place in places if place is not None), None)
-        probed = self._render_with(index, {"role": message["role"], "content": self._word})
-        place = -1 if probed is None else probed.find(self._word)
+        probed = self._render_with(index, {"role": message["role"], "content": self.word})
+        place = -1 if probed is None else probed.find(self.word)
         return place if probed is not None and place >= 0 and self.text.startswith(probed[:place]) else None
 
     def _after_header(self, index: int, prompt: str, begin: int) -> int:
@@ -273,7 +237,7 @@ class _Probe:
     def _shows_reasoning(self, index: int) -> bool:
         """Whether the rendering depends on the reasoning of a message."""
         message = self._conversation.messages[index]
-        changed = {key: value + self._word for key, value in message.items() if key in REASONING}
+        changed = {key: value + self.word for key, value in message.items() if key in REASONING}
         if "</think>" in text_of(message):
             changed["content"] = text_of(message).split("</think>")[-1].lstrip()
         return bool(changed) and self._render_with(index, {**message, **changed}) != self.text
@@ -291,8 +255,11 @@ class _Probe:
 
     def _ends_others(self, token: str) -> bool:
         """Whether a token comes after the content of every user message."""
+        if token in self._ends:
+            return self._ends[token]
         messages = self._conversation.messages
         others = [index for index, message in enumerate(messages) if message["role"] == "user"]
         places = [self._place(index, put_last) for index in others]
         found = [place for place in places if place is not None]
-        return bool(found) and all(self.text.startswith(token, place) for place in found)
+        self._ends[token] = bool(found) and all(self.text.startswith(token, place) for place in found)
+        return self._ends[token]
