@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -189,3 +191,8 @@ def test_a_long_conversation_can_be_an_error() -> None:
 )
 def test_a_conversation_is_trainable_if_a_weight_has_a_token_before_it(weights: list[bool], trainable: bool) -> None:
     assert is_trainable(np.array(weights, dtype=bool)) is trainable
+
+
+def test_conversations_are_encoded_without_torch() -> None:
+    code = "import sys, d9d_data.chat.encode; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

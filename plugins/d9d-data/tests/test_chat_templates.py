@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import transformers
 from d9d_core.extend import DataError
 from d9d_data.chat.conversation import Conversation, read_conversation
 from d9d_data.chat.encode import ChatTokenizer, encode
 from d9d_data.chat.mask import find_replies
 from d9d_data.chat.template import ChatTemplate
 from tokenizers import decoders, models, pre_tokenizers
-
-transformers = pytest.importorskip("transformers")
 
 OWN = {path.name: path.read_text() for path in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}
 PUBLISHED = {
@@ -231,6 +230,25 @@ def test_a_directory_without_template_is_an_error(tmp_path: Path, config: dict[s
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match="chat_template"):
         ChatTemplate.load(tmp_path)
+
+
+def test_a_template_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\xff")
+    with pytest.raises(DataError, match=r"chat_template.jinja is not UTF-8 text \(byte 1"):
+        ChatTemplate.load(tmp_path)
+
+
+def test_directories_that_transformers_writes_are_read(tmp_path: Path) -> None:
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend(), chat_template=TEMPLATES["llama2.jinja"], **TOKENS
+    )
+    saved.save_pretrained(tmp_path)
+    for conversation in conversations()[:2]:
+        messages = [dict(message) for message in conversation.messages]
+        expected = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, return_dict=True)
+        tokenizer = ChatTokenizer((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+        ids, _ = encode(conversation, ChatTemplate.load(tmp_path), tokenizer)
+        assert ids.tolist() == expected["input_ids"]
 
 
 def test_templates_without_a_default_are_an_error() -> None:

@@ -107,7 +107,7 @@ class ChatTemplate:
         config = _read_config(config_file) if config_file.is_file() else {}
         tokens = {key: _token(config.get(key)) for key in SPECIAL_TOKENS}
         if file.is_file():
-            texts, source = {"default": _read(file, MAX_TEMPLATE).decode("utf-8", errors="replace")}, file
+            texts, source = {"default": _read_text(file)}, file
         else:
             texts, source = _named(config.get("chat_template"), config_file), config_file
         present = {key: token for key, token in tokens.items() if token is not None}
@@ -253,6 +253,13 @@ def _read(file: Path, limit: int) -> bytes:
         return read_regular(file, limit, links="near")
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}; make it readable") from error
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return _read(file, MAX_TEMPLATE).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not UTF-8 text (byte {error.start}: {error.reason}); convert it") from error
 
 
 def _read_config(file: Path) -> dict[str, Any]:
