@@ -50,10 +50,14 @@ class TextTokenizer:
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def serialised(self) -> str:
+        """Content of the ``tokenizer.json``."""
+        return str(self._backend.to_str(pretty=True))
+
     def save(self, directory: Path) -> None:
         """Write the files that ``transformers.AutoTokenizer.from_pretrained(directory)`` reads."""
         directory.mkdir(parents=True, exist_ok=True)
         # The library's own way to write a file raises plain exceptions where the disk is full.
-        (directory / TOKENIZER_FILE).write_text(self._backend.to_str(pretty=True), encoding="utf-8")
+        (directory / TOKENIZER_FILE).write_text(self.serialised(), encoding="utf-8")
         text = json.dumps(self._config, indent=2, ensure_ascii=False) + "\n"
         (directory / CONFIG_FILE).write_text(text, encoding="utf-8")

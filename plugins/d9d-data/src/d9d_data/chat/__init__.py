@@ -1,0 +1,1 @@
+"""Conversations: records, chat templates, token ids and loss weights."""

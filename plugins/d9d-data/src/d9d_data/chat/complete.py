@@ -1,0 +1,97 @@
+"""Check that a template renders all of a conversation: no template says that it leaves something out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from d9d_core.extend import DataError
+
+from d9d_data.chat.conversation import Conversation, Message, call_names
+from d9d_data.chat.template import ChatTemplate
+from d9d_data.chat.variants import with_name
+
+
+def check_complete(conversation: Conversation, template: ChatTemplate, text: str, word: str) -> None:
+    """Check that a template renders every content, every tool call and the tools.
+
+    A word of its own is put into each, and all have to show up. Reasoning is not looked for: templates leave that of
+    earlier turns out on purpose.
+
+    Args:
+        conversation: to check.
+        template: of the model.
+        text: the rendering.
+        word: that nothing in the conversation or its rendering holds.
+
+    Raises:
+        DataError: the template leaves something out, or renders a list of text parts as the code of a list.
+    """
+    words = _Words(word)
+    messages = [words.into_message(index, message) for index, message in enumerate(conversation.messages)]
+    tools = None if conversation.tools is None else [words.into_tool(tool) for tool in conversation.tools]
+    try:
+        changed = template.render(messages, tools).text
+    except DataError:  # the template checks contents or names
+        changed = None
+    for word_of_it, (what, plain) in words.what.items():
+        if (word_of_it not in changed) if changed is not None else (plain not in text):
+            raise DataError(
+                f"{conversation.where}: {template.name} leaves out {what}; "
+                "change or leave out the record, or use a template that renders it"
+            )
+    for word_of_it in words.in_parts:
+        if changed is not None and (f"{word_of_it}'}}" in changed or f'{word_of_it}"}}' in changed):
+            raise DataError(
+                f"{conversation.where}: {template.name} renders the list of parts in {words.what[word_of_it][0]} as "
+                "the code of a list; write the content as a string"
+            )
+
+
+class _Words:
+    """Words put into a conversation, each once."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+        #: What holds each word: in words, and without it.
+        self.what: dict[str, tuple[str, str]] = {}
+        self.in_parts: list[str] = []
+
+    def into_message(self, index: int, message: Message) -> Message:
+        """Message with words in its content and the names of its tool calls."""
+        changed = dict(message)
+        where = f"the content of message {index} ({message['role']})"
+        if isinstance(content := message.get("content", ""), str):
+            if content.strip():
+                changed["content"] = self._put(where)(content)
+        else:
+            changed["content"] = [self._into_part(where, part) for part in content]
+        for call in range(len(call_names(message))):
+            changed = dict(with_name(changed, call, self._put(f"tool call {call} of message {index}")))
+        return changed
+
+    def into_tool(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Tool with a word in its name, if it has one."""
+        function = tool.get("function", tool)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            return tool
+        named = {**function, "name": self._put("the tools")(function["name"])}
+        return {**tool, "function": named} if "function" in tool else named
+
+    def _into_part(self, where: str, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not part["text"].strip():
+            return part
+        changed = {**part, "text": self._put(where)(part["text"])}
+        self.in_parts.append(next(reversed(self.what)))
+        return changed
+
+    def _put(self, what: str) -> Callable[[str], str]:
+        """Change of a text to one with a word after it."""
+
+        def put(text: str) -> str:
+            word = f"{self._word}{len(self.what)}x"
+            # Templates move the reasoning out of a content.
+            self.what[word] = (what, text.rpartition("</think>")[2].strip())
+            return text.rstrip() + word
+
+        return put

@@ -1,0 +1,199 @@
+"""Conversations: one record of a data set, checked and brought to one form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.extend import DataError, closest, parse_json
+
+#: Roles of messages.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Names of reasoning in data sets; the first is the one that most templates read, the second that of gpt-oss.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+Message = Mapping[str, Any]
+_SHAPE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Conversation of at least one assistant message.
+
+    Attributes:
+        messages: each has a known ``role`` and, unless it has tool calls or reasoning, ``content``: a string or a list
+            of parts ``{"type": "text", "text": ...}``. Other keys are as in the record; keys of null are left out.
+        tools: JSON schemas of the tools offered; None if there are none.
+        prompt: number of leading messages that are given and never trained on, as those of a ``prompt``.
+        where: name of the record in messages, such as ``train.jsonl:17``.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    prompt: int = 0
+    where: str = "the conversation"
+
+    @property
+    def replies(self) -> tuple[int, ...]:
+        """Indices of the assistant messages after the prompt."""
+        found = (index for index, message in enumerate(self.messages) if message["role"] == "assistant")
+        return tuple(index for index in found if index >= self.prompt)
+
+    @property
+    def last_turn(self) -> int:
+        """Index of the first message after the last user message that an assistant message follows."""
+        last = self.replies[-1]
+        users = (index for index in range(last) if self.messages[index]["role"] == "user")
+        return max((self.prompt, *(index + 1 for index in users)))
+
+
+def read_conversation(record: object, where: str) -> Conversation:
+    """Conversation of a record with ``messages``, or with ``prompt`` and ``completion``; optionally with ``tools``.
+
+    A record with both is read by its ``messages``. An empty list of tools counts as none.
+
+    Args:
+        record: parsed JSON.
+        where: name of the record in messages, such as ``train.jsonl:17``.
+
+    Raises:
+        DataError: the record is no conversation; says what is wrong and what to write.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where} is {_kind(record)}, not an object; write one such as {_SHAPE}")
+    tools = _tools(record.get("tools"), where)
+    if record.get("messages") is not None:
+        messages, prompt = _messages(record["messages"], f"{where}: messages"), 0
+    elif record.get("prompt") is not None and record.get("completion") is not None:
+        before = _side(record["prompt"], "user", f"{where}: prompt")
+        messages = before + _side(record["completion"], "assistant", f"{where}: completion")
+        prompt = len(before)
+    else:
+        fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
+        raise DataError(
+            f"{where} has neither a field 'messages' nor the fields 'prompt' and 'completion' (it has {fields}); "
+            f"write records such as {_SHAPE}"
+        )
+    conversation = Conversation(messages, tools, prompt, where)
+    if not conversation.replies:
+        place = "completion" if prompt else "messages"
+        raise DataError(
+            f"{where}: {place} has no assistant message, so there is nothing to learn; leave the record out"
+        )
+    return conversation
+
+
+def text_of(message: Message) -> str:
+    """Text of a message's content: the string, or its parts joined; empty if there is none."""
+    content = message.get("content", "")
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def call_names(message: Message) -> list[str]:
+    """Names of the functions that a message's tool calls call."""
+    return [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
+
+
+def _side(value: object, role: str, where: str) -> tuple[Message, ...]:
+    """Messages of a prompt or a completion; a string is one message."""
+    return _messages([{"role": role, "content": value}] if isinstance(value, str) else value, where)
+
+
+def _messages(value: object, where: str) -> tuple[Message, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise DataError(f"{where} is {_kind(value)}, not a list; write {_SHAPE}")
+    if not value:
+        raise DataError(f"{where} is empty; leave the record out")
+    return tuple(_message(message, f"{where}[{index}]") for index, message in enumerate(value))
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise DataError(f'{where} is {_kind(value)}, not an object; write {{"role": "user", "content": "..."}}')
+    message = {str(key): item for key, item in value.items() if item is not None}
+    role = message.get("role")
+    if role is None:
+        fields = ", ".join(message) or "none"
+        raise DataError(f"{where} has no field 'role' (it has {fields}); use one of {', '.join(ROLES)}")
+    if role not in ROLES:
+        near = closest(role, ROLES)
+        hint = f"did you mean '{near}'?" if near else f"use one of {', '.join(ROLES)}"
+        raise DataError(f"{where} has the unknown role {str(role)[:80]!r}; {hint}")
+    for key in REASONING:
+        if not isinstance(message.get(key, ""), str):
+            raise DataError(f"{where}.{key} is {_kind(message[key])}; give a string")
+    _check_content(message, where)
+    _check_calls(message, where)
+    if not text_of(message).strip() and role in ("user", "assistant"):
+        if role == "user" or not (message.get("tool_calls") or _reasons(message)):
+            also = "" if role == "user" else " and neither tool calls nor reasoning"
+            raise DataError(f"{where} of the {role} has empty content{also}; fill it or leave the record out")
+    elif "content" not in message and role != "assistant":
+        raise DataError(f"{where} of role '{role}' has no field 'content' (it has {', '.join(message)}); give a string")
+    return message
+
+
+def _check_content(message: Message, where: str) -> None:
+    content = message.get("content", "")
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list | tuple):
+        raise DataError(f"{where}.content is {_kind(content)}; give a string, or a list of text parts")
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else _kind(part)
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"{where}.content[{index}] is no text ({str(kind)[:80]}); only parts such as "
+                '{"type": "text", "text": "..."} can be trained on'
+            )
+
+
+def _check_calls(message: Message, where: str) -> None:
+    calls = message.get("tool_calls", ())
+    if not isinstance(calls, list | tuple):
+        raise DataError(f"{where}.tool_calls is {_kind(calls)}, not a list; write one object for each call")
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where}.tool_calls[{index}] names no function; write "
+                '{"type": "function", "function": {"name": "...", "arguments": {}}}'
+            )
+    if calls and message["role"] != "assistant":
+        raise DataError(f"{where} of role '{message['role']}' has tool calls; only the assistant calls tools")
+
+
+def _reasons(message: Message) -> bool:
+    """Whether a message has reasoning, under any of the names that data sets use."""
+    return any(message.get(key) for key in REASONING)
+
+
+def _tools(value: object, where: str) -> tuple[Mapping[str, Any], ...] | None:
+    if isinstance(value, str):
+        try:
+            value = parse_json(value.encode()) if value.strip() else None
+        except ValueError as error:
+            raise DataError(f"{where}: tools is a string that is not JSON ({error}); give a list") from error
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        raise DataError(f"{where}: tools is {_kind(value)}, not a list; give a list of JSON schemas")
+    for index, tool in enumerate(value):
+        if not isinstance(tool, Mapping):
+            raise DataError(f"{where}: tools[{index}] is {_kind(tool)}, not an object; give JSON schemas")
+    return tuple(value) or None
+
+
+def _kind(value: object) -> str:
+    """Type of a value, in words of JSON."""
+    if value is None:
+        return "null"
+    names = {
+        bool: "true or false",
+        str: "a string",
+        list: "a list",
+        dict: "an object",
+        int: "a number",
+        float: "a number",
+    }
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,212 @@
+"""Token ids and loss weights of conversations."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from d9d_core.extend import DataError
+
+from d9d_data.chat.conversation import Conversation
+from d9d_data.chat.mask import find_replies
+from d9d_data.chat.template import ChatTemplate, Span
+from d9d_data.tokenizer.base import Ids, TextTokenizer
+
+Loss = Literal["assistant", "last_turn", "all"]
+Policy = Literal["end", "start", "drop", "error"]
+Weights = npt.NDArray[np.bool_]
+#: Characters that mark quoted special tokens; one that the conversation does not hold is taken.
+_MARKERS = [chr(code) for code in range(0xE000, 0xE010)]
+
+
+class ChatTokenizer:
+    """Tokenizer of rendered conversations: special tokens are recognised, and none is added.
+
+    Args:
+        content: of a ``tokenizer.json``.
+    """
+
+    def __init__(self, content: str) -> None:
+        self._content = content
+        # Post-processors add special tokens, which the template does, and may move the offsets of tokens.
+        content = json.dumps(json.loads(content) | {"post_processor": None, "truncation": None, "padding": None})
+        self._backend = tokenizers.Tokenizer.from_str(content)
+        self._plain = tokenizers.Tokenizer.from_str(content)
+        self._plain.encode_special_tokens = True
+        added = self._backend.get_added_tokens_decoder()
+        self._special_ids = {number for number, token in added.items() if token.special}
+        #: Texts of the special tokens, and of all added tokens; longest first.
+        self.specials = tuple(sorted((added[number].content for number in self._special_ids), key=len, reverse=True))
+        self.added = tuple(sorted((token.content for token in added.values()), key=len, reverse=True))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._content,)
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> Self:
+        """Tokenizer of conversations with the vocabulary of a tokenizer of texts."""
+        return cls(tokenizer.serialised())
+
+    def encode(self, text: str, quoted: Sequence[Span] = ()) -> tuple[Ids, npt.NDArray[np.int64]]:
+        """Token ids ``[N]`` int64 of a text, and the position ``[N]`` int64 in the text where each token begins.
+
+        Args:
+            text: to encode.
+            quoted: characters ``[begin, end)`` of special tokens that are to be encoded as ordinary text. What stands
+                between the next special tokens around them is encoded in one piece.
+        """
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        tokens = list(zip(encoding.ids, encoding.offsets, strict=True))
+        if quoted:
+            tokens = list(self._requoted(text, tokens, quoted))
+        ids = np.asarray([number for number, _ in tokens], dtype=np.int64)
+        return ids, np.asarray([begin for _, (begin, _) in tokens], dtype=np.int64)
+
+    def _requoted(
+        self, text: str, tokens: list[tuple[int, Span]], quoted: Sequence[Span]
+    ) -> Iterator[tuple[int, Span]]:
+        begin, run = 0, []
+        for number, (first, last) in [*tokens, (-1, (len(text), len(text)))]:
+            special = number == -1 or number in self._special_ids
+            if not special or _overlap((first, last), quoted):
+                run.append((number, (first, last)))
+                continue
+            if _overlap((begin, first), quoted):
+                plain = self._plain.encode(text[begin:first], add_special_tokens=False)
+                offsets = [(begin + low, begin + high) for low, high in plain.offsets]
+                run = list(zip(plain.ids, offsets, strict=True))
+            yield from run
+            if number != -1:
+                yield number, (first, last)
+            begin, run = last, []
+
+
+def encode(
+    conversation: Conversation,
+    template: ChatTemplate,
+    tokenizer: ChatTokenizer,
+    loss: Loss = "assistant",
+    quoted: Literal["text", "token"] = "text",
+) -> tuple[Ids, Weights]:
+    """Token ids ``[N]`` int64 of a rendered conversation, and whether each token ``[N]`` bool has a weight in the loss.
+
+    A token belongs to what the assistant writes if it begins there. With a ``prompt`` only the ``completion`` counts.
+
+    Args:
+        conversation: to encode.
+        template: of the model.
+        tokenizer: of the model.
+        loss: which tokens have weight: those of the assistant, those of the assistant after the last user message that
+            it answers, or all.
+        quoted: what a special token becomes that the record itself holds, such as a user's ``<|im_end|>``: ordinary
+            text, so that nobody can end a turn by writing so; or that token, as ``transformers`` does by default.
+
+    Raises:
+        DataError: the template fails, leaves out a message, does not let the replies be told from the rest, or depends
+            on a special token in a content.
+    """
+    first = {"assistant": conversation.prompt, "last_turn": conversation.last_turn, "all": len(conversation.messages)}
+    text, spans = find_replies(conversation, template, tokenizer.added, first[loss])
+    quotes = _quotes(conversation, template, tokenizer.specials, text) if quoted == "text" else ()
+    ids, begins = tokenizer.encode(text, quotes)
+    weights = np.full(ids.shape, loss == "all")
+    for begin, end in spans:
+        weights |= (begins >= begin) & (begins < end)
+    return ids, weights
+
+
+def truncate(
+    ids: Ids, weights: Weights, length: int, policy: Policy, where: str = "the conversation"
+) -> tuple[Ids, Weights] | None:
+    """At most ``length`` tokens of a conversation.
+
+    Args:
+        ids: ``[N]`` int64.
+        weights: ``[N]`` bool.
+        length: most tokens, at least 1.
+        policy: what becomes of a longer conversation: it loses its ``end`` or its ``start``, it is left out
+            (``drop``), or it is an ``error``.
+        where: name of the record in messages.
+
+    Returns:
+        Ids and weights ``[min(N, length)]``; None for a conversation that is left out.
+
+    Raises:
+        DataError: the conversation is longer, and that is an error.
+    """
+    if len(ids) <= length:
+        return ids, weights
+    if policy == "drop":
+        return None
+    if policy == "error":
+        raise DataError(
+            f"{where} has {len(ids):,} tokens, more than the {length:,} of a sequence; use longer sequences, leave out "
+            "the record, or let long conversations be truncated or dropped"
+        )
+    kept = slice(length) if policy == "end" else slice(len(ids) - length, None)
+    return ids[kept], weights[kept]
+
+
+def is_trainable(weights: Weights) -> bool:
+    """Whether a conversation has a token to learn: one with weight that another precedes.
+
+    Args:
+        weights: ``[N]`` bool.
+    """
+    return bool(weights[1:].any())
+
+
+def _quotes(conversation: Conversation, template: ChatTemplate, specials: Sequence[str], text: str) -> tuple[Span, ...]:
+    """Characters ``[begin, end)`` of the special tokens in a rendering that come from the record, not the template.
+
+    The record is rendered once more with a marker inside each, which leaves the rest as it was.
+    """
+    special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+    if not any(special.search(part) for part in _strings([conversation.messages, conversation.tools])):
+        return ()
+    marker = next((mark for mark in _MARKERS if not any(mark in part for part in _strings([text]))), None)
+    if marker is None:
+        raise DataError(f"{conversation.where} holds all of the characters U+E000 to U+E00F; leave the record out")
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, str):
+            return special.sub(lambda match: match.group()[0] + marker + match.group()[1:], value)
+        if isinstance(value, Mapping):
+            return {key: item if key == "role" else mark(item) for key, item in value.items()}
+        return [mark(item) for item in value] if isinstance(value, list | tuple) else value
+
+    tools = mark(conversation.tools)
+    pieces = template.render(mark(conversation.messages), tools, where=conversation.where).text.split(marker)
+    if "".join(pieces) != text:
+        raise DataError(
+            f"{conversation.where} holds a special token in its text, and {template.name} renders the text otherwise "
+            "for it; take the token out, or let quoted special tokens be tokens"
+        )
+    quotes, begin = [], 0
+    for piece in pieces[:-1]:
+        begin += len(piece)
+        match = special.match(text, begin - 1)
+        if match:
+            quotes.append(match.span())
+    return tuple(quotes)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _overlap(span: Span, others: Sequence[Span]) -> bool:
+    return any(span[0] < end and begin < span[1] for begin, end in others)

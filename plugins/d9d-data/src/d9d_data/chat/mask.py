@@ -1,0 +1,265 @@
+"""Replies in a rendered conversation: which characters the model is to generate.
+
+A template says so itself where it has generation blocks. Otherwise a reply begins where the rendering of the messages
+before it, with the generation prompt, ends, and it ends where the rendering of the messages up to it ends. That holds
+if those renderings are prefixes of the whole one. Some templates render a message otherwise when others follow it: the
+reasoning of earlier turns goes, an end of text comes last. There, places are found by probes: a word put into one
+message shows up at one place, and if taking it out gives the rendering from before, everything around that place is
+known to be the template's. What no probe confirms is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from os.path import commonprefix
+
+from d9d_core.extend import DataError
+
+from d9d_data.chat.complete import check_complete
+from d9d_data.chat.conversation import REASONING, Conversation, Message, call_names, text_of
+from d9d_data.chat.template import ChatTemplate, Span
+from d9d_data.chat.variants import PUT_FIRST, PUT_LAST, Put, put_last, with_content, with_name
+
+_USE_BLOCKS = "use a template with {% generation %} blocks around what the assistant writes"
+
+
+def find_replies(
+    conversation: Conversation, template: ChatTemplate, added: Iterable[str], first: int
+) -> tuple[str, list[Span]]:
+    """Rendering of a conversation, and its characters ``[begin, end)`` that the assistant writes.
+
+    A reply holds everything after the generation prompt up to the end of the turn: reasoning, content, tool calls and
+    the token that ends the turn; white space after that token, which no model generates, is left out. Where replies
+    have no such token, that of the next message is it, and the last reply has none. Generation blocks of a template
+    are taken as they are.
+
+    Args:
+        conversation: to render.
+        template: of the model.
+        added: texts of the tokenizer's added tokens, special ones among them.
+        first: index of the first message whose replies count; the number of messages for none.
+
+    Raises:
+        DataError: the template fails, leaves out a message, or does not let the replies be told from the rest.
+    """
+    probe = _Probe(conversation, template, added)
+    check_complete(conversation, template, probe.text, probe.word)
+    if first >= len(conversation.messages):
+        return probe.text, []
+    replies = [index for index in conversation.replies if index >= first]
+    if probe.marks is not None:
+        begin = probe.end_before(first) if first else 0
+        return probe.text, [span for span in probe.marks if span[0] >= begin]
+    spans: list[Span] = []
+    for index in replies:
+        begin = probe.begin_of(index)
+        end = probe.end_of(index, begin)
+        if begin >= end or (spans and begin < spans[-1][1]):
+            raise probe.unverified(index, "its rendering is empty or overlaps another")
+        probe.check_reply(index, begin, end)
+        spans.append((begin, probe.stop_of(begin, end)))
+    return probe.text, spans
+
+
+class _Probe:
+    """Renderings of variants of a conversation, compared with its own."""
+
+    def __init__(self, conversation: Conversation, template: ChatTemplate, added: Iterable[str]) -> None:
+        self._conversation = conversation
+        self._template = template
+        rendering = template.render(conversation.messages, conversation.tools, where=conversation.where)
+        self.text, self.marks = rendering.text, rendering.marks
+        known = {token for token in (*added, *template.special_tokens.values()) if token.strip()}
+        self._special = re.compile("|".join(map(re.escape, sorted(known, key=len, reverse=True))) or r"(?!)")
+        texts = f"{self.text} {conversation.messages} {conversation.tools}"
+        self._ends: dict[str, bool] = {}
+        number = 0
+        while (word := f"zq{number}probe") in texts:
+            number += 1
+        #: Word that nothing holds.
+        self.word = word
+
+    def begin_of(self, index: int) -> int:
+        """Position where a reply begins.
+
+        Raises:
+            DataError: it cannot be told.
+        """
+        before = self._conversation.messages[:index]
+        prompt = self._render(before, prompt=True) if before else None
+        if prompt is not None and self.text.startswith(prompt):
+            return self._after_header(index, prompt, len(prompt))
+        content = self._place_of_content(index)
+        for put in PUT_LAST if prompt is not None else ():
+            here, there = self._place(index - 1, put), self._place(index - 1, put, before, (prompt or "", True))
+            if here is None or there is None or prompt is None:
+                continue
+            header = prompt[there:]
+            common = here + self._common(header, self.text[here:])
+            if common == here + len(header):
+                return self._after_header(index, prompt, common if content is None else min(common, content))
+            # Here the generation prompt goes on with what this reply does not have: the start of a reasoning.
+            if content is not None and here < content <= common:
+                return content
+        if content is not None and not self._shows_reasoning(index):
+            return content
+        raise self.unverified(index, "the messages before it render otherwise without it")
+
+    def end_of(self, index: int, begin: int) -> int:
+        """Position where a reply that begins at ``begin`` ends.
+
+        Raises:
+            DataError: it cannot be told.
+        """
+        upto = self._conversation.messages[: index + 1]
+        turn = self._render(upto)
+        if turn is None:
+            raise self.unverified(index, "the template does not render the messages up to it")
+        if self.text.startswith(turn) and len(turn) > begin:
+            return len(turn)
+        for put in PUT_LAST:
+            here, there = self._place(index, put), self._place(index, put, upto, (turn, False))
+            if here is None or there is None or here < begin:
+                continue
+            tail, rest = turn[there:], self.text[here:]
+            common = self._common(tail, rest)
+            left = tail[common:]
+            if not left or (common and not self._special.sub("", left).strip()):
+                return here + common
+            ends, goes_on = self._special.match(tail), self._special.match(rest)
+            # The last turn has an end of its own; the others end as user messages do.
+            if ends and goes_on and not tail[ends.end() :].strip() and self._ends_others(goes_on.group()):
+                return here + goes_on.end()
+        raise self.unverified(index, "it renders otherwise when messages follow it")
+
+    def end_before(self, first: int) -> int:
+        """Position that every reply from a message on begins after, and none before it.
+
+        Raises:
+            DataError: it cannot be told.
+        """
+        before = self._render(self._conversation.messages[:first])
+        if before is not None and self.text.startswith(before):
+            return len(before)
+        for put in PUT_LAST:
+            if (place := self._place(first - 1, put)) is not None:
+                return place
+        raise self.unverified(first - 1, "the messages up to it render otherwise when others follow")
+
+    def check_reply(self, index: int, begin: int, end: int) -> None:
+        """Check that a reply holds the content and the names of the tool calls of its message.
+
+        Raises:
+            DataError: it does not.
+        """
+        message, reply = self._conversation.messages[index], self.text[begin:end]
+        content = text_of(message).split("</think>")[-1].strip()
+        if content not in reply:
+            places = [self._place(index, put) for put in PUT_LAST]
+            if not any(place is not None and begin <= place <= end for place in places):
+                raise self.unverified(index, "its content is not where its turn is")
+        for name in call_names(message):
+            if name not in reply:
+                raise self.unverified(index, "its tool calls are not where its turn is")
+
+    def stop_of(self, begin: int, end: int) -> int:
+        """End of a reply with the token that stops the model, and without white space after it.
+
+        Where a template ends replies without a special token, the one that opens the next message stops the model.
+        """
+        stripped = begin + len(self.text[begin:end].rstrip())
+        if any(match.end() == stripped for match in self._special.finditer(self.text, begin, end)):
+            return stripped
+        opens = self._special.match(self.text, end)
+        return opens.end() if opens else end
+
+    def unverified(self, index: int, reason: str) -> DataError:
+        """Error about a reply whose place cannot be told."""
+        return DataError(
+            f"{self._conversation.where}: cannot tell the reply in message {index} from the rest of what "
+            f"{self._template.name} renders: {reason}; {_USE_BLOCKS}"
+        )
+
+    def _render(self, messages: Sequence[Message], *, prompt: bool = False) -> str | None:
+        """Rendering of messages; None if the template refuses them."""
+        try:
+            return self._template.render(messages, self._conversation.tools, generation_prompt=prompt).text
+        except DataError:
+            return None
+
+    def _place(
+        self, index: int, put: Put, messages: Sequence[Message] = (), rendered: tuple[str, bool] | None = None
+    ) -> int | None:
+        """Position of the end of a message's text, or of the name of its last tool call, in a rendering.
+
+        Args:
+            index: of the message.
+            put: puts the probe into the text.
+            messages: the messages that were rendered, if not all.
+            rendered: their rendering, and whether it ends with the generation prompt.
+
+        Returns:
+            None if the probe has more effect than to be there, or is not there.
+        """
+        messages = messages or self._conversation.messages
+        text, prompt = rendered or (self.text, False)
+        message = messages[index]
+        if text_of(message).strip():
+            changed = with_content(message, lambda value: put(value, self.word), last=put in PUT_LAST)
+        elif names := call_names(message):
+            changed = with_name(message, len(names) - 1, lambda name: put(name, self.word))
+        else:
+            return None
+        probed = self._render([*messages[:index], changed, *messages[index + 1 :]], prompt=prompt)
+        if probed is None or self.word not in probed or probed.replace(self.word, "") != text:
+            return None
+        return probed.index(self.word)
+
+    def _place_of_content(self, index: int) -> int | None:
+        """Position where the content of a message begins; of an empty one, where it would."""
+        message = self._conversation.messages[index]
+        if text_of(message).strip():
+            places = (self._place(index, put) for put in PUT_FIRST)
+            return next((place for place in places if place is not None), None)
+        probed = self._render_with(index, {"role": message["role"], "content": self.word})
+        place = -1 if probed is None else probed.find(self.word)
+        return place if probed is not None and place >= 0 and self.text.startswith(probed[:place]) else None
+
+    def _after_header(self, index: int, prompt: str, begin: int) -> int:
+        """Position where a reply begins; after its header, if no generation prompt holds that."""
+        said = text_of(self._conversation.messages[index]).strip()
+        if self.text[begin:].lstrip().startswith(said) or prompt != self._render(self._conversation.messages[:index]):
+            return begin
+        content = self._place_of_content(index) or begin
+        return content if self.text[begin:content].strip() and not self._shows_reasoning(index) else begin
+
+    def _shows_reasoning(self, index: int) -> bool:
+        """Whether the rendering depends on the reasoning of a message."""
+        message = self._conversation.messages[index]
+        changed = {key: value + self.word for key, value in message.items() if key in REASONING}
+        if "</think>" in text_of(message):
+            changed["content"] = text_of(message).split("</think>")[-1].lstrip()
+        return bool(changed) and self._render_with(index, {**message, **changed}) != self.text
+
+    def _render_with(self, index: int, message: Message) -> str | None:
+        """Rendering with another message in place of one."""
+        messages = self._conversation.messages
+        return self._render([*messages[:index], message, *messages[index + 1 :]])
+
+    def _common(self, one: str, other: str) -> int:
+        """Number of leading characters that two texts share, not counting parts of special tokens."""
+        size = len(commonprefix([one, other]))  # noqa: RUF071 - of characters
+        matches = (match for text in (one, other) for match in self._special.finditer(text))
+        return min((match.start() for match in matches if match.start() < size < match.end()), default=size)
+
+    def _ends_others(self, token: str) -> bool:
+        """Whether a token comes after the content of every user message."""
+        if token in self._ends:
+            return self._ends[token]
+        messages = self._conversation.messages
+        others = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        places = [self._place(index, put_last) for index in others]
+        found = [place for place in places if place is not None]
+        self._ends[token] = bool(found) and all(self.text.startswith(token, place) for place in found)
+        return self._ends[token]

@@ -1,0 +1,229 @@
+"""Sandbox of chat templates: Jinja without the file system, and with bounds on time and memory.
+
+Templates come with models, so they are as trustworthy as whoever published the model. What jinja2's own sandbox does
+not bound is bounded here: iterations of loops, calls, seconds, and the size of every value.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace, pass_context
+from jinja2.visitor import NodeTransformer
+
+#: Most characters of a rendered conversation, and of any value on the way; most elements of a list.
+MAX_SIZE = 1 << 24
+#: Most iterations of loops and calls of one rendering.
+MAX_STEPS = 1 << 22
+#: Most seconds of one rendering.
+MAX_SECONDS = 30.0
+#: Most bits of a whole number.
+_MAX_BITS = 1 << 12
+#: Widths in ``'%99999d' % x`` and ``'{:99999}'.format(x)``, and widths that are arguments themselves.
+_WIDTH = re.compile(r"\d{5,}|%[^%]*\*|\{[^{}]*\{")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Environment of a template: one rendering at a time."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols])
+        self.filters = {name: _bounded(function) for name, function in self.filters.items()}
+        self.filters |= {"_counted": self._counted, "_sized": self._sized}
+        self.globals["namespace"] = _Namespace
+        del self.globals["lipsum"]  # random text has no place in training data
+        #: Spans of characters that generation blocks rendered, and their text.
+        self.marks: list[tuple[int, str]] = []
+        self.rendered = 0
+        self._steps = 0
+        self._deadline = 0.0
+
+    def compile_bounded(self, tree: nodes.Template, name: str) -> jinja2.Template:
+        """Template of a syntax tree, with its loops and concatenations bounded. Changes the tree."""
+        code = self.compile(_Bounds().visit(tree), name, name)
+        return jinja2.Template.from_code(self, code, self.make_globals(None))
+
+    def run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        """Render a template of this environment; ``marks`` then tells of its generation blocks.
+
+        Raises:
+            SecurityError: a bound was exceeded.
+            Exception: whatever the template raises.
+        """
+        self.marks, self.rendered, self._steps = [], 0, 0
+        self._deadline = time.monotonic() + MAX_SECONDS
+        pieces = []
+        for piece in template.generate(variables):
+            pieces.append(piece)
+            self.rendered += len(piece)
+            self.step()
+            if self.rendered > MAX_SIZE:
+                raise SecurityError(f"it renders more than {MAX_SIZE:,} characters")
+        return "".join(pieces)
+
+    def step(self) -> None:
+        """Count a step.
+
+        Raises:
+            SecurityError: there were too many, or they took too long.
+        """
+        self._steps += 1
+        if self._steps > MAX_STEPS:
+            raise SecurityError(f"it takes more than {MAX_STEPS:,} steps")
+        if time.monotonic() > self._deadline:
+            raise SecurityError(f"it takes more than {MAX_SECONDS:g} seconds")
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Call an object from a template. The odd names leave all others to keyword arguments."""
+        __self.step()
+        if __obj is not __self.globals["range"]:  # which has a bound of its own
+            _check_arguments(args, kwargs)
+            _check_method(__obj, args)
+        return _checked(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator whose result may be large."""
+        _check_operation(operator, left, right)
+        return _checked(super().call_binop(context, operator, left, right))
+
+    @pass_context
+    def _counted(self, _context: Context, values: Any) -> Iterator[Any]:
+        """Iterate in a loop. That it takes the context keeps it from being evaluated when templates are compiled."""
+        for value in values:
+            self.step()
+            yield value
+
+    @staticmethod
+    @pass_context
+    def _sized(_context: Context, value: Any) -> Any:
+        return _checked(value)
+
+
+class GenerationBlock(Extension):
+    """Block ``{% generation %}`` ... ``{% endgeneration %}``: renders its body and records where."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block, whose name was just read."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("record"), [], [], body).set_lineno(line)
+
+    def record(self, caller: Callable[[], str]) -> str:
+        """Text of the body."""
+        text = caller()
+        environment = self.environment
+        assert isinstance(environment, Sandbox)
+        environment.marks.append((environment.rendered, text))
+        return text
+
+
+class _Bounds(NodeTransformer):
+    """Transformer that makes loops count and concatenations check their size."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja2 looks for this name
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "_counted")
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, "_sized")
+
+
+class _Namespace(Namespace):
+    """Namespace without names that lead into the interpreter."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        Namespace.__init__(self, {})
+        for name, value in values.items():
+            self[name] = value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise SecurityError(f"a namespace cannot hold {name!r}; names start with a letter")
+        super().__setitem__(name, value)
+
+
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
+    assert isinstance(node, nodes.Expr)
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Filter with bounds on its arguments and its result."""
+
+    @wraps(function)  # keeps the marks of filters that take the context
+    def bounded(*args: Any, **kwargs: Any) -> Any:
+        _check_arguments(args[1:], kwargs)
+        texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        if texts and function.__name__ in ("do_format", "do_replace"):
+            _check_method(getattr(texts[0], function.__name__.removeprefix("do_")), tuple(texts[1:]))
+        return _checked(function(*args, **kwargs))
+
+    return bounded
+
+
+def _check_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse widths, counts and repetitions that make large values."""
+    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in (*args, *kwargs.values())):
+        raise SecurityError(f"a call has a number above {MAX_SIZE:,}")
+
+
+def _check_method(method: Any, args: tuple[Any, ...]) -> None:
+    """Refuse methods of strings whose result is far larger than what they are given."""
+    method = getattr(method, "__wrapped__", method)  # jinja2 wraps str.format
+    name, text = getattr(method, "__name__", ""), getattr(method, "__self__", None)
+    if not isinstance(text, str):
+        return
+    texts = [value for value in args if isinstance(value, str)]
+    size = len(text)
+    if name == "replace" and len(texts) > 1:
+        size += text.count(texts[0]) * len(texts[1])
+    elif name == "join" and args and hasattr(args[0], "__len__"):
+        size = len(text) * len(args[0])
+    elif name == "expandtabs":
+        size += text.count("\t") * max((value for value in args if isinstance(value, int)), default=8)
+    elif name in ("format", "format_map") and _WIDTH.search(text):
+        raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
+    _check_size(size)
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int):
+        bits = {"**": left.bit_length() * max(right, 1), "*": left.bit_length() + right.bit_length()}
+        if operator in bits and bits[operator] > _MAX_BITS:
+            raise SecurityError("a number is too large")
+    elif operator == "*":
+        values, count = (left, right) if isinstance(right, int) else (right, left)
+        if hasattr(values, "__len__") and isinstance(count, int):
+            _check_size(len(values) * count)
+    elif operator == "%" and isinstance(left, str) and _WIDTH.search(left):
+        raise SecurityError("a format has a width of more than 9,999, or one that is an argument")
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, str | list | tuple | dict):
+        _check_size(len(value))
+    return value
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_SIZE:
+        raise SecurityError(f"it makes a value of more than {MAX_SIZE:,} characters or elements")
