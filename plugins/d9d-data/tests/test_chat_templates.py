@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-import transformers
 from d9d_core.extend import DataError
 from d9d_data.chat.conversation import Conversation, read_conversation
 from d9d_data.chat.encode import ChatTokenizer, encode
@@ -21,10 +20,13 @@ from d9d_data.chat.mask import find_replies
 from d9d_data.chat.template import ChatTemplate
 from tokenizers import decoders, models, pre_tokenizers
 
+transformers = pytest.importorskip("transformers")
+trl = pytest.importorskip("trl")
+
 OWN = {path.name: path.read_text() for path in sorted((Path(__file__).parent / "chat_templates").glob("*.jinja"))}
 PUBLISHED = {
     item.name: item.read_text(encoding="utf-8")
-    for item in sorted((importlib.resources.files("trl") / "chat_templates").iterdir(), key=lambda item: item.name)
+    for item in sorted((importlib.resources.files(trl) / "chat_templates").iterdir(), key=lambda item: item.name)
     if item.name.endswith(".jinja")
 }
 TEMPLATES = OWN | PUBLISHED
