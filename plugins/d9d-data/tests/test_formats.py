@@ -300,6 +300,12 @@ def test_columns_without_text_are_errors_that_name_the_row(tmp_path: Path, open_
         open_stream(table(tmp_path / "d.parquet", text=pa.array([], pa.string())), field="text")
 
 
+def test_a_column_whose_text_is_not_utf8_is_an_error(tmp_path: Path, open_stream: Any) -> None:
+    column = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xe9")])
+    with pytest.raises(DataError, match=r"a\.parquet is no readable parquet file \(.*utf-8"):
+        open_stream(table(tmp_path / "a.parquet", text=column), field="text")
+
+
 def test_hostile_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_stream: Any) -> None:
     monkeypatch.setattr("d9d_data.sources.lines.MAX_LINE", 1000)
     file = tmp_path / "a.jsonl"
