@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from d9d_core.extend import DataError
 from d9d_data.corpus import identity
@@ -66,7 +67,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Counter:
     return counting
 
 
-def preparations(open_stream: Any, source: Path, **values: Any) -> int:
+def preparations(open_stream: Any, source: Path | str, **values: Any) -> int:
     notes: list[str] = []
     open_stream(source, note=notes.append, **values)
     return sum("preparing" in note for note in notes)
@@ -142,3 +143,20 @@ def test_how_a_file_is_read_is_part_of_what_it_is(open_stream: Any, tmp_path: Pa
         for name, field in (("a.jsonl", "a"), ("a.jsonl", "b"), ("a.txt", "a"))
     }
     assert len(digests) == 3
+
+
+def test_a_large_remote_file_is_recognised_by_a_sample(
+    open_stream: Any, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "SMALL_CORPUS", 10_000)
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/large.txt", b"the fox and the dog\n" * SAMPLE)
+    try:
+        assert preparations(open_stream, "memory://large.txt") == 1
+        assert counter.read == 20 * SAMPLE
+        assert preparations(open_stream, "memory://large.txt") == 0
+        assert counter.read == 20 * SAMPLE
+        memory.pipe("/large.txt", b"the fox and the cat\n" * SAMPLE)
+        assert preparations(open_stream, "memory://large.txt") == 1
+    finally:
+        memory.rm("/large.txt")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from d9d_data.config import CorpusConfig
 from d9d_data.sources.document import Piece, topics_digest
-from d9d_data.sources.opening import FileStat, SourceFile, open_stored, stat_file
+from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blocks, stat_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Part of the identity; raise it when the layout of prepared data, or how tokens are made, changes.
@@ -73,9 +73,8 @@ def _whole(address: str) -> str:
 
 
 def _sample(address: str, size: int) -> str:
+    begins = [(size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
     digest = hashlib.sha256()
-    with open_stored(address) as stored:
-        for number in range(SAMPLE_BLOCKS):
-            stored.seek((size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1))
-            digest.update(stored.read(SAMPLE_BLOCK))
+    for block in read_blocks(address, begins, SAMPLE_BLOCK):
+        digest.update(block)
     return digest.hexdigest()

@@ -138,7 +138,8 @@ def _field_of(config: CorpusConfig, file: SourceFile) -> str | None:
 
 def _amount(files: Sequence[SourceFile]) -> str:
     """Amount of files for notes; a text file is a document, and of others nobody knows yet how many they hold."""
-    return f"{len(files):,} {'documents' if all(file.format == 'text' for file in files) else 'files'}"
+    kind = "document" if all(file.format == "text" for file in files) else "file"
+    return f"{len(files):,} {kind}{'' if len(files) == 1 else 's'}"
 
 
 def _files_of(split: Split) -> tuple[str, str]:

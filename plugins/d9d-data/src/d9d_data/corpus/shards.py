@@ -88,10 +88,10 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def read_shard(shard: Shard, work: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], dict[str, Any]]:
-    """Tokens [N], memory-mapped, lengths [D], and facts of a finished shard."""
+    """Tokens [N] and lengths [D], memory-mapped, and facts of a finished shard."""
     directory = work / shard.name
     tokens: npt.NDArray[Any] = np.load(directory / TOKENS, mmap_mode="r", allow_pickle=False)
-    lengths: npt.NDArray[np.int64] = np.load(directory / LENGTHS, allow_pickle=False)
+    lengths: npt.NDArray[np.int64] = np.load(directory / LENGTHS, mmap_mode="r", allow_pickle=False)
     facts: dict[str, Any] = parse_json(read_regular(directory / FACTS))
     return tokens, lengths, facts
 

@@ -34,8 +34,9 @@ Split = Literal["train", "held_out"]
 FACTS = "facts.json"
 SPLITS: tuple[Split, Split] = ("train", "held_out")
 _TOKENIZER = "tokenizer"
-# Tokens that are copied from a shard at a time.
+# Most tokens and documents that are copied from a shard at a time.
 _CHUNK_TOKENS = 1 << 22
+_CHUNK_DOCUMENTS = 1 << 20
 
 
 def tokenise(config: CorpusConfig, shards: Sequence[Shard], work: Path, directory: Path) -> dict[str, Any]:
@@ -153,13 +154,16 @@ def _chunks(
     tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
 ) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
     """Tokens and lengths of some consecutive documents at a time: as many as have _CHUNK_TOKENS, or one."""
-    ends = np.cumsum(lengths)
-    first, begin = 0, 0
-    while first < len(lengths):
-        after = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
-        end = int(ends[after - 1])
-        yield tokens[begin:end], lengths[first:after]
-        first, begin = after, end
+    begin = 0
+    for block_begin in range(0, len(lengths), _CHUNK_DOCUMENTS):
+        block = lengths[block_begin : block_begin + _CHUNK_DOCUMENTS]
+        ends = begin + np.cumsum(block)
+        first = 0
+        while first < len(block):
+            after = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
+            end = int(ends[after - 1])
+            yield tokens[begin:end], block[first:after]
+            first, begin = after, end
 
 
 def _check_splits(documents: dict[Split, int], held_out: float, found: int) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from d9d_core.extend import DataError
 
+_LOCK = "lock"
+
 
 @contextmanager
 def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]) -> Iterator[Path]:
@@ -37,38 +39,44 @@ def work_directory(root: Path, key: str, keep: bool, note: Callable[[str], None]
             f"cannot prepare data in the cache directory {root}: {error}; "
             "make it writable, free space, or choose another cache directory"
         ) from error
+    remove = True
     try:
         yield directory
     except BaseException:
-        if not keep or lock is None:
-            shutil.rmtree(directory, ignore_errors=True)
+        remove = not keep or lock is None
         raise
-    else:
-        shutil.rmtree(directory, ignore_errors=True)
     finally:
+        if remove:
+            shutil.rmtree(directory, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+        if remove:  # NFS keeps a file that is open, and with it its directory
+            with suppress(OSError):
+                directory.rmdir()
 
 
 def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | None]:
     """Make a directory and lock it; return it and the descriptor that holds the lock."""
+    file = directory / _LOCK
     while True:
         directory.mkdir(exist_ok=True)
         try:
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            # Some file systems lock only what is open for writing.
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except FileNotFoundError:
             continue  # whoever held it is done
         try:
             _lock(lock, note)
-        except OSError:  # not on every shared file system
+        except OSError:  # not on every file system
             os.close(lock)
             with suppress(OSError):
+                file.unlink()
                 directory.rmdir()
             own = directory.with_name(f"{directory.name}-{os.getpid()}-{secrets.token_hex(4)}")
             own.mkdir()
             return own, None
         try:
-            if directory.stat().st_ino == os.fstat(lock).st_ino:
+            if file.stat().st_ino == os.fstat(lock).st_ino:
                 os.utime(directory)  # so that it is not taken for an abandoned one
                 return directory, lock
         except FileNotFoundError:

@@ -148,7 +148,7 @@ def _explained(file: SourceFile) -> Iterator[None]:
     arrow = _pyarrow(file)
     try:
         yield
-    except arrow.ArrowException as error:  # some of them are OSErrors
+    except (arrow.ArrowException, ValueError, OverflowError) as error:  # text that is not UTF-8, times out of range
         reason = str(error).partition("\n")[0][:300]
         raise DataError(
             f"data.sources: {file.name} is no readable {file.format} file ({reason}); "
