@@ -137,11 +137,11 @@ def test_chunks_hold_whole_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.asarray([3, 7, 1, 25, 9, 1, 1])
     for most, expected in ((7, [[3, 7], [1], [25], [9, 1], [1]]), (4, [[3, 7], [1], [25], [9, 1], [1]])):
         monkeypatch.setattr("d9d_data.corpus.tokenise._CHUNK_DOCUMENTS", most)
-        chunks = list(_chunks(np.arange(lengths.sum()), lengths))
+        chunks = list(_chunks(lengths))
         assert [sizes.tolist() for _, sizes in chunks] == expected
-        assert np.concatenate([tokens for tokens, _ in chunks]).tolist() == list(range(47))
+        assert np.concatenate([np.arange(47)[place] for place, _ in chunks]).tolist() == list(range(47))
     monkeypatch.setattr("d9d_data.corpus.tokenise._CHUNK_DOCUMENTS", 1)
-    assert [sizes.tolist() for _, sizes in _chunks(np.arange(lengths.sum()), lengths)] == [[n] for n in lengths]
+    assert [sizes.tolist() for _, sizes in _chunks(lengths)] == [[n] for n in lengths]
 
 
 # --- kills

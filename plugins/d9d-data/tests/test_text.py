@@ -328,7 +328,7 @@ def test_batch_that_does_not_divide_is_an_error(open_stream, corpus: Path) -> No
         ({"split": "held_out"}, "needs a held_out fraction above 0"),
         ({"tokenizer": {"bpe": 256}}, "greater than or equal to 257"),
         ({"tokenizer": {"bppe": 300}}, "did you mean 'bpe'"),
-        ({"tokenizer": None}, "use 'bytes', the path of a tokenizer.json, or {bpe: 2048}"),
+        ({"tokenizer": 7}, "use 'bytes', the path of a tokenizer.json, or {bpe: 2048}"),
         ({"sources": "corpus"}, r"needs a list; write \[corpus\]"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Configs of the datasets ``text`` and ``documents``."""
+"""Configs of the datasets ``text``, ``documents`` and ``chat``."""
 
 from __future__ import annotations
 
@@ -22,25 +22,18 @@ class BpeTokenizer(Section):
     """Size of the vocabulary: 256 bytes, the end-of-text token, and merges."""
 
 
-class CorpusConfig(PluginConfig):
-    """Shared fields of all datasets over a corpus of documents."""
+class PreparedConfig(PluginConfig):
+    """Shared fields of all datasets whose records are tokenised once, and then read from the cache."""
 
     sources: tuple[str, ...]
     """Files, directories, globs, fsspec addresses; ``hf:DIRECTORY`` that the library datasets saved; ``python:topics``,
     ``python:docstrings``, ``python:sources``. A text file is a document, and so is each record of a structured one."""
-    field: str | None = Field(default=None, min_length=1)
-    """Field of structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, saved datasets)
-    that holds the text; they need it. ``meta.text`` is the field ``text`` in the field ``meta``."""
     malformed: Literal["error", "skip"] = "error"
     """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
     counted."""
     digest: Literal["sampled", "full"] = "sampled"
     """How a corpus of more than 64 MiB is recognised as prepared: by size, time of change and samples of each file; or
     by all bytes."""
-    tokenizer: str | BpeTokenizer = "bytes"
-    """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents."""
-    end_of_text: str | None = Field(default=None, min_length=1)
-    """Token between documents; if absent ``<|endoftext|>``, and for a tokenizer file what it names or is known for."""
     sequence_length: int = Field(ge=1)
     """Positions of a sample."""
     split: Literal["train", "held_out"] = "train"
@@ -61,15 +54,6 @@ class CorpusConfig(PluginConfig):
         if isinstance(sources, str):
             raise ValueError(f"needs a list; write [{sources[:80]}]")  # noqa: TRY004 - pydantic reports ValueErrors
         return sources
-
-    @field_validator("tokenizer", mode="before")
-    @classmethod
-    def _path_or_mapping(cls, tokenizer: Any) -> Any:
-        if isinstance(tokenizer, Mapping):
-            return BpeTokenizer.model_validate(tokenizer)
-        if not isinstance(tokenizer, str | BpeTokenizer):
-            raise ValueError("use 'bytes', the path of a tokenizer.json, or {bpe: 2048} to train one")  # noqa: TRY004
-        return tokenizer
 
     @field_validator("sources")
     @classmethod
@@ -92,6 +76,43 @@ class CorpusConfig(PluginConfig):
         if self.split == "held_out" and self.held_out == 0:
             raise ValueError("split 'held_out' needs a held_out fraction above 0, the same as in the training job")
         return self
+
+
+class CorpusConfig(PreparedConfig):
+    """Shared fields of all datasets over a corpus of documents."""
+
+    field: str | None = Field(default=None, min_length=1)
+    """Field of structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, saved datasets)
+    that holds the text; they need it. ``meta.text`` is the field ``text`` in the field ``meta``."""
+    tokenizer: str | BpeTokenizer | None = None
+    """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents; if
+    absent that of the model which training starts from, else ``bytes``."""
+    end_of_text: str | None = Field(default=None, min_length=1)
+    """Token between documents; if absent ``<|endoftext|>``, and for a tokenizer file what it names or is known for."""
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _path_or_mapping(cls, tokenizer: Any) -> Any:
+        if isinstance(tokenizer, Mapping):
+            return BpeTokenizer.model_validate(tokenizer)
+        if not isinstance(tokenizer, str | BpeTokenizer | None):
+            raise ValueError("use 'bytes', the path of a tokenizer.json, or {bpe: 2048} to train one")  # noqa: TRY004
+        return tokenizer
+
+
+def check_padding(sequence_length: int, multiple: int) -> None:
+    """Refuse a length of samples that padding would exceed.
+
+    Raises:
+        ValueError: it does; the text has lengths that would do.
+    """
+    if sequence_length % multiple:
+        below = sequence_length // multiple * multiple
+        options = " or ".join(str(length) for length in (below, below + multiple) if length)
+        raise ValueError(
+            f"sequence_length {sequence_length} is no multiple of pad_multiple {multiple}; "
+            f"use a sequence_length of {options}, or another pad_multiple"
+        )
 
 
 class TextConfig(CorpusConfig):
@@ -122,11 +143,39 @@ class DocumentsConfig(CorpusConfig):
 
     @model_validator(mode="after")
     def _padding_stays_within_a_sequence(self) -> Self:
-        if self.sequence_length % self.pad_multiple:
-            below = self.sequence_length // self.pad_multiple * self.pad_multiple
-            options = " or ".join(str(length) for length in (below, below + self.pad_multiple) if length)
-            raise ValueError(
-                f"sequence_length {self.sequence_length} is no multiple of pad_multiple {self.pad_multiple}; "
-                f"use a sequence_length of {options}, or another pad_multiple"
-            )
+        check_padding(self.sequence_length, self.pad_multiple)
+        return self
+
+
+class ChatConfig(PreparedConfig):
+    """Dataset of conversations, rendered by the model's chat template, of which the assistant's tokens are learned."""
+
+    name: Literal["chat"] = "chat"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
+    malformed: Literal["error", "skip"] = "error"
+    """A record that is no conversation, or one that the template refuses: an error, or left out and counted."""
+    tokenizer: str | None = None
+    """Directory of a tokenizer and its chat template, or its ``tokenizer.json``; if absent that of the model which
+    training starts from."""
+    template_arguments: dict[str, Any] = {}
+    """Further variables of the template, such as ``{enable_thinking: false}``."""
+    loss: Literal["assistant", "last_turn", "all"] = "assistant"
+    """Tokens that are learned: those that the assistant writes, those of its last turn, or all."""
+    sequence_length: int = Field(ge=1)
+    """Most positions of a sample."""
+    too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
+    """What becomes of a conversation longer than a sample: it loses its end or its beginning, is left out, or is an
+    error."""
+    packing: Literal["none", "best_fit"] = "none"
+    """Samples of one conversation each, or of as many as fit (best-fit decreasing), which do not see each other."""
+    bucket_window: int | None = Field(default=None, ge=1)
+    """As for ``documents``, without packing."""
+    pad_multiple: int = Field(default=8, ge=1)
+    """As for ``documents``; packed samples are padded to ``sequence_length``."""
+
+    @model_validator(mode="after")
+    def _padding_stays_within_a_sequence(self) -> Self:
+        check_padding(self.sequence_length, self.pad_multiple)
         return self

@@ -1,4 +1,4 @@
-"""Declaration of the datasets ``text`` and ``documents``."""
+"""Declaration of the datasets ``text``, ``documents`` and ``chat``."""
 
 from __future__ import annotations
 
@@ -23,4 +23,10 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         summary="Documents, tokenised once, each a sample of its own, in packs of similar length.",
         config=Ref("d9d_data.config:DocumentsConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
+    )
+    yield DatasetSpec(
+        name="chat",
+        summary="Conversations, rendered by the model's chat template; the assistant's tokens are learned.",
+        config=Ref("d9d_data.config:ChatConfig"),
+        build=Ref("d9d_data.stream.chat:build_chat"),
     )

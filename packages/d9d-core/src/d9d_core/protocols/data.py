@@ -21,6 +21,7 @@ class DataContext:
         rank, ranks: the slice of each pack this process gets, along the data-parallel axis.
         cache_dir: where prepared data may be kept between runs.
         note: prints one line about long work, such as tokenisation.
+        pretrained: directory or address of the weights that the model starts from, if it does.
     """
 
     seed: int
@@ -30,6 +31,7 @@ class DataContext:
     rank: int = 0
     ranks: int = 1
     note: Callable[[str], None] = lambda _text: None
+    pretrained: str | None = None
 
 
 class DataStream(Protocol):

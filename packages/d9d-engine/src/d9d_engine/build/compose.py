@@ -11,6 +11,7 @@ import torch
 from d9d_core import events as ev
 from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
+from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.capabilities import Chosen
@@ -113,7 +114,7 @@ def build(
     here = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
     share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
-    note(f"model: {sum(p.numel() for p in assembly.full_model.parameters()):,} parameters on {topology.device}{share}")
+    note(f"model: {_parameters(assembly)} on {topology.device}{share}")
 
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
@@ -212,9 +213,16 @@ def _open_data(
         rank=topology.data_parallel_rank,
         ranks=topology.data_parallel_size,
         note=note,
+        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
     )
     stream: DataStream = instantiate(chosen, config, context)
     return stream
+
+
+def _parameters(assembly: Assembly) -> str:
+    groups = (dict(assembly.full_model.named_parameters()), assembly.trained())
+    count, training = (sum(parameter.numel() for parameter in group.values()) for group in groups)
+    return f"{count:,} parameters" + (f", {training:,} of them train" if training < count else "")
 
 
 def _statistics(

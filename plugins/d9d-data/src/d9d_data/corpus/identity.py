@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import Any
 
-from d9d_data.config import CorpusConfig
+from d9d_data.config import ChatConfig, CorpusConfig, PreparedConfig
+from d9d_data.corpus.worker import chat_settings
 from d9d_data.sources.document import Piece, topics_digest
 from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blocks, stat_file
+from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Part of the identity; raise it when the layout of prepared data, or how tokens are made, changes.
@@ -25,7 +28,7 @@ SAMPLE_BLOCKS = 6
 _READ = 1 << 20  # bytes
 
 
-def corpus_key(config: CorpusConfig, pieces: Sequence[Piece]) -> str:
+def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
     """Key of a prepared corpus in the cache; it does not depend on the paths of the files.
 
     Args:
@@ -37,10 +40,9 @@ def corpus_key(config: CorpusConfig, pieces: Sequence[Piece]) -> str:
     """
     settings = {
         "format": FORMAT,
-        "tokenizer": tokenizer_identity(config.tokenizer),
-        "end_of_text": config.end_of_text,
         "held_out": config.held_out,
         "malformed": config.malformed,
+        **_encoding(config),
     }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     stats = [_stat(piece.file) for piece in pieces]
@@ -50,6 +52,19 @@ def corpus_key(config: CorpusConfig, pieces: Sequence[Piece]) -> str:
         # The same bytes may be read in several ways.
         digest.update(f"{piece.file.format} {piece.file.compression} {piece.field} {content}\n".encode())
     return f"text-{digest.hexdigest()[:32]}"
+
+
+def _encoding(config: PreparedConfig) -> dict[str, Any]:
+    if isinstance(config, ChatConfig):
+        from d9d_data.chat.template import ChatTemplate  # brings Jinja, which texts never need
+
+        assert config.tokenizer is not None  # it was resolved
+        file = find_tokenizer_file(config.tokenizer)
+        template = ChatTemplate.load(file, arguments=config.template_arguments).identity
+        return {"tokenizer": tokenizer_identity(config.tokenizer), "chat": chat_settings(config), "template": template}
+    assert isinstance(config, CorpusConfig)
+    assert config.tokenizer is not None  # it was resolved
+    return {"tokenizer": tokenizer_identity(config.tokenizer), "end_of_text": config.end_of_text}
 
 
 def _stat(file: SourceFile) -> FileStat:

@@ -6,24 +6,26 @@ import hashlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from d9d_core.extend import DataError, parse_json, read_regular
+from d9d_core.extend import DataContext, DataError, parse_json, read_regular
 
-from d9d_data.config import CorpusConfig, DocumentsConfig
+from d9d_data.config import ChatConfig, CorpusConfig, DocumentsConfig, PreparedConfig
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
 from d9d_data.corpus.work import work_directory
-from d9d_data.sources.document import STRUCTURED, Piece, check_field
+from d9d_data.sources.document import STRUCTURED, Piece, check_field, check_structured
 from d9d_data.sources.find import find_files
 from d9d_data.sources.opening import SourceFile
+from d9d_data.tokenizer.of_model import with_tokenizer
 
+C = TypeVar("C", CorpusConfig, ChatConfig)
 #: Files whose reading is announced.
 _MANY = 10_000
 
@@ -39,8 +41,10 @@ class Corpus:
         tokenizer: description of the tokenizer, for people.
         unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
         digest: identifies tokens and boundaries.
-        assets: directory with the tokenizer's files.
+        assets: directory with the tokenizer's files; ``None`` if they are the model's own, which an export has anyway.
         skipped: malformed documents that both splits together lack.
+        weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
+        dropped: conversations that both splits lack because they are too long, or have nothing left to learn.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -49,8 +53,10 @@ class Corpus:
     tokenizer: str
     unigram_entropy: float
     digest: str
-    assets: Path
+    assets: Path | None
     skipped: int = 0
+    weights: npt.NDArray[np.bool_] | None = None
+    dropped: int = 0
 
     @property
     def end_of_text(self) -> int:
@@ -64,6 +70,8 @@ class Corpus:
 
     def save_assets(self, directory: Path) -> None:
         """Copy the tokenizer's files."""
+        if self.assets is None:
+            return
         directory.mkdir(parents=True, exist_ok=True)
         for file in self.assets.iterdir():
             shutil.copyfile(file, directory / file.name)
@@ -87,25 +95,45 @@ def map_array(file: Path) -> npt.NDArray[Any]:
     return array
 
 
-def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
+def prepare_for(config: C, context: DataContext) -> tuple[C, Corpus]:
+    """Prepare the corpus of a config for a job: without a tokenizer of its own, with the model's.
+
+    Returns:
+        The config with its tokenizer, and the corpus.
+
+    Raises:
+        DataError: see :func:`prepare` and :func:`~d9d_data.tokenizer.of_model.with_tokenizer`.
+    """
+    resolved = with_tokenizer(config, context.pretrained)
+    corpus = prepare(resolved, context.cache_dir, context.note)
+    own = config.tokenizer is None and context.pretrained is not None
+    return resolved, replace(corpus, assets=None) if own else corpus
+
+
+def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
     """Find the corpus of a config in the cache, or prepare it.
 
     Raises:
         DataError: sources, tokenizer or cache directory are unusable, there is no text, or no document is set aside.
         TrainingError: a process that tokenises died.
     """
+    config = with_tokenizer(config, None)
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
     for piece in pieces:
-        check_field(piece.file, piece.field)
+        if isinstance(config, ChatConfig):
+            check_structured(piece.file)
+        else:
+            check_field(piece.file, piece.field)
     amount = _amount(files)
     if len(files) >= _MANY:
         note(f"reading {amount} from {', '.join(config.sources)}, to see whether they are prepared")
     key = corpus_key(config, pieces)
 
-    required = [FACTS, *(name for split in SPLITS for name in _files_of(split))]
+    weighted: bool = isinstance(config, ChatConfig)
+    required = [FACTS, *(name for split in SPLITS for name in _files_of(split, weighted))]
     if find_damage(cache_dir / key, required) is None:
-        return _open(cache_dir / key, config.split)
+        return _open(cache_dir / key, config.split, weighted)
     shards = plan_shards(pieces)
 
     with work_directory(cache_dir, key, keep=len(shards) > 1, note=note) as work:
@@ -125,13 +153,15 @@ def prepare(config: CorpusConfig, cache_dir: Path, note: Callable[[str], None]) 
                 )
             if facts["skipped"]:
                 note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
+            if facts["dropped"]:
+                note(f"left out {facts['dropped']:,} conversations that are too long, or have nothing left to learn")
             note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
-        return _open(cached_directory(cache_dir, key, build, note, required), config.split)
+        return _open(cached_directory(cache_dir, key, build, note, required), config.split, weighted)
 
 
-def _field_of(config: CorpusConfig, file: SourceFile) -> str | None:
-    if file.format not in STRUCTURED:
+def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
+    if file.format not in STRUCTURED or not isinstance(config, CorpusConfig):
         return None
     return config.field or ("text" if file.format == "jsonl" and isinstance(config, DocumentsConfig) else None)
 
@@ -142,13 +172,13 @@ def _amount(files: Sequence[SourceFile]) -> str:
     return f"{len(files):,} {kind}{'' if len(files) == 1 else 's'}"
 
 
-def _files_of(split: Split) -> tuple[str, str]:
-    return f"{split}.tokens.npy", f"{split}.starts.npy"
+def _files_of(split: Split, weighted: bool) -> list[str]:
+    return [f"{split}.{name}.npy" for name in ("tokens", "starts", *(("weights",) if weighted else ()))]
 
 
-def _open(directory: Path, split: Split) -> Corpus:
+def _open(directory: Path, split: Split, weighted: bool) -> Corpus:
     facts = parse_json(read_regular(directory / FACTS))
-    tokens_file, starts_file = _files_of(split)
+    tokens_file, starts_file, *weights_file = _files_of(split, weighted)
     digests = file_digests(directory)
     return Corpus(
         tokens=map_array(directory / tokens_file),
@@ -156,7 +186,11 @@ def _open(directory: Path, split: Split) -> Corpus:
         vocab_size=facts["vocab_size"],
         tokenizer=facts["tokenizer"],
         unigram_entropy=facts["unigram_entropy"],
-        digest=hashlib.sha256((digests[tokens_file] + digests[starts_file]).encode()).hexdigest(),
+        digest=hashlib.sha256(
+            "".join(digests[file] for file in (tokens_file, starts_file, *weights_file)).encode()
+        ).hexdigest(),
         assets=directory / "tokenizer",
         skipped=facts["skipped"],
+        weights=map_array(directory / weights_file[0]) if weights_file else None,
+        dropped=facts["dropped"],
     )

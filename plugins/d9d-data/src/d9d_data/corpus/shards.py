@@ -1,13 +1,16 @@
 """Shards of a corpus as token files: complete or absent, so that work goes on where a killed process stopped.
 
 Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], every document followed by its end-of-text token),
-``lengths.npy`` (int64 [D], tokens of each document) and ``facts.json``.
+``lengths.npy`` (int64 [D], tokens of each document), ``facts.json`` and, if not all tokens are learned, ``weights.npy``
+(bool [N]).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,15 +19,29 @@ import numpy.typing as npt
 from d9d_core.extend import parse_json, read_regular
 
 from d9d_data.corpus.cache import cached_directory
+from d9d_data.corpus.encoder import Encoder
 from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
-from d9d_data.sources.document import texts_of
 from d9d_data.sources.place import Place, refuse
-from d9d_data.tokenizer.base import TextTokenizer
 
-TOKENS, LENGTHS, FACTS = "tokens.npy", "lengths.npy", "facts.json"
-# Characters encoded in one call: enough to keep all cores busy, little enough to show progress.
-_BATCH_CHARACTERS = 2_000_000
+TOKENS, LENGTHS, WEIGHTS, FACTS = "tokens.npy", "lengths.npy", "weights.npy", "facts.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedShard:
+    """Finished shard.
+
+    Attributes:
+        tokens: [N].
+        lengths: int64 [D], tokens of each document.
+        weights: bool [N]; ``None`` if all tokens are learned.
+        facts: what was left out.
+    """
+
+    tokens: npt.NDArray[Any]
+    lengths: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.bool_] | None
+    facts: dict[str, Any]
 
 
 class Skips:
@@ -41,7 +58,7 @@ class Skips:
 
 
 def write_shard(
-    tokenizer: TextTokenizer,
+    encoder: Encoder,
     shard: Shard,
     malformed: Literal["error", "skip"],
     work: Path,
@@ -50,7 +67,7 @@ def write_shard(
     """Tokenise a shard, unless that is done already.
 
     Args:
-        tokenizer: makes the tokens.
+        encoder: makes the tokens.
         shard: what to read.
         malformed: what to do with malformed documents.
         work: directory of the shards' directories.
@@ -62,24 +79,26 @@ def write_shard(
     """
 
     def build(directory: Path) -> None:
-        skips = Skips()
-        texts = (text for piece in shard.pieces for text in texts_of(piece, skips if malformed == "skip" else refuse))
-        end = np.asarray([tokenizer.end_of_text_id])
-        dtype = token_dtype(tokenizer.vocab_size)
-        with (
-            NpyWriter(directory / TOKENS, dtype) as tokens,
-            NpyWriter(directory / LENGTHS, np.int64) as lengths,
-        ):
-            for batch in _batches(text for text in texts if text.strip()):
-                encoded = tokenizer.encode(batch)
-                parts = [part for ids in encoded for part in (ids, end)]
-                tokens.append(np.concatenate(parts, dtype=dtype, casting="unsafe"))  # ids are below the vocabulary
-                lengths.append(np.asarray([len(ids) + 1 for ids in encoded], dtype=np.int64))
-                advance(sum(map(len, batch)))
-        facts = {"skipped": skips.count, "first_skipped": skips.first}
+        skips, dropped = Skips(), 0
+        dtype = token_dtype(encoder.vocab_size)
+        with ExitStack() as stack:
+            tokens = stack.enter_context(NpyWriter(directory / TOKENS, dtype))
+            lengths = stack.enter_context(NpyWriter(directory / LENGTHS, np.int64))
+            learned = stack.enter_context(NpyWriter(directory / WEIGHTS, np.bool_)) if encoder.weighted else None
+            for batch in encoder.encode(shard.pieces, skips if malformed == "skip" else refuse):
+                dropped += batch.dropped
+                if batch.ids:
+                    # Ids are below the vocabulary.
+                    tokens.append(np.concatenate(list(batch.ids), dtype=dtype, casting="unsafe"))
+                    lengths.append(np.asarray([len(ids) for ids in batch.ids], dtype=np.int64))
+                if learned is not None and batch.weights:
+                    learned.append(np.concatenate(list(batch.weights)))
+                advance(batch.characters)
+        facts = {"skipped": skips.count, "first_skipped": skips.first, "dropped": dropped}
         (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
-    cached_directory(work, shard.name, build, lambda _text: None, (TOKENS, LENGTHS, FACTS))
+    files = (TOKENS, LENGTHS, FACTS, *((WEIGHTS,) if encoder.weighted else ()))
+    cached_directory(work, shard.name, build, lambda _text: None, files)
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
@@ -87,23 +106,12 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def read_shard(shard: Shard, work: Path) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], dict[str, Any]]:
-    """Tokens [N] and lengths [D], memory-mapped, and facts of a finished shard."""
+def read_shard(shard: Shard, work: Path, weighted: bool) -> FinishedShard:
+    """What a finished shard holds; its arrays are memory-mapped."""
     directory = work / shard.name
-    tokens: npt.NDArray[Any] = np.load(directory / TOKENS, mmap_mode="r", allow_pickle=False)
-    lengths: npt.NDArray[np.int64] = np.load(directory / LENGTHS, mmap_mode="r", allow_pickle=False)
-    facts: dict[str, Any] = parse_json(read_regular(directory / FACTS))
-    return tokens, lengths, facts
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    return FinishedShard(
+        tokens=np.load(directory / TOKENS, mmap_mode="r", allow_pickle=False),
+        lengths=np.load(directory / LENGTHS, mmap_mode="r", allow_pickle=False),
+        weights=np.load(directory / WEIGHTS, mmap_mode="r", allow_pickle=False) if weighted else None,
+        facts=parse_json(read_regular(directory / FACTS)),
+    )

@@ -1,8 +1,8 @@
 """Tokenisation of a corpus to token files.
 
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
-[N], every document followed by its end-of-text token) and ``<split>.starts.npy`` (int64 [D + 1], where documents start,
-and N).
+[N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], where documents start, and N)
+and, if not all tokens are learned, ``<split>.weights.npy`` (bool [N]).
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
-from d9d_data.config import BpeTokenizer, CorpusConfig
+from d9d_data.config import BpeTokenizer, CorpusConfig, PreparedConfig
 from d9d_data.corpus.cache import cached_directory
+from d9d_data.corpus.encoder import Encoder
 from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.pool import default_workers, tokenise_in_processes
 from d9d_data.corpus.shards import Skips, read_shard, token_dtype, write_shard
-from d9d_data.corpus.worker import Setup
+from d9d_data.corpus.worker import TOKENIZER, Setup
 from d9d_data.sources.document import texts_of
 from d9d_data.sources.place import Reject, refuse
-from d9d_data.tokenizer.base import TextTokenizer
-from d9d_data.tokenizer.select import make_tokenizer, saved_tokenizer
+from d9d_data.tokenizer.select import make_tokenizer
 
 Split = Literal["train", "held_out"]
 FACTS = "facts.json"
 SPLITS: tuple[Split, Split] = ("train", "held_out")
-_TOKENIZER = "tokenizer"
 # Most tokens and documents that are copied from a shard at a time.
 _CHUNK_TOKENS = 1 << 22
 _CHUNK_DOCUMENTS = 1 << 20
 
 
-def tokenise(config: CorpusConfig, shards: Sequence[Shard], work: Path, directory: Path) -> dict[str, Any]:
+def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, directory: Path) -> dict[str, Any]:
     """Tokenise a corpus: make the tokenizer, tokenise the shards, and join them.
 
     The result depends neither on the cut into shards nor on the processes that work on them.
@@ -58,24 +57,24 @@ def tokenise(config: CorpusConfig, shards: Sequence[Shard], work: Path, director
         DataError: a file cannot be read, the tokenizer is none, there is no text, or no document is set aside.
         TrainingError: a worker process died.
     """
-    tokenizer = _tokenizer(config, shards, work)
+    _train_tokenizer(config, shards, work)
+    setup = Setup.of(config, work)
+    encoder, tokenizer = setup.encoder()
     tokenizer.save(directory / "tokenizer")
-    _tokenise_shards(config, tokenizer, shards, work)
+    _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
     facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
-    facts |= _join(tokenizer.vocab_size, shards, config.held_out, work, directory)
+    facts |= _join(encoder, shards, config.held_out, work, directory)
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
 
-def _tokenizer(config: CorpusConfig, shards: Sequence[Shard], work: Path) -> TextTokenizer:
-    if isinstance(config.tokenizer, BpeTokenizer):
+def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path) -> None:
+    """Train the tokenizer, if the config asks for that."""
+    if isinstance(config, CorpusConfig) and isinstance(config.tokenizer, BpeTokenizer):
+        choice, end = config.tokenizer, config.end_of_text
         texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
-        trained = make_tokenizer
         # Training reads the whole corpus, so what it learned is kept for a start after a kill.
-        cached_directory(
-            work, _TOKENIZER, lambda to: trained(config.tokenizer, config.end_of_text, texts).save(to), _silent
-        )
-    return saved_tokenizer(config.tokenizer, config.end_of_text, work / _TOKENIZER)
+        cached_directory(work, TOKENIZER, lambda to: make_tokenizer(choice, end, texts).save(to), _silent)
 
 
 def _silent(_text: str) -> None:
@@ -100,17 +99,14 @@ def _set_aside(indices: npt.NDArray[np.int64], held_out: float) -> npt.NDArray[n
     return aside
 
 
-def _tokenise_shards(config: CorpusConfig, tokenizer: TextTokenizer, shards: Sequence[Shard], work: Path) -> None:
-    workers = default_workers() if config.preparation_workers is None else config.preparation_workers
-    workers = min(workers, len(shards))
+def _tokenise_shards(wanted: int | None, setup: Setup, encoder: Encoder, shards: Sequence[Shard], work: Path) -> None:
+    workers = min(default_workers() if wanted is None else wanted, len(shards))
     with progress_bar("tokenising", sum(shard.size for shard in shards)) as advance:
         # One shard is done sooner than a process starts, and nobody else sees this process's memory.
         if workers == 0 or len(shards) == 1 or any(_in_memory(shard) for shard in shards):
             for shard in shards:
-                write_shard(tokenizer, shard, config.malformed, work, advance)
+                write_shard(encoder, shard, setup.malformed, work, advance)
         else:
-            choice = config.tokenizer.bpe if isinstance(config.tokenizer, BpeTokenizer) else config.tokenizer
-            setup = Setup(choice, config.end_of_text, str(work / _TOKENIZER), config.malformed, str(work))
             tokenise_in_processes(setup, shards, workers, advance)
 
 
@@ -118,42 +114,53 @@ def _in_memory(shard: Shard) -> bool:
     return any(piece.file.address.startswith("memory://") for piece in shard.pieces)
 
 
-def _join(vocab_size: int, shards: Sequence[Shard], held_out: float, work: Path, directory: Path) -> dict[str, Any]:
+def _join(encoder: Encoder, shards: Sequence[Shard], held_out: float, work: Path, directory: Path) -> dict[str, Any]:
     """Write the token files of both splits from those of the shards, and return facts about them."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    found, skipped, first_skipped = 0, 0, ""
+    counts = np.zeros(encoder.vocab_size, dtype=np.int64)
+    found, skipped, first_skipped, dropped = 0, 0, "", 0
+    kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64}
+    kinds |= {"weights": np.bool_} if encoder.weighted else {}
     with ExitStack() as stack:
-        tokens_of, starts_of = (
-            {split: stack.enter_context(NpyWriter(directory / f"{split}.{name}.npy", dtype)) for split in SPLITS}
-            for name, dtype in (("tokens", token_dtype(vocab_size)), ("starts", np.dtype(np.int64)))
-        )
+        writers = {
+            name: {split: stack.enter_context(NpyWriter(directory / f"{split}.{name}.npy", dtype)) for split in SPLITS}
+            for name, dtype in kinds.items()
+        }
+        tokens_of, starts_of = writers["tokens"], writers["starts"]
         for split in SPLITS:
             starts_of[split].append(np.zeros(1, dtype=np.int64))
         for shard in shards:
-            tokens, lengths, facts = read_shard(shard, work)
-            skipped += facts["skipped"]
-            first_skipped = first_skipped or facts["first_skipped"]
-            for chunk, chunk_lengths in _chunks(tokens, lengths):
+            there = read_shard(shard, work, encoder.weighted)
+            skipped += there.facts["skipped"]
+            first_skipped = first_skipped or there.facts["first_skipped"]
+            dropped += there.facts["dropped"]
+            for place, chunk_lengths in _chunks(there.lengths):
+                chunk = there.tokens[place]
                 aside = _set_aside(np.arange(found, found + len(chunk_lengths)), held_out)
                 found += len(chunk_lengths)
                 for split, chosen in (("train", ~aside), ("held_out", aside)):
                     if not chosen.any():
                         continue
-                    taken = chunk if chosen.all() else chunk[np.repeat(chosen, chunk_lengths)]
+                    kept = slice(None) if chosen.all() else np.repeat(chosen, chunk_lengths)
+                    taken = chunk[kept]
                     starts_of[split].append(tokens_of[split].length + np.cumsum(chunk_lengths[chosen]))
                     tokens_of[split].append(taken)
+                    if there.weights is not None:
+                        writers["weights"][split].append(there.weights[place][kept])
                     if split == "train":
                         counts += np.bincount(taken, minlength=len(counts))
         documents = {split: starts.length - 1 for split, starts in starts_of.items()}
     files = {piece.file.address for shard in shards for piece in shard.pieces}
     _check_splits(documents, held_out, len(files))
-    return {"unigram_entropy": unigram_entropy(counts), "skipped": skipped, "first_skipped": first_skipped}
+    return {
+        "unigram_entropy": unigram_entropy(counts),
+        "skipped": skipped,
+        "first_skipped": first_skipped,
+        "dropped": dropped,
+    }
 
 
-def _chunks(
-    tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64]
-) -> Iterator[tuple[npt.NDArray[Any], npt.NDArray[np.int64]]]:
-    """Tokens and lengths of some consecutive documents at a time: as many as have _CHUNK_TOKENS, or one."""
+def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:
+    """Where the tokens of some consecutive documents are, and their lengths: as many as have _CHUNK_TOKENS, or one."""
     begin = 0
     for block_begin in range(0, len(lengths), _CHUNK_DOCUMENTS):
         block = lengths[block_begin : block_begin + _CHUNK_DOCUMENTS]
@@ -162,7 +169,7 @@ def _chunks(
         while first < len(block):
             after = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
             end = int(ends[after - 1])
-            yield tokens[begin:end], block[first:after]
+            yield slice(begin, end), block[first:after]
             first, begin = after, end
 
 

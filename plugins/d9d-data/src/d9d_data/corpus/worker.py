@@ -18,12 +18,28 @@ from typing import Any, Literal, TextIO
 
 from d9d_core.extend import DataError
 
-from d9d_data.config import BpeTokenizer
+from d9d_data.config import BpeTokenizer, ChatConfig, CorpusConfig, PreparedConfig
+from d9d_data.corpus.encoder import Encoder, TextEncoder
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.shards import write_shard
 from d9d_data.sources.document import Piece
 from d9d_data.sources.opening import SourceFile
+from d9d_data.tokenizer.base import TextTokenizer
+from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import saved_tokenizer
+
+#: Directory, beside those of the shards, of a tokenizer that was trained.
+TOKENIZER = "tokenizer"
+
+
+def chat_settings(config: ChatConfig) -> dict[str, Any]:
+    """Settings of the encoder of a config's conversations; see :meth:`~d9d_data.chat.encoder.ChatEncoder.load`."""
+    return {
+        "arguments": config.template_arguments,
+        "loss": config.loss,
+        "longest": config.sequence_length + 1,
+        "too_long": config.too_long,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +52,7 @@ class Setup:
         tokenizer_directory: where a trained tokenizer was saved.
         malformed: what to do with malformed documents.
         work: directory of the shards' directories.
+        chat: settings of the encoder of conversations; ``None`` for texts.
     """
 
     tokenizer: str | int
@@ -43,6 +60,34 @@ class Setup:
     tokenizer_directory: str
     malformed: Literal["error", "skip"]
     work: str
+    chat: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, config: PreparedConfig, work: Path) -> Setup:
+        """Settings for the corpus of a config."""
+        saved, chat, end = str(work / TOKENIZER), None, None
+        choice: Any = "bytes"
+        if isinstance(config, ChatConfig):
+            choice, chat = config.tokenizer, chat_settings(config)
+        elif isinstance(config, CorpusConfig):
+            choice, end = config.tokenizer, config.end_of_text
+        choice = choice.bpe if isinstance(choice, BpeTokenizer) else choice
+        return cls(choice, end, saved, config.malformed, str(work), chat)
+
+    def encoder(self) -> tuple[Encoder, TextTokenizer]:
+        """Encoder of the records, and its tokenizer.
+
+        Raises:
+            DataError: the file of the tokenizer or of the template is absent, or holds none.
+        """
+        choice = BpeTokenizer(bpe=self.tokenizer) if isinstance(self.tokenizer, int) else self.tokenizer
+        tokenizer = saved_tokenizer(choice, self.end_of_text, Path(self.tokenizer_directory))
+        if self.chat is None:
+            return TextEncoder(tokenizer), tokenizer
+        assert isinstance(choice, str)
+        from d9d_data.chat.encoder import ChatEncoder  # brings Jinja, which texts never need
+
+        return ChatEncoder.load(tokenizer, str(find_tokenizer_file(choice)), self.chat), tokenizer
 
     def encode(self) -> str:
         """Setup as a line of JSON."""
@@ -76,14 +121,13 @@ def serve(lines: TextIO, answers: TextIO) -> None:
     setup = Setup(**json.loads(lines.readline()))
     shards: queue.SimpleQueue[Shard] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(lines, shards), daemon=True).start()
-    tokenizer = None
+    encoder = None
     while True:
         shard = shards.get()
         try:
-            if tokenizer is None:
-                choice = BpeTokenizer(bpe=setup.tokenizer) if isinstance(setup.tokenizer, int) else setup.tokenizer
-                tokenizer = saved_tokenizer(choice, setup.end_of_text, Path(setup.tokenizer_directory))
-            write_shard(tokenizer, shard, setup.malformed, Path(setup.work), lambda count: answer(read=count))
+            if encoder is None:
+                encoder, _ = setup.encoder()
+            write_shard(encoder, shard, setup.malformed, Path(setup.work), lambda count: answer(read=count))
         except DataError as error:
             answer(error=str(error))
         else:

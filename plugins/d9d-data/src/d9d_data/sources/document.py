@@ -120,6 +120,20 @@ def _no_text(record: Record, field: str, value: Any) -> str:
     )
 
 
+def check_structured(file: SourceFile) -> None:
+    """Refuse a file without records.
+
+    Raises:
+        DataError: it is one.
+    """
+    if file.format not in STRUCTURED:
+        formats = ", ".join(f".{name}" for name in sorted(STRUCTURED))
+        raise DataError(
+            f"data.sources: {file.name} has no records with fields, which conversations are; name files of the kinds "
+            f"{formats}, or use the dataset text"
+        )
+
+
 def check_field(file: SourceFile, field: str | None) -> None:
     """Refuse a structured file without the name of a field, because its syntax is no text.
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from d9d_core.extend import DataContext, DataError, State
 
-from d9d_data.config import DocumentsConfig
-from d9d_data.corpus.prepare import Corpus, prepare
+from d9d_data.config import ChatConfig, DocumentsConfig
+from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.order.windows import WindowOrder
@@ -26,7 +26,7 @@ def build_documents(config: DocumentsConfig, context: DataContext) -> DocumentSt
     Raises:
         DataError: the data or the sizes cannot be used; the text says what to change.
     """
-    return DocumentStream(config, context, prepare(config, context.cache_dir, context.note))
+    return DocumentStream(config, context, prepare_for(config, context)[1])
 
 
 class DocumentStream(CorpusStream):
@@ -42,7 +42,7 @@ class DocumentStream(CorpusStream):
         DataError: the batch is larger than the data, or the window cannot be.
     """
 
-    def __init__(self, config: DocumentsConfig, context: DataContext, corpus: Corpus) -> None:
+    def __init__(self, config: DocumentsConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
         samples = len(corpus.starts) - 1
         if layout.batch_size > samples:
@@ -137,6 +137,7 @@ class DocumentPacks:
                 mine[begin : begin + layout.microbatch_size],
                 self.sequence_length,
                 self.pad_multiple,
+                corpus.weights,
             )
             for begin in range(0, layout.share, layout.microbatch_size)
         ]

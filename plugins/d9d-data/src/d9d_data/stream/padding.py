@@ -17,7 +17,12 @@ Int64 = npt.NDArray[np.int64]
 
 
 def pad(
-    tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int, multiple: int
+    tokens: npt.NDArray[np.integer[Any]],
+    starts: Int64,
+    samples: Int64,
+    sequence_length: int,
+    multiple: int,
+    weights: npt.NDArray[np.bool_] | None = None,
 ) -> Mapping[str, Int64]:
     """Pad a microbatch: sample i is document i, cut to ``sequence_length`` positions.
 
@@ -32,11 +37,12 @@ def pad(
         samples: [B] which documents.
         sequence_length: most positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
+        weights: [N] which tokens are learned; ``None`` for all.
 
     Returns:
-        ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding;
-        ``positions`` [B, S], counted from the start of the sample, and again from the start of padding; ``documents``
-        [B, S], 0, and 1 in padding; ``lengths`` [B], positions of each sample without padding.
+        ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding and
+        where it is not learned; ``positions`` [B, S], counted from the start of the sample, and again from the start of
+        padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], positions of each sample without padding.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
     lengths = np.clip(available - 1, 1, sequence_length)[:, None]  # [B, 1]
@@ -46,9 +52,10 @@ def pad(
     end = len(tokens) - 1  # the last token of all ends a document
     places = np.where(inside, first[:, None] + columns, end)
     following = np.where(inside & followed, places + 1, end)
+    learned = inside & followed if weights is None else inside & followed & weights[following]
     return {
         "tokens": np.asarray(tokens[places], dtype=np.int64),
-        "targets": np.where(inside & followed, np.asarray(tokens[following], dtype=np.int64), NO_TARGET),
+        "targets": np.where(learned, np.asarray(tokens[following], dtype=np.int64), NO_TARGET),
         "positions": np.where(inside, columns, columns - lengths),
         "documents": (~inside).astype(np.int64),
         "lengths": lengths[:, 0],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from d9d_core.extend import DataContext, DataError, State
 
 from d9d_data.config import TextConfig
-from d9d_data.corpus.prepare import Corpus, prepare
+from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.base import CorpusStream
@@ -21,7 +21,7 @@ def build_text(config: TextConfig, context: DataContext) -> TextStream:
     Raises:
         DataError: the data or the sizes cannot be used; the text says what to change.
     """
-    return TextStream(config, context, prepare(config, context.cache_dir, context.note))
+    return TextStream(config, context, prepare_for(config, context)[1])
 
 
 class TextStream(CorpusStream):

@@ -9,7 +9,7 @@ import tokenizers
 from d9d_core.extend import DataError, parse_json, read_regular
 
 from d9d_data.config import MAX_VOCABULARY
-from d9d_data.tokenizer.base import CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
+from d9d_data.tokenizer.base import BESIDE, CONFIG_FILE, TOKENIZER_FILE, TextTokenizer
 
 #: How published tokenizers call the end of a document, most specific first.
 _KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -63,7 +63,17 @@ def load_tokenizer(file: Path, end_of_text: str | None) -> TextTokenizer:
         )
     config = _read_config(file.with_name(CONFIG_FILE))
     end = _end_of_text(backend, config, end_of_text, file)
-    return TextTokenizer(backend, end, f"{file.name} of {backend.get_vocab_size()} tokens", config | {"eos_token": end})
+    return TextTokenizer(
+        backend, end, f"{file.name} of {backend.get_vocab_size()} tokens", config | {"eos_token": end}, _beside(file)
+    )
+
+
+def _beside(file: Path) -> dict[str, bytes]:
+    found = [other for name in BESIDE if (other := file.with_name(name)).is_file()]
+    try:
+        return {other.name: read_regular(other, links="near") for other in found}
+    except OSError as error:
+        raise _unreadable(file.parent, error) from error
 
 
 def _unreadable(file: Path, error: OSError) -> DataError:

@@ -1,0 +1,115 @@
+"""Bins of whole samples: as many as fit into one sequence, by best-fit decreasing.
+
+Shapes: D samples, S positions, B sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from d9d_data.stream.packing import NO_TARGET
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Bins of samples.
+
+    Attributes:
+        members: int64 [D], samples, those of one bin together.
+        starts: int64 [bins + 1], where each bin begins among the members, and D.
+        unused: fraction of the bins' positions that nothing fills.
+    """
+
+    members: Int64
+    starts: Int64
+    unused: float
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+
+def best_fit(lengths: Int64, capacity: int) -> Bins:
+    """Fill bins: samples from the longest to the shortest, each into the fullest bin that has room for it.
+
+    It needs at most 11/9 of the fewest possible bins, and one more (Johnson 1973). The result depends on the lengths
+    alone.
+
+    Args:
+        lengths: int64 [D], positions of each sample, from 1 to ``capacity``.
+        capacity: positions of a bin.
+    """
+    bin_of = np.zeros(len(lengths), dtype=np.int64)
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # bins by how much room they have
+    rooms = np.zeros(capacity + 1, dtype=np.bool_)
+    count = 0
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[sample])
+        room = length + int(rooms[length:].argmax())
+        if rooms[room]:
+            chosen = with_room[room].pop()
+            rooms[room] = bool(with_room[room])
+        else:
+            chosen, room, count = count, capacity, count + 1
+        left = room - length
+        with_room[left].append(chosen)
+        rooms[left] = True
+        bin_of[sample] = chosen
+    members = np.argsort(bin_of, kind="stable").astype(np.int64)
+    starts = np.searchsorted(bin_of[members], np.arange(count + 1)).astype(np.int64)
+    return Bins(members, starts, 1 - float(lengths.sum()) / (count * capacity))
+
+
+def pack_bins(
+    tokens: npt.NDArray[np.integer[Any]],
+    starts: Int64,
+    weights: npt.NDArray[np.bool_] | None,
+    bins: Bins,
+    chosen: Int64,
+    sequence_length: int,
+) -> Mapping[str, Int64]:
+    """Pack a microbatch: one bin in each sequence, and padding after it.
+
+    Args:
+        tokens: [N] all samples, one after another.
+        starts: [D + 1] where each sample starts, and N.
+        weights: [N] which tokens are learned; ``None`` for all.
+        bins: of samples; one of n tokens takes n - 1 positions.
+        chosen: [B] which bins.
+        sequence_length: S, the capacity of the bins.
+
+    Returns:
+        ``tokens``, ``targets``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B], as
+        :func:`~d9d_data.stream.padding.pad` returns them; samples of a bin are numbered from 0, and padding comes last.
+    """
+    shape = (len(chosen), sequence_length)
+    end = tokens[len(tokens) - 1]
+    packed = {
+        "tokens": np.full(shape, end, dtype=np.int64),
+        "targets": np.full(shape, NO_TARGET, dtype=np.int64),
+        "positions": np.zeros(shape, dtype=np.int64),
+        "documents": np.zeros(shape, dtype=np.int64),
+    }
+    used = np.zeros(len(chosen), dtype=np.int64)
+    for row, which in enumerate(chosen.tolist()):
+        place = number = 0
+        for number, sample in enumerate(bins.members[bins.starts[which] : bins.starts[which + 1]].tolist()):
+            first, last = int(starts[sample]), int(starts[sample + 1])
+            here = slice(place, place + last - first - 1)
+            following = np.asarray(tokens[first + 1 : last], dtype=np.int64)
+            packed["tokens"][row, here] = tokens[first : last - 1]
+            learned = True if weights is None else weights[first + 1 : last]
+            packed["targets"][row, here] = np.where(learned, following, NO_TARGET)
+            packed["positions"][row, here] = np.arange(last - first - 1)
+            packed["documents"][row, here] = number
+            place = here.stop
+        packed["positions"][row, place:] = np.arange(sequence_length - place)
+        packed["documents"][row, place:] = number + 1
+        used[row] = place
+    return {**packed, "lengths": used}

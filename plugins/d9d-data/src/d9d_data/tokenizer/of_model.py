@@ -1,0 +1,74 @@
+"""Tokenizer of the model that training starts from: the default, and what another one has to agree with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from d9d_core.extend import DataError
+
+from d9d_data.config import BpeTokenizer, ChatConfig, CorpusConfig
+from d9d_data.tokenizer.base import TOKENIZER_FILE
+from d9d_data.tokenizer.select import make_tokenizer, tokenizer_identity
+
+C = TypeVar("C", CorpusConfig, ChatConfig)
+_NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
+
+
+def with_tokenizer(config: C, pretrained: str | None) -> C:
+    """Config with a tokenizer: its own, or else that of the model.
+
+    Args:
+        config: of a dataset.
+        pretrained: directory, file or address of the weights that the model starts from, if it does.
+
+    Raises:
+        DataError: the model has no tokenizer and the config names none, or theirs belong to different weights.
+    """
+    own = _own(pretrained)
+    if config.tokenizer is not None:
+        if own is not None:
+            _compare(config, own)
+        return config
+    if own is not None:
+        return config.model_copy(update={"tokenizer": str(own)})
+    if pretrained is not None:
+        raise DataError(f"data.tokenizer: there is no {TOKENIZER_FILE} beside the weights of {pretrained}; {_NEEDED}")
+    if isinstance(config, ChatConfig):
+        raise DataError(
+            "data.tokenizer: conversations need a tokenizer and its chat template, and model.pretrained names no model "
+            "that has them; name their directory here"
+        )
+    return config.model_copy(update={"tokenizer": "bytes"})
+
+
+def _own(pretrained: str | None) -> Path | None:
+    if pretrained is None or "://" in pretrained:
+        return None
+    given = Path(pretrained).expanduser()
+    file = (given if given.is_dir() else given.parent) / TOKENIZER_FILE
+    return file if file.is_file() else None
+
+
+def _compare(config: CorpusConfig | ChatConfig, own: Path) -> None:
+    """Refuse a tokenizer that gives tokens of the model other ids."""
+    choice = config.tokenizer
+    assert choice is not None
+    if isinstance(choice, BpeTokenizer):
+        raise DataError(
+            f"data.tokenizer: one that is trained here cannot belong to weights that exist; the model's is {own}: "
+            "leave data.tokenizer out to take it"
+        )
+    if tokenizer_identity(choice) == tokenizer_identity(str(own)):
+        return
+    end = config.end_of_text if isinstance(config, CorpusConfig) else None
+    ours, theirs = make_tokenizer(choice, end, ()), make_tokenizer(str(own), None, ())
+    there, here = theirs.vocabulary(), ours.vocabulary()
+    other = next((token for token, number in there.items() if here.get(token) != number), None)
+    if other is not None:
+        given = f"has the id {here[other]}" if other in here else "is unknown"
+        raise DataError(
+            f"data.tokenizer: {choice} ({len(here):,} tokens) does not belong to the weights, whose tokenizer is {own} "
+            f"({len(there):,} tokens): {other!r} is {there[other]} there and {given} here; leave data.tokenizer out to "
+            "take the model's own"
+        )

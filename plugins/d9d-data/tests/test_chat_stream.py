@@ -1,0 +1,214 @@
+"""The dataset ``chat``: conversations in files become samples of which the assistant's tokens are learned."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from d9d_core.extend import DataContext, DataError
+from d9d_data.config import ChatConfig
+from d9d_data.stream.bins import best_fit, pack_bins
+from d9d_data.stream.chat import ConversationStream, PackedConversationStream, build_chat
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Stream = ConversationStream | PackedConversationStream
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's tokenizer of bytes and special tokens, and its template."""
+    directory = tmp_path_factory.mktemp("model")
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+Open = Callable[..., Stream]
+
+
+@pytest.fixture
+def stream(model: Path, tmp_path: Path) -> Open:
+    """Open a stream of conversations with these answers."""
+
+    def build(*records: Any, notes: list[str] | None = None, batch: int = 1, **values: Any) -> Stream:
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        fields = {"sources": [str(tmp_path / "data.jsonl")], "sequence_length": 64, "shuffle": False, **values}
+        note = (lambda _text: None) if notes is None else notes.append
+        context = DataContext(0, batch, 1, tmp_path / "cache", note=note, pretrained=str(model))
+        return build_chat(ChatConfig.model_validate(fields), context)
+
+    return build
+
+
+def chat(*turns: str) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    return {"messages": [{"role": roles[place % 2], "content": text} for place, text in enumerate(turns)]}
+
+
+def text_of(model: Path, ids: list[int]) -> str:
+    return str(Tokenizer.from_file(str(model / "tokenizer.json")).decode(ids, skip_special_tokens=False))
+
+
+def learned(model: Path, batch: dict[str, torch.Tensor], row: int = 0) -> str:
+    targets = batch["targets"][row]
+    return text_of(model, targets[targets >= 0].tolist())
+
+
+def test_what_the_assistant_writes_is_learned_and_nothing_else(model: Path, stream: Open) -> None:
+    reader = stream(chat("ab", "c", "d", "efg"), bucket_window=1)
+    (batch,) = reader.next_pack()
+    assert learned(model, batch) == "c<|im_end|>efg<|im_end|>"
+    length = int(batch["lengths"])
+    whole = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n<|im_start|>user\nd<|im_end|>\n"
+    assert text_of(model, batch["tokens"][0, :length].tolist()).startswith(whole)
+    assert batch["tokens"].shape[1] % 8 == 0
+    assert reader.facts["learned_tokens"] == 6
+    assert reader.facts["documents"] == 1
+    (last,) = stream(chat("ab", "c", "d", "efg"), loss="last_turn").next_pack()
+    assert learned(model, last) == "efg<|im_end|>"
+    (everything,) = stream(chat("ab", "c"), loss="all").next_pack()
+    assert learned(model, everything) == "user\nab<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+
+
+def test_prompts_and_completions_are_conversations(model: Path, stream: Open) -> None:
+    (batch,) = stream({"prompt": "ab", "completion": "cd"}).next_pack()
+    assert learned(model, batch) == "cd<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected", "dropped"),
+    [
+        ("cut_end", ["b" * 45, "x<|im_end|>"], 1),
+        ("cut_start", ["b" * 62 + "<|im_end|>", "x<|im_end|>", "z<|im_end|>"], 0),
+        ("drop", ["x<|im_end|>"], 2),
+    ],
+)
+def test_a_conversation_that_is_too_long_is_cut_or_left_out(
+    stream: Open, model: Path, policy: str, expected: list[str], dropped: int
+) -> None:
+    notes: list[str] = []
+    records = [chat("a", "b" * 90), chat("a", "x"), chat("a" * 200, "z")]
+    reader = stream(*records, too_long=policy, notes=notes, bucket_window=1)
+    assert [learned(model, reader.next_pack()[0]) for _ in range(reader.facts["samples"])] == expected
+    assert reader.facts.get("dropped", 0) == dropped
+    assert any(f"left out {dropped} conversations that are too long" in note for note in notes) == bool(dropped)
+
+
+def test_an_error_names_the_record_and_skipping_counts_it(stream: Open) -> None:
+    with pytest.raises(DataError, match=r"data.jsonl:2 .*more than the 65 of a sequence"):
+        stream(chat("a", "x"), chat("a" * 90, "x"), too_long="error")
+    bad = {"messages": [{"role": "user", "content": "x"}]}
+    with pytest.raises(DataError, match=r"data.jsonl:2:? messages has no assistant message"):
+        stream(chat("a", "x"), bad)
+    reader = stream(chat("a", "x"), bad, {"text": "no"}, malformed="skip")
+    assert (reader.facts["documents"], reader.facts["skipped"]) == (1, 2)
+
+
+def test_files_without_records_and_models_without_a_template_are_refused(
+    stream: Open, model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(DataError, match=r"a\.txt has no records with fields, which conversations are"):
+        stream(chat("a", "x"), sources=[str(tmp_path / "a.txt")])
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
+    with pytest.raises(DataError, match="template"):
+        stream(chat("a", "x"), tokenizer=str(plain))
+
+
+def test_another_template_or_another_mask_is_another_corpus(stream: Open, model: Path) -> None:
+    one = stream(chat("ab", "c"))
+    with pytest.raises(DataError, match="belongs to other data"):
+        stream(chat("ab", "c"), loss="all").load_state(one.state())
+
+
+# --- packing
+
+
+def test_packed_conversations_keep_apart_and_learn_the_same(model: Path, stream: Open) -> None:
+    records = [chat("q" * n, "a" * (n % 3 + 1)) for n in range(1, 9)]
+    plain, packed = stream(*records), stream(*records, packing="best_fit", sequence_length=104)
+    assert packed.facts["samples"] < plain.facts["samples"] == 8
+    assert 0 <= packed.facts["unused_positions"] < 1
+    assert packed.facts["learned_tokens"] == plain.facts["learned_tokens"]
+    wanted = sorted(learned(model, plain.next_pack()[0]) for _ in records)
+    found = []
+    for _ in range(packed.facts["samples"]):
+        (batch,) = packed.next_pack()
+        assert batch["tokens"].shape == (1, 104)
+        length = int(batch["lengths"])
+        documents, positions = batch["documents"][0], batch["positions"][0]
+        begins = (positions == 0).nonzero().flatten().tolist()
+        assert documents[begins].tolist() == list(range(len(begins)))
+        assert (batch["targets"][0, length:] == -100).all()
+        for number in documents[:length].unique().tolist():
+            targets = batch["targets"][0][documents == number]
+            found.append(text_of(model, targets[targets >= 0].tolist()))
+    assert sorted(found) == wanted
+
+
+def test_packed_streams_go_on_where_they_were_and_workers_change_nothing(stream: Open) -> None:
+    records = [chat("q" * n, "a") for n in range(1, 20)]
+    fields: dict[str, Any] = {"packing": "best_fit", "sequence_length": 104, "shuffle": True, "batch": 2}
+    one = stream(*records, **fields)
+    packs = [one.next_pack() for _ in range(9)]
+    other = stream(*records, **fields)
+    for pack in packs[:3]:
+        assert torch.equal(other.next_pack()[0]["tokens"], pack[0]["tokens"])
+    again = stream(*records, workers=2, **fields)
+    again.load_state(other.state())
+    for pack in packs[3:]:
+        for mine, expected in zip(again.next_pack(), pack, strict=True):
+            assert all(torch.equal(mine[name], expected[name]) for name in expected)
+    again.close()
+
+
+def test_a_batch_larger_than_the_bins_is_refused(stream: Open) -> None:
+    with pytest.raises(DataError, match="those of the train split fill 1 samples; use at most 1, or more data"):
+        stream(chat("a", "b"), packing="best_fit", batch=2)
+
+
+@given(st.lists(st.integers(1, 32), min_size=1, max_size=60))
+def test_bins_hold_each_sample_once_none_overflows_and_few_are_needed(lengths: list[int]) -> None:
+    bins = best_fit(np.asarray(lengths), 32)
+    assert sorted(bins.members.tolist()) == list(range(len(lengths)))
+    sizes = [sum(lengths[m] for m in bins.members[a:b]) for a, b in zip(bins.starts[:-1], bins.starts[1:], strict=True)]
+    assert max(sizes) <= 32
+    assert min(sizes) > 0
+    assert bins.unused == pytest.approx(1 - sum(lengths) / (32 * len(bins)))
+    # No two bins could be one.
+    assert sum(size <= 16 for size in sizes) <= 1
+
+
+def test_what_packs_are_made_of_can_be_sent_to_a_process(stream: Open) -> None:
+    reader = stream(chat("a", "b"), packing="best_fit")
+    source = pickle.loads(pickle.dumps(reader._source))  # type: ignore[union-attr]
+    assert isinstance(source.corpus.weights, np.memmap)
+    assert torch.equal(torch.as_tensor(source.pack_at(0)[0]["tokens"]), reader.next_pack()[0]["tokens"])
+
+
+def test_without_weights_all_of_a_bin_is_learned() -> None:
+    tokens, starts = np.arange(10), np.asarray([0, 4, 10])
+    packed = pack_bins(tokens, starts, None, best_fit(np.diff(starts) - 1, 8), np.asarray([0]), 8)
+    assert packed["tokens"].tolist() == [[0, 1, 2, 4, 5, 6, 7, 8]]
+    assert packed["targets"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 9]]
+    assert packed["documents"].tolist() == [[0] * 3 + [1] * 5]
+    assert packed["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
