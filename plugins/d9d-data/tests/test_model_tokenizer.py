@@ -1,0 +1,78 @@
+"""The tokenizer of the model that training starts from is the default, and another one has to agree with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.extend import DataContext, DataError
+from d9d_data.config import TextConfig
+from d9d_data.stream.text import TextStream, build_text
+from tokenizers import Tokenizer, models
+
+
+def save(directory: Path, tokens: Sequence[str]) -> Path:
+    directory.mkdir()
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    backend.add_special_tokens(["<|endoftext|>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save(tmp_path / "model", "abc")
+
+
+def opened(tmp_path: Path, pretrained: Path | str | None, **values: Any) -> TextStream:
+    (tmp_path / "a.txt").write_text("abcabc" * 9)
+    config = TextConfig.model_validate({"sources": [str(tmp_path / "a.txt")], "sequence_length": 8} | values)
+    context = DataContext(0, 1, 1, tmp_path / "cache", pretrained=None if pretrained is None else str(pretrained))
+    return build_text(config, context)
+
+
+def test_it_is_the_default_and_an_export_has_its_files_anyway(tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+    for location in (model, model / "model.safetensors"):
+        stream = opened(tmp_path, location)
+        assert stream.facts["vocab_size"] == 4
+        stream.save_assets(tmp_path / "assets")
+        assert not (tmp_path / "assets").exists()
+    assert opened(tmp_path, None).facts["vocab_size"] == 257
+
+
+def test_a_tokenizer_that_is_named_goes_along_with_its_template(tmp_path: Path, model: Path) -> None:
+    larger = save(tmp_path / "larger", ["a", "b", "c", "<|endoftext|>", "d"])
+    stream = opened(tmp_path, model, tokenizer=str(larger))
+    stream.save_assets(tmp_path / "assets")
+    names = {file.name for file in (tmp_path / "assets").iterdir()}
+    assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert json.loads((tmp_path / "assets" / "tokenizer_config.json").read_text())["eos_token"] == "<|endoftext|>"
+    again = save(tmp_path / "again", "abc")
+    assert opened(tmp_path, model, tokenizer=str(again)).facts["vocab_size"] == 4
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        ("bytes", r"bytes \(257 tokens\) does not belong .* \(4 tokens\): 'a' is 0 there and has the id 97 here"),
+        ({"bpe": 300}, "one that is trained here cannot belong to weights that exist; the model's is .*tokenizer.json"),
+        ("OTHER", r"does not belong to the weights, .*: 'b' is 1 there and is unknown here; leave data.tokenizer out"),
+    ],
+)
+def test_one_that_gives_tokens_other_ids_is_refused(tmp_path: Path, model: Path, tokenizer: Any, text: str) -> None:
+    other = save(tmp_path / "other", "axc")
+    with pytest.raises(DataError, match=text):
+        opened(tmp_path, model, tokenizer=str(other) if tokenizer == "OTHER" else tokenizer)
+
+
+def test_a_model_without_one_needs_a_name(tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    for location in (str(tmp_path / "bare"), "s3://bucket/model"):
+        with pytest.raises(DataError, match="there is no tokenizer.json beside the weights of .*; name the tokenizer"):
+            opened(tmp_path, location)
+        assert opened(tmp_path, location, tokenizer="bytes").facts["vocab_size"] == 257
