@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from d9d_testing.suites.dataset import DatasetSuite
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dog", "and", "runs", "away", "from", "it", "all"]
 
@@ -35,3 +37,33 @@ class TestDocumentsInOrder(OverFiles):
     config: ClassVar = {"shuffle": False, "bucket_window": 16}
     shuffled = False
     workers = None
+
+
+class OverConversations(DatasetSuite):
+    target = "chat"
+    other: ClassVar = {"sequence_length": 88}
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+        backend.save(str(directory / "tokenizer.json"))
+        (directory / "chat_template.jinja").write_text(
+            "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+        )
+        records = [
+            {"prompt": f"{index}?", "completion": " ".join(WORDS[index % 5 : index % 5 + index % 7 + 1])}
+            for index in range(60)
+        ]
+        (directory / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"sources": [str(directory / "chats.jsonl")], "sequence_length": 96, "tokenizer": str(directory)}
+
+
+class TestChat(OverConversations):
+    workers = None
+
+
+class TestPackedChat(OverConversations):
+    config: ClassVar = {"packing": "best_fit"}
