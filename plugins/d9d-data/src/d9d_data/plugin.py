@@ -1,10 +1,10 @@
-"""Declaration of the datasets ``text``, ``documents`` and ``chat``."""
+"""Declaration of the datasets ``text``, ``documents`` and ``chat``, and of the command ``d9d data``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+from d9d_core.plugin import CommandSpec, DatasetSpec, Ref, hookimpl
 
 D9D_API = 1
 
@@ -29,4 +29,14 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         summary="Conversations, rendered by the model's chat template; the assistant's tokens are learned.",
         config=Ref("d9d_data.config:ChatConfig"),
         build=Ref("d9d_data.stream.chat:build_chat"),
+    )
+
+
+@hookimpl
+def d9d_commands() -> Iterator[CommandSpec]:
+    """Command ``d9d data``."""
+    yield CommandSpec(
+        name="data",
+        summary="Show what a job trains on.",
+        app=Ref("d9d_data.cli.commands:app"),
     )

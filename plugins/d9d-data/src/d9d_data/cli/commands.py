@@ -1,0 +1,67 @@
+"""Command ``d9d data show``: what a job trains on, sample by sample."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from d9d_core.extend import DataContext, DataError, JobFile
+from d9d_core.plugin import PluginPolicy
+from rich.console import Console
+
+from d9d_data.cli.samples import Sample, marked, samples_of, tokenizer_for
+
+app = typer.Typer(
+    name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Show what a job trains on.",
+)  # fmt: skip
+
+
+@app.callback()
+def data() -> None:
+    """Keep ``show`` a command of its own, although it is the only one."""
+
+
+@app.command()
+def show(
+    job: Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")],
+    count: Annotated[int, typer.Option(min=1, help="Samples to show.")] = 3,
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file.")
+    ] = [],  # noqa: B006 - typer reads the default
+    plugin: Annotated[
+        list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin.")
+    ] = [],  # noqa: B006
+) -> None:
+    """Print the first samples as training sees them: what is learned is green, or in «» where there are no colours."""
+    loaded = JobFile.load(job, overrides=overrides, policy=PluginPolicy(files=tuple(plugin)))
+    pretrained = getattr(loaded.model, "pretrained", None)
+    context = DataContext(
+        seed=loaded.seed,
+        batch_size=loaded.batch.size,
+        microbatch_size=loaded.microbatch_size,
+        cache_dir=loaded.run.cache,
+        note=lambda text: typer.echo(text, err=True),
+        pretrained=pretrained,
+    )
+    build = loaded.registry.find("dataset", loaded.data.selector).spec.build.load()  # type: ignore[union-attr]
+    stream = build(loaded.data, context)
+    with tempfile.TemporaryDirectory() as directory:
+        stream.save_assets(Path(directory))
+        tokenizer = tokenizer_for(Path(directory), pretrained)
+    if tokenizer is None:
+        raise DataError(f"data: the dataset '{loaded.data.selector}' has no tokenizer, so its samples are no text")
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 10_000)
+    for number, sample in zip(range(1, count + 1), samples_of(stream), strict=False):
+        console.print(f"=== {_title(number, sample)}", style="bold")
+        console.print(marked(sample, tokenizer, brackets=not console.color_system), soft_wrap=True)
+
+
+def _title(number: int, sample: Sample) -> str:
+    learned = int((sample.targets >= 0).sum())
+    documents = int(sample.documents[-1]) + 1
+    several = f", {documents} documents" if documents > 1 else ""
+    return f"sample {number}: {len(sample.tokens):,} tokens{several}, {learned:,} learned"

@@ -1,0 +1,82 @@
+"""Samples of a stream as text, with what is learned told from the rest. Shapes: S positions of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from d9d_core.extend import DataStream
+from rich.text import Text
+
+from d9d_data.tokenizer.base import TOKENIZER_FILE
+
+Int64 = npt.NDArray[np.int64]
+_LEARNED, _MASKED, _BETWEEN = "bold green", "dim", "bold red"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Sample without its padding.
+
+    Attributes:
+        tokens: [S] token ids.
+        targets: [S] the next tokens; -100 where none is learned.
+        documents: [S] number of the document inside the sample.
+    """
+
+    tokens: Int64
+    targets: Int64
+    documents: Int64
+
+
+def samples_of(stream: DataStream) -> Iterator[Sample]:
+    """Samples of a stream, pack by pack, without end."""
+    while True:
+        for microbatch in stream.next_pack():
+            rows: dict[str, Any] = {name: np.asarray(tensor) for name, tensor in microbatch.items()}
+            count, length = rows["tokens"].shape
+            lengths = rows.get("lengths", np.full(count, length))
+            documents = rows.get("documents", np.zeros((count, length), dtype=np.int64))
+            for row in range(count):
+                kept = slice(int(lengths[row]))
+                yield Sample(rows["tokens"][row, kept], rows["targets"][row, kept], documents[row, kept])
+
+
+def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer | None:
+    """Tokenizer that a stream saved, or else that of the model which training starts from."""
+    beside = [] if pretrained is None else [Path(pretrained) / TOKENIZER_FILE, Path(pretrained).parent / TOKENIZER_FILE]
+    file = next((file for file in (assets / TOKENIZER_FILE, *beside) if file.is_file()), None)
+    return None if file is None else tokenizers.Tokenizer.from_file(str(file))
+
+
+def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
+    """Text of a sample: tokens that are learned stand out, others are dim, and a line separates documents.
+
+    A token is learned where it is the target of the position before; the first of a document never is.
+
+    Args:
+        sample: to show.
+        tokenizer: knows the tokens.
+        brackets: put what is learned between « and ».
+    """
+    learned = np.zeros(len(sample.tokens) + 1, dtype=np.bool_)
+    learned[1:] = sample.targets >= 0
+    tokens, documents = sample.tokens.tolist(), sample.documents.tolist()
+    if learned[-1]:  # what the last position predicts is no input
+        tokens, documents = [*tokens, int(sample.targets[-1])], [*documents, documents[-1]]
+    text, before = Text(), None
+    places = [(document, bool(is_learned)) for document, is_learned in zip(documents, learned, strict=False)]
+    for (document, is_learned), run in groupby(range(len(tokens)), key=places.__getitem__):
+        if before is not None and document != before:
+            text.append("\n--- document ---\n", style=_BETWEEN)
+        before = document
+        words = tokenizer.decode([tokens[place] for place in run], skip_special_tokens=False)
+        words = f"«{words}»" if brackets and is_learned else words
+        text.append(words, style=_LEARNED if is_learned else _MASKED)
+    return text

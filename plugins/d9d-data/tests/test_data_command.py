@@ -1,0 +1,106 @@
+"""``d9d data show`` prints what a job trains on, with what is learned told from the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from d9d_core.extend import DataError
+from d9d_data.cli.commands import show
+from d9d_data.cli.samples import Sample, marked
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+PLUGIN = """
+from typing import Literal
+from d9d_core.extend import PluginConfig
+from d9d_core.plugin import DatasetSpec, ModelSpec, OptimizerSpec, Ref, TaskSpec, hookimpl
+
+class Config(PluginConfig):
+    name: Literal["mine"] = "mine"
+
+class Stream:
+    def __init__(self, config, context): ...
+    def save_assets(self, directory): ...
+
+HERE = Ref(f"{__name__}:Config")
+
+@hookimpl
+def d9d_models():
+    yield ModelSpec(name="mine", summary="s", config=HERE, build=HERE, tiny=HERE)
+
+@hookimpl
+def d9d_tasks():
+    yield TaskSpec(name="mine", summary="s", config=HERE, build=HERE)
+
+@hookimpl
+def d9d_optimizers():
+    yield OptimizerSpec(name="mine", summary="s", config=HERE, build=HERE)
+
+@hookimpl
+def d9d_datasets():
+    yield DatasetSpec(name="mine", summary="s", config=HERE, build=Ref(f"{__name__}:Stream"))
+"""
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    return backend
+
+
+@pytest.fixture
+def job(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    records = [{"prompt": f"q{number}", "completion": "é!"} for number in range(4)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "plugin.py").write_text(PLUGIN)
+    data = {"name": "chat", "sources": [str(tmp_path / "chats.jsonl")], "sequence_length": 64, "shuffle": False}
+    data["tokenizer"] = str(tmp_path)
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({
+        "run": {"name": "r", "dir": str(tmp_path / "runs")}, "steps": 1, "batch": {"size": 2}, "task": "mine",
+        "model": "mine", "optimizer": "mine", "data": data,
+    }))  # fmt: skip
+    return path
+
+
+def test_samples_are_shown_as_the_job_packs_them(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(job, count=3, plugin=[tmp_path / "plugin.py"], overrides=[])
+    lines = capsys.readouterr().out.splitlines()
+    expected = []
+    for number in range(3):
+        expected += [
+            f"=== sample {number + 1}: 23 tokens, 4 learned",
+            f"[user]q{number}<|im_end|>[assistant]«é!<|im_end|>»",
+        ]
+    assert lines == expected
+    show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data.packing=best_fit"])
+    assert "documents" in capsys.readouterr().out
+
+
+def test_a_dataset_without_text_is_refused(job: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the dataset 'mine' has no tokenizer, so its samples are no text"):
+        show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data={name: mine}"])
+
+
+def test_colours_and_lines_tell_learned_tokens_and_documents_apart(tokenizer: Tokenizer) -> None:
+    ids = np.asarray(tokenizer.encode("abcdef").ids)
+    targets = np.asarray([-100, ids[2], -100, ids[4], ids[5], 7])
+    sample = Sample(ids, targets, np.asarray([0, 0, 0, 1, 1, 1]))
+    text = marked(sample, tokenizer)
+    assert text.plain == f"abc\n--- document ---\ndef{tokenizer.decode([7])}"
+    spans = [(text.plain[span.start : span.end].strip("\n"), str(span.style)) for span in text.spans]
+    assert spans == [
+        ("ab", "dim"), ("c", "bold green"), ("--- document ---", "bold red"), ("d", "dim"),
+        (f"ef{tokenizer.decode([7])}", "bold green"),
+    ]  # fmt: skip
