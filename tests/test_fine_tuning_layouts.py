@@ -42,7 +42,7 @@ def harness(table: ModuleType, corpus: Path, model: Mapping[str, Any], peft: Any
     return Harness(values, [*table.PLUGINS, PLUGIN], 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_low_rank_terms_of_a_dense_model_train_alike_in_data_parallel_layouts(
     table: ModuleType, tmp_path: Path, dtype: str
 ) -> None:

@@ -49,7 +49,12 @@ def values(base: Path, directory: Path, **sections: Any) -> dict[str, Any]:
         "batch": {"size": 4, "microbatch": 1},
         "model": {"name": "qwen3", "pretrained": str(base)},
         "task": "causal_lm",
-        "data": {"name": "text", "sources": [str(directory / "corpus.txt")], "sequence_length": 24},
+        "data": {
+            "name": "text",
+            "sources": [str(directory / "corpus.txt")],
+            "tokenizer": "bytes",
+            "sequence_length": 24,
+        },
         "optimizer": {"name": "adamw", "lr": 0.02},
         "peft": LORA,
         "trackers": [],
@@ -77,6 +82,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.thorough
 def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_the_merged_model_does(
     base: Path, tmp_path: Path
 ) -> None:
