@@ -68,6 +68,7 @@ def test_the_example_is_a_job_file_of_fifteen_lines() -> None:
     assert len(lines) <= 15
 
 
+@pytest.mark.thorough
 def test_the_tuned_model_answers_in_transformers_with_its_own_template(base: Path, chats: Path, tmp_path: Path) -> None:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     overrides = [

@@ -42,7 +42,8 @@ def harness(table: ModuleType, corpus: Path, model: Mapping[str, Any], peft: Any
     return Harness(values, [*table.PLUGINS, PLUGIN], 3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_low_rank_terms_of_a_dense_model_train_alike_in_data_parallel_layouts(
     table: ModuleType, tmp_path: Path, dtype: str
 ) -> None:

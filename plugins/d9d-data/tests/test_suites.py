@@ -66,4 +66,5 @@ class TestChat(OverConversations):
 
 
 class TestPackedChat(OverConversations):
+    workers = None
     config: ClassVar = {"packing": "best_fit"}
