@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from d9d_core.cli.main import main
 from d9d_core.extend import BuildError, CheckpointError, JobError
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
@@ -117,6 +119,37 @@ def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     job_of(values(base, directory, peft=method, export="adapter"), PLUGINS).build(lambda _: None).train()
     assert not (directory / "runs" / "tuned" / "model").exists()
     return directory / "runs" / "tuned" / "adapter"
+
+
+def test_any_checkpoint_is_merged_by_the_command_as_the_export_was(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(values(base, tmp_path, checkpoint={"every": 2}), PLUGINS)
+    job.build(lambda _: None).train()
+    run = tmp_path / "runs" / "tuned"
+    assert convert(monkeypatch, run, tmp_path / "last", "--keep-from", base) == 0
+    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "last/model.safetensors")
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "last" / file).read_bytes() == (run / "model" / file).read_bytes()
+    assert convert(monkeypatch, run / "checkpoints" / "step-00000002", tmp_path / "second") == 0
+    assert f"the run started from '{base}'; --keep-from takes over its tokenizer" in capsys.readouterr().err
+    earlier = load_file(tmp_path / "second" / "model.safetensors")
+    assert any(not torch.equal(tensor, earlier[name]) for name, tensor in exported.items())
+    part = values(
+        base, tmp_path, run={"name": "part", "dir": str(tmp_path / "runs")}, checkpoint={"trainable_only": True}
+    )
+    job_of(part, PLUGINS).build(lambda _: None).train()
+    assert convert(monkeypatch, tmp_path / "runs" / "part", tmp_path / "third") == 2
+    assert "holds no full model (checkpoint.trainable_only)" in capsys.readouterr().err
+
+
+def convert(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["d9d", "state", "convert", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
 
 
 def test_targets_and_scales_are_those_of_the_library(base: Path, tuned: Path) -> None:

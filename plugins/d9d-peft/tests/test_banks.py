@@ -9,6 +9,7 @@ import torch
 from d9d_core.extend import BuildError, CheckpointError
 from d9d_peft.config import LoraConfig
 from d9d_peft.lora.method import Lora
+from d9d_weights import map_tensors
 from torch import Tensor, nn
 
 experts = pytest.importorskip("d9d_moe.experts.grouped_swiglu")
@@ -66,6 +67,16 @@ def test_merged_banks_compute_what_the_terms_did(spare: dict[str, Any]) -> None:
     torch.testing.assert_close(forward(stage, **spare), expected)
     assert dict(stage.named_parameters()).keys() == before.keys()
     torch.testing.assert_close(stage["experts"].up_proj, before["experts.up_proj"] + 3 * torch.bmm(a, b))
+
+
+def test_tensors_of_a_checkpoint_are_merged_as_banks_are() -> None:
+    stage, method, named = adapted(targets=["gate_proj", "down_proj"])
+    randomise(stage, named)
+    tensors = {name: tensor.clone() for name, tensor in stage.state_dict().items()}
+    made = map_tensors(method.merger(tensors.keys()), tensors)
+    method.merge(stage)
+    assert made.keys() == stage.state_dict().keys()
+    assert all(torch.equal(tensor, made[name]) for name, tensor in stage.state_dict().items())
 
 
 def test_linear_layers_are_the_default_and_a_second_method_finds_none_of_the_first() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from d9d_weights.graph.mappers import Cast, Distribute, Gather, Identity, Rename, Squeeze, Transpose, Unsqueeze
     from d9d_weights.graph.merging import Chunk, Concatenate, Stack, Unstack
     from d9d_weights.graph.select import Drop, Either, Fresh, Select, Share
-    from d9d_weights.hugging_face.adapter import AdapterFormat
+    from d9d_weights.hugging_face.adapter import AdapterFormat, MergesTensors
     from d9d_weights.hugging_face.convert import convert
     from d9d_weights.hugging_face.directory import ModelDirectory
     from d9d_weights.hugging_face.export import ModelFiles, export_model
@@ -64,6 +64,7 @@ _LAZY = {
     "convert": "d9d_weights.hugging_face.convert",
     "ModelDirectory": "d9d_weights.hugging_face.directory",
     "AdapterFormat": "d9d_weights.hugging_face.adapter",
+    "MergesTensors": "d9d_weights.hugging_face.adapter",
     "ModelFiles": "d9d_weights.hugging_face.export",
     "export_model": "d9d_weights.hugging_face.export",
     "HuggingFaceFormat": "d9d_weights.hugging_face.format",
@@ -89,6 +90,7 @@ __all__ = [
     "HuggingFaceFormat",
     "Identity",
     "Mapper",
+    "MergesTensors",
     "ModelDirectory",
     "ModelFiles",
     "ModelWriter",

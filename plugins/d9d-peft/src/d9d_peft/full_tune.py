@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from d9d_core.extend import BuildError
+from d9d_weights import Identity, Mapper
 from torch import nn
 
 from d9d_peft.config import FullTuneConfig
@@ -29,6 +32,10 @@ class FullTune:
         if not trained:
             raise BuildError(f"peft.match: {', '.join(sorted(chosen)[:3])} have no parameters, so nothing would train")
         return trained
+
+    def merger(self, names: Collection[str]) -> Mapper:  # noqa: ARG002 - see d9d_weights.MergesTensors
+        """Mapper that keeps all tensors of a checkpoint."""
+        return Identity()
 
     def merge(self, stage: nn.Module) -> None:
         """Leave everything as it is: what trained is the model's own."""

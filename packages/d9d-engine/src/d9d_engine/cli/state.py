@@ -40,13 +40,17 @@ def state_convert(
         str, typer.Option(metavar="SIZE", help="Largest weight file, such as 5GB or 512MiB.")
     ] = "5GB",
     threads: Annotated[int, typer.Option(metavar="N", help="Reads at a time.", min=1)] = 4,
+    keep_from: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Model directory whose tokenizer, eos ids and generation config it gets."),
+    ] = None,
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
 ) -> None:
     """Write a model anew: from a training checkpoint, in another number format, in files of another size. No GPU."""
     from d9d_engine.cli.tensors import Conversion, convert_state, parse_dtype, parse_size
 
-    asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads)
+    asked = Conversion(source, target, parse_dtype(dtype), parse_size(shard_size), threads, keep_from)
     typer.echo(convert_state(asked, discover_plugins(plugin, no_plugins)))
 
 

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.cli.options import say
 from d9d_core.cli.output import console_for
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import Precision
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import CheckpointError
+from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.types import TensorSpec
@@ -26,9 +29,10 @@ from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.graph import StateGraph
 from d9d_weights.graph.mappers import Cast, Identity
 from d9d_weights.graph.pictures import Line, graph_mermaid, graph_text, tensor_lines
+from d9d_weights.hugging_face.adapter import MergesTensors
 from d9d_weights.hugging_face.convert import convert, deviation
 from d9d_weights.hugging_face.directory import ModelDirectory
-from d9d_weights.hugging_face.format import HuggingFaceFormat
+from d9d_weights.hugging_face.format import HuggingFaceFormat, KeepsFields
 from pydantic import ValidationError
 from rich.table import Table
 
@@ -97,6 +101,7 @@ class Conversion:
         dtype: number format of floating-point tensors; ``None`` keeps theirs.
         shard_bytes: largest file.
         threads: that read at a time.
+        keep_from: model directory whose tokenizer, generation config and tokens in ``config.json`` the result gets.
     """
 
     source: str
@@ -104,6 +109,7 @@ class Conversion:
     dtype: torch.dtype | None
     shard_bytes: int
     threads: int
+    keep_from: str | None = None
 
 
 def convert_state(asked: Conversion, registry: Registry) -> str:
@@ -157,11 +163,7 @@ def _described(
     job = tensors.manifest.get("job")
     if job is None:
         raise CheckpointError(f"{tensors.location} does not say which model it is of: no job saved it")
-    if job.get("peft") or tensors.manifest.get("left_out"):
-        raise CheckpointError(
-            f"{tensors.location} is of a fine-tuning run and holds no full model: "
-            "resume the run with export: true, which merges and writes it"
-        )
+    merger = _merger_of(job, registry, tensors)
     layout, model = _model_of(job, registry, tensors.location)
     if asked.dtype is not None:
         dtype = _dtype_name(asked.dtype)
@@ -170,7 +172,50 @@ def _described(
             dtype = Precision.model_validate(job.get("precision", {})).parameters
         except ValidationError as error:
             raise CheckpointError(f"{tensors.location}: precision in its manifest cannot be: {error}") from error
-    return layout.exporter(model), layout.config_json(model, dtype), {}
+    kept, others = _taken_over(job, asked.keep_from, layout, model)
+    return merger >> layout.exporter(model), {**layout.config_json(model, dtype), **kept}, others
+
+
+def _merger_of(job: Mapping[str, Any], registry: Registry, tensors: CheckpointTensors) -> Mapper:
+    """Mapper that merges what the run's fine-tuning method added."""
+    fields = job.get("peft")
+    if tensors.manifest.get("left_out"):
+        raise CheckpointError(
+            f"{tensors.location} is of a fine-tuning run and holds no full model (checkpoint.trainable_only): "
+            "resume the run with export: true, which merges and writes it"
+        )
+    if not fields:
+        return Identity()
+    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
+        raise CheckpointError(f"{tensors.location}: its manifest names no fine-tuning method; was it written by d9d?")
+    entry = registry.find("peft method", fields["name"])
+    try:
+        config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{tensors.location}: the method of its manifest is none that {entry} knows: {error}"
+        ) from error
+    method = instantiate(Chosen("peft", entry), config)
+    if not isinstance(method, MergesTensors):
+        raise CheckpointError(
+            f"{tensors.location} is of a run with peft method {entry}, which merges only in memory: "
+            "resume the run with export: true, which merges and writes it"
+        )
+    return method.merger(tensors.specs.keys())
+
+
+def _taken_over(
+    job: Mapping[str, Any], keep_from: str | None, layout: HuggingFaceFormat, model: PluginConfig
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Fields of ``config.json`` and files of a model directory that belong to the converted model, too."""
+    if keep_from is None:
+        origin = job["model"].get("pretrained")
+        if isinstance(origin, str):  # not followed: whoever wrote the checkpoint chose it
+            say(f"note: the run started from {origin!r}; --keep-from takes over its tokenizer, eos ids and the like")
+        return {}, {}
+    with ModelDirectory.open(keep_from) as source:
+        kept = layout.kept_fields(source.config(), model) if isinstance(layout, KeepsFields) else {}
+        return kept, {name: source.read_file(name) for name in source.other_files()}
 
 
 def _model_of(job: Mapping[str, Any], registry: Registry, location: str) -> tuple[HuggingFaceFormat, PluginConfig]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from d9d_core.types import TensorSpec
@@ -51,6 +51,19 @@ class AdapterFormat(Protocol):
 
         Raises:
             CheckpointError: the adapter is of another kind, or would compute something else here.
+        """
+        ...
+
+
+@runtime_checkable
+class MergesTensors(Protocol):
+    """Merging of a fine-tuning method as a state graph; methods that have one can be merged from any checkpoint."""
+
+    def merger(self, names: Collection[str]) -> Mapper:
+        """Mapper from the tensors of a model with the method injected to those of the model alone.
+
+        Args:
+            names: of the tensors.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from d9d_core.extend import BuildError, CheckpointError, HasBanks, modules_with
@@ -13,6 +13,7 @@ from d9d_peft.config import ALL_LINEAR, LoraConfig
 from d9d_peft.lora import files
 from d9d_peft.lora.banks import GroupedTerm
 from d9d_peft.lora.linear import adapt, adapted_layers, is_adapted, merge
+from d9d_peft.lora.merging import merger
 from d9d_peft.patterns import matches, select
 
 
@@ -51,6 +52,10 @@ class Lora:
                 if isinstance(term, GroupedTerm):
                     term.merge_into(module.banks()[name])
                     del module.bank_terms()[name]
+
+    def merger(self, names: Collection[str]) -> Mapper:
+        """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
+        return merger(names, self._config.scale)
 
     @property
     def init_from(self) -> str | None:
