@@ -228,3 +228,34 @@ def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path
     job = job_of(values(base, tmp_path, peft={"name": "full_tune", "match": ["norm"]}, export="adapter"), PLUGINS)
     with pytest.raises(JobError, match="export is 'adapter', but peft method 'full_tune' .* has no adapter files"):
         job.build(lambda _: None)
+
+
+def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
+    model = {"name": "qwen3_moe", "pretrained": str(tmp_path / "base")}
+    method = {**LORA, "targets": ["q_proj", "gate_proj", "down_proj"]}
+    notes: list[str] = []
+    job = job_of(values(tmp_path / "base", tmp_path, model=model, peft=method), (*PLUGINS, "d9d_moe.plugin"))
+    trainer = job.build(notes.append)
+    trainer.train()
+    assert any("no adapter is going to be written: terms of experts are in no adapter's file" in note for note in notes)
+    run = tmp_path / "runs" / "tuned"
+    assert not (run / "adapter").exists()
+    stage = trainer.stage.eval()
+    with torch.no_grad():
+        ours = stage(tokens=TOKENS, positions=torch.arange(TOKENS.shape[1])[None])["logits"]
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
+    torch.testing.assert_close(ours, merged, atol=1e-5, rtol=1e-4)
+    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    assert (merged - plain).abs().max() > 0.01
+    with pytest.raises(CheckpointError, match="terms of experts are in no adapter's file; export the merged model"):
+        job_of(
+            values(tmp_path / "base", tmp_path, model=model, peft=method, export="adapter"),
+            (*PLUGINS, "d9d_moe.plugin"),
+        ).build(notes.append)
