@@ -38,6 +38,14 @@ def test_a_huge_job_file_is_not_read(tmp_path: Path) -> None:
         Document.read(tmp_path / "job.yaml")
 
 
+def test_a_name_that_fills_pages_is_not_repeated() -> None:
+    with pytest.raises(JobError) as caught:
+        JobFile.from_values({"task": {"name": "y" * 12_000}, "model": "x" * 12_000})
+    assert "unknown task 'yyyy" in str(caught.value)
+    assert "a name of 12,000 characters is no name" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_path_that_no_system_takes_is_refused_with_the_reason() -> None:
     with pytest.raises(CheckpointError, match=r"its config.json cannot be read \(.*null byte\)"):
         read_config_json("model\0")

@@ -17,6 +17,9 @@ from d9d_core.plugin.known import KnownPlugins
 from d9d_core.plugin.policy import FOUNDATION, normalise
 from d9d_core.plugin.records import Spec
 
+#: Characters of a name that a message repeats.
+_LONGEST = 200
+
 
 class Registry:
     """Records of all loaded plugins, by kind and name.
@@ -110,6 +113,8 @@ class Registry:
             return same[0]
         if same:
             raise PluginError(_ambiguous(kind, name, same))
+        if len(selector) > _LONGEST:
+            raise PluginError(f"unknown {kind} '{selector[:40]}...': a name of {len(selector):,} characters is no name")
         self._raise_missing(kind, name, distribution)
         raise AssertionError("unreachable")
 
