@@ -1,4 +1,4 @@
-"""What a process does, as its stacks tell."""
+"""Stacks of a process tell what it does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH = Path(torch.__file__).parent
 
 
 def seen_while(call: Callable[[], object]) -> str:
-    """What another thread sees the main thread do during the call."""
+    """Stack of the main thread during the call, as another thread sees it."""
     found: list[str] = []
 
     def look() -> None:

@@ -32,8 +32,8 @@ class PreparedConfig(PluginConfig):
     """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
     counted."""
     digest: Literal["sampled", "full"] = "sampled"
-    """How a corpus of more than 64 MiB is recognised as prepared: by size, time of change and samples of each file; or
-    by all bytes."""
+    """Identity of a corpus of more than 64 MiB, by which prepared data is found: size, time of change and samples of
+    each file, or all bytes."""
     sequence_length: int = Field(ge=1)
     """Positions of a sample."""
     split: Literal["train", "held_out"] = "train"
@@ -166,7 +166,7 @@ class ChatConfig(PreparedConfig):
     sequence_length: int = Field(ge=1)
     """Most positions of a sample."""
     too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
-    """What becomes of a conversation longer than a sample: it loses its end or its beginning, is left out, or is an
+    """Treatment of a conversation longer than a sample: it loses its end or its beginning, is left out, or is an
     error."""
     packing: Literal["none", "best_fit"] = "none"
     """Samples of one conversation each, or of as many as fit (best-fit decreasing), which do not see each other."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +44,22 @@ def exporter(
         kept_fields: fields of their ``config.json`` that hold for the trained model, too.
         note: prints a warning.
     """
-    if not job.export or not isinstance(selection.model.spec, ModelSpec):
+    spec = selection.model.spec
+    if not job.export or not isinstance(spec, ModelSpec):
         return None
-    writes: dict[str, Callable[[Path], None]] = {}
-    if job.export != "adapter":
-        writes["model"] = partial(
-            _write_model, job, selection.model.spec, assembly, topology, stream, beside_weights, kept_fields
-        )
+    assert spec.hugging_face is not None  # check_parts made sure
+    layout = spec.hugging_face.load()()
+
+    def write_model(directory: Path) -> None:
+        with merged(assembly.peft, assembly.full_model):
+            tensors = model_tensors(assembly.model)
+            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
+            config = {**layout.config_json(job.model, job.precision.parameters), **kept_fields}
+            files = ModelFiles(config, beside_weights, stream.save_assets)
+            writer = ModelWriter(directory, graph.specs)
+            export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
+
+    writes: dict[str, Callable[[Path], None]] = {} if job.export == "adapter" else {"model": write_model}
     if adapter := save_adapter(job, selection, assembly, topology, note):
         writes["adapter"] = adapter
 
@@ -67,24 +75,3 @@ def exporter(
                 ) from error
 
     return export
-
-
-def _write_model(
-    job: JobConfig,
-    spec: ModelSpec,
-    assembly: Assembly,
-    topology: Topology,
-    stream: DataStream,
-    beside_weights: Mapping[str, bytes],
-    kept_fields: Mapping[str, Any],
-    directory: Path,
-) -> None:
-    assert spec.hugging_face is not None  # check_parts made sure
-    layout = spec.hugging_face.load()()
-    with merged(assembly.peft, assembly.full_model):
-        tensors = model_tensors(assembly.model)
-        graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
-        config = {**layout.config_json(job.model, job.precision.parameters), **kept_fields}
-        files = ModelFiles(config, beside_weights, stream.save_assets)
-        writer = ModelWriter(directory, graph.specs)
-        export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))

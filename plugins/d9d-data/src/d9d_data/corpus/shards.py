@@ -107,7 +107,7 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def read_shard(shard: Shard, work: Path, weighted: bool) -> FinishedShard:
-    """What a finished shard holds; its arrays are memory-mapped."""
+    """Contents of a finished shard; its arrays are memory-mapped."""
     directory = work / shard.name
     return FinishedShard(
         tokens=np.load(directory / TOKENS, mmap_mode="r", allow_pickle=False),

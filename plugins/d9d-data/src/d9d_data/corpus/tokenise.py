@@ -160,7 +160,7 @@ def _join(encoder: Encoder, shards: Sequence[Shard], held_out: float, work: Path
 
 
 def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:
-    """Where the tokens of some consecutive documents are, and their lengths: as many as have _CHUNK_TOKENS, or one."""
+    """Slices of the tokens of consecutive documents, and their lengths: as many as have _CHUNK_TOKENS, or one."""
     begin = 0
     for block_begin in range(0, len(lengths), _CHUNK_DOCUMENTS):
         block = lengths[block_begin : block_begin + _CHUNK_DOCUMENTS]
