@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -169,6 +170,32 @@ def by_rank(adapter: LowRank, rank: int) -> None:
     adapter.down.mul_(1 + rank)
 
 
+class StaysOn(Faulty):
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        yield
+
+
+class StaysOff(Faulty):
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        for linear in adapted(stage):
+            linear.adapter_off = True
+        yield
+
+
+class ComesBackInside(Faulty):
+    """The end of an inner block ends the outer one, too."""
+
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        for linear in adapted(stage):
+            linear.adapter_off = True
+        yield
+        for linear in adapted(stage):
+            linear.adapter_off = False
+
+
 def ones(linear: nn.Linear) -> None:
     for parameter in (linear.weight, linear.bias):
         nn.init.ones_(parameter)
@@ -215,5 +242,8 @@ FAULTS = {
     "fills nothing": _fault(FillsNothing, "give the modules that own them reset_parameters()"),
     "matches nothing quietly": _fault(MatchesNothingQuietly, "DID NOT RAISE"),
     "differs between ranks": _fault(DiffersBetweenRanks, "fsdp 2"),
+    "stays on when it is switched off": _fault(StaysOn, "the output inside off()"),
+    "stays off": _fault(StaysOff, "the output after off()"),
+    "comes back inside of a block": _fault(ComesBackInside, "after a second block"),
     "changes the layer itself": _fault(ChangesTheLayer, "start with other values"),
 }

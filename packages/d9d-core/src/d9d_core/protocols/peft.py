@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import nn
 
 
@@ -23,5 +25,25 @@ class PeftMethod(Protocol):
         """Fold what was injected back into the original parameters, for export.
 
         Called for every export; the stage, its tensors and this object are put back afterwards, bit for bit.
+        """
+        ...
+
+
+@runtime_checkable
+class SwitchesOff(Protocol):
+    """Switch of a fine-tuning method that only adds to a model; one that trains the model's own parameters has none.
+
+    So a model is its own reference: a task that compares the tuned model with the one it started from needs no copy.
+    """
+
+    def off(self, stage: nn.Module) -> AbstractContextManager[None]:
+        """Compute as the model did before injection, inside the block.
+
+        It holds for a forward without gradients, or with its backward inside the block too; also where blocks are
+        compiled (once more for this case) or parameters are sharded. Blocks may nest. Names, tensors and what trains
+        stay as they are.
+
+        Args:
+            stage: a stage with the method injected, or several as one module.
         """
         ...

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Stage
+from d9d_core.extend import BuildError, Stage, SwitchesOff
 from d9d_core.plugin import ModelSpec
 from d9d_engine.api import Layout
 from d9d_engine.testing import initialise
@@ -121,6 +121,33 @@ class PeftSuite(ComponentSuite):
             f"after merge() there are {sorted(left.keys() - own.keys())} besides and no {sorted(own.keys() - left)}; "
             "an export has the tensors of the model alone"
         )
+
+    @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+    def test_switched_off_it_computes_as_the_model_did(self, compiled: bool) -> None:
+        """Inside the block only, and with everything left as it was; for methods with ``off``."""
+        method = self.build()
+        if not isinstance(method, SwitchesOff):
+            pytest.skip("it trains the model's own parameters, or says nothing about being switched off")
+        stage, named = self.adapted(method)
+        _randomise(stage, named)
+        base, before = self.forward(self.adapted()[0]), bits(dict(stage.named_parameters()))
+        expected = self.forward(stage)
+        assert not torch.allclose(expected, base), f"random values in {sorted(named)} do not change the output"
+        if compiled:
+            torch.compiler.reset()
+            stage.compile(backend="eager", fullgraph=True)
+            assert_close_values(self.forward(stage), expected, what="the output of the compiled model")
+        with method.off(stage):
+            what = "the output inside off(), against that of the model"
+            assert_close_values(self.forward(stage), base, what=what)
+            with method.off(stage):
+                assert_close_values(self.forward(stage), base, what=f"in a second block, {what}")
+            assert_close_values(self.forward(stage), base, what=f"after a second block, {what}")
+        assert_close_values(self.forward(stage), expected, what="the output after off(), against before")
+        assert not differing(before, bits(dict(stage.named_parameters()))), "off() changes tensors"
+        with pytest.raises(LookupError), method.off(stage):
+            raise LookupError
+        assert_close_values(self.forward(stage), expected, what="the output after an error inside off()")
 
     def test_only_what_it_names_is_trained(self, tmp_path: Path) -> None:
         """Over three steps: every other parameter keeps its bits, and each of these moves."""

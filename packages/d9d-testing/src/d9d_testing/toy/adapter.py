@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -39,18 +40,19 @@ class AdaptedLinear(nn.Linear):
     """A linear layer with a low-rank term; its own parameters keep their names."""
 
     adapter: LowRank
+    adapter_off: bool
 
     @classmethod
     def around(cls, linear: nn.Linear, rank: int) -> AdaptedLinear:
         """The layer with a new term, on its device."""
         adapted = cast("AdaptedLinear", _copy(linear, cls))
-        adapted.adapter = LowRank(linear.weight, rank)
+        adapted.adapter, adapted.adapter_off = LowRank(linear.weight, rank), False
         return adapted
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        term: Tensor = self.adapter(x)
-        return super().forward(x) + term
+        own: Tensor = super().forward(x)
+        return own if self.adapter_off else own + self.adapter(x)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
@@ -86,6 +88,18 @@ class ToyAdapter:
         for name, linear in list(_linears(stage)):
             if isinstance(linear, AdaptedLinear):
                 stage.set_submodule(name, linear.merged())
+
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        """Compute without the terms inside the block."""
+        before = {m: m.adapter_off for m in stage.modules() if isinstance(m, AdaptedLinear)}
+        for linear in before:
+            linear.adapter_off = True
+        try:
+            yield
+        finally:
+            for linear, value in before.items():
+                linear.adapter_off = value
 
 
 def _linears(stage: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

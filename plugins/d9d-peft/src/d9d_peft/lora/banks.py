@@ -25,7 +25,7 @@ class GroupedTerm(nn.Module):
     def __init__(self, bank: Tensor, rank: int, scale: float, dropout: float) -> None:
         super().__init__()
         experts, features_in, features_out = bank.shape
-        self.lora_scale, self.lora_dropout = scale, dropout
+        self.lora_scale, self.lora_dropout, self.lora_off = scale, dropout, False
         self.lora_A = nn.Parameter(bank.new_empty(experts, features_in, rank))
         self.lora_B = nn.Parameter(bank.new_empty(experts, rank, features_out))
         self.down = _product(features_in, rank, experts)
@@ -53,6 +53,8 @@ class GroupedTerm(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor, *, spare_rows: bool) -> Tensor:
         """Map [R, I], sorted by expert, to [R, O]; see :func:`d9d_nn.ops.grouped_linear.grouped_linear`."""
+        if self.lora_off:
+            return rows.new_zeros(())  # 0-d: neither memory nor another dtype where it is added
         how = {"spare_rows": spare_rows, "deferral": self._deferral}
         inner = self.down(dropped(rows, self.lora_dropout, self.training), self.lora_A, counts, **how)
         out: Tensor = self.up(inner, self.lora_B, counts, **how)

@@ -39,6 +39,7 @@ class _Adapted:
     lora_B: Up  # noqa: N815
     lora_dropout: float
     lora_scale: float
+    lora_off: bool
     #: Class of the layer without its term.
     lora_base: type
 
@@ -82,7 +83,7 @@ def adapt(layer: nn.Linear, kinds: dict[type, type], *, rank: int, scale: float,
     layer.__class__ = kinds[own]
     layer.add_module(LORA_A, down)
     layer.add_module(LORA_B, up)
-    layer.lora_scale, layer.lora_dropout = scale, dropout  # type: ignore[assignment]
+    layer.lora_scale, layer.lora_dropout, layer.lora_off = scale, dropout, False  # type: ignore[assignment]
     layer.train(layer.training)
 
 
@@ -98,7 +99,7 @@ def merge(layer: Any) -> None:
     weight.copy_((weight.to(wide) + layer.lora_scale * term).to(weight.dtype))
     for child in (LORA_A, LORA_B):
         delattr(layer, child)
-    del layer.lora_scale, layer.lora_dropout
+    del layer.lora_scale, layer.lora_dropout, layer.lora_off
     layer.__class__ = layer.lora_base
 
 
@@ -108,7 +109,7 @@ def _adapted_class(base: type) -> type:
 
         def forward(self, x: Tensor) -> Tensor:
             own: Tensor = super().forward(x)
-            return own + self.lora_term(x)
+            return own if self.lora_off else own + self.lora_term(x)
 
     Adapted.__name__ = Adapted.__qualname__ = f"Lora{base.__name__}"
     return Adapted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from d9d_core.extend import BuildError, CheckpointError, HasBanks, modules_with
@@ -52,6 +53,19 @@ class Lora:
                 if isinstance(term, GroupedTerm):
                     term.merge_into(module.banks()[name])
                     del module.bank_terms()[name]
+
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        """Compute without the terms inside the block; see :class:`d9d_core.extend.SwitchesOff`."""
+        terms: list[Any] = [m for m in stage.modules() if is_adapted(m) or isinstance(m, GroupedTerm)]
+        before = [term.lora_off for term in terms]
+        for term in terms:
+            term.lora_off = True
+        try:
+            yield
+        finally:
+            for term, value in zip(terms, before, strict=True):
+                term.lora_off = value
 
     def merger(self, names: Collection[str]) -> Mapper:
         """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
