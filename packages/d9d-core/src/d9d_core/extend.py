@@ -5,11 +5,11 @@ Everything a component itself needs is here; importing this module imports no to
 
 | seam | names |
 |---|---|
-| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
+| configuration | ``PluginConfig``, ``Named``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
-| data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs`` |
+| data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs``, ``TwoPassTask`` and ``FirstPass`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from d9d_core.config.base import ModelConfig, PluginConfig, ScheduleConfig, Section, closest
 from d9d_core.config.lookup import load_config
+from d9d_core.config.open_union import Named
 from d9d_core.errors import (
     BuildError,
     CheckpointError,
@@ -98,6 +99,7 @@ from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Vi
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
 from d9d_core.program.validation import placement, problems_of, validate
 from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.health import Health
 from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
@@ -167,6 +169,7 @@ __all__ = [
     "D9dError",
     "DataContext",
     "DataError",
+    "DataRanks",
     "DataReady",
     "DataStream",
     "Decision",
@@ -179,6 +182,7 @@ __all__ = [
     "EvaluationEnds",
     "EvaluationStarts",
     "Events",
+    "FirstPass",
     "Forward",
     "ForwardBackwardEnds",
     "ForwardBackwardStarts",
@@ -205,6 +209,7 @@ __all__ = [
     "MicrobatchAction",
     "ModelConfig",
     "ModelReady",
+    "Named",
     "NonFiniteError",
     "OpSignature",
     "OpSlot",
@@ -214,6 +219,7 @@ __all__ = [
     "OptimizerStepStarts",
     "Overlap",
     "Pack",
+    "PassModel",
     "PeftMethod",
     "PipelineStage",
     "PluginConfig",
@@ -260,6 +266,7 @@ __all__ = [
     "TrainingStarts",
     "TrainingStopped",
     "Transfer",
+    "TwoPassTask",
     "ValuesLogged",
     "Visit",
     "WeightBackward",

@@ -43,7 +43,7 @@ class StepState:
     """State of one step that a program's actions share while a runner interprets them.
 
     Attributes:
-        step: 0-based.
+        step: 0-based; -1 in a forward that belongs to no training step.
         pack: microbatches on the device.
         scale: term -> 1 / (its weight in the pack); empty in an evaluation.
         visits: microbatches between forward and backward.

@@ -121,13 +121,26 @@ _UNSPLITTABLE = ("checkpointing", "compile")
 
 
 def assemble(
-    job: JobConfig, selection: Selection, registry: Registry, topology: Topology, circumstances: Circumstances
+    job: JobConfig,
+    selection: Selection,
+    registry: Registry,
+    topology: Topology,
+    circumstances: Circumstances,
+    trains: bool = True,
 ) -> Assembly:
     """Assemble the stages: build them, inject the fine-tuning method, apply strategies in order, bind kernels.
 
     Stages of other ranks are built on the meta device too: their names and shapes are what all ranks must agree about.
 
     Collective over all ranks, if a strategy communicates.
+
+    Args:
+        job: validated.
+        selection: its records.
+        registry: has the backends of ops.
+        topology: this process among others.
+        circumstances: what capabilities are judged against.
+        trains: false for a frozen model beside the trained one.
 
     Raises:
         BuildError: a part asked for has no effect or cannot run.
@@ -144,9 +157,11 @@ def assemble(
         assert peft is not None
         with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
             trainable = _inject(peft, selection.peft, full_model)
-        for stage in everything:  # each has its own copy of what several share
-            for name, parameter in stage.named_parameters():
-                parameter.requires_grad_(name in trainable)
+    if not trains:
+        trainable = frozenset()
+    for stage in everything:  # each has its own copy of what several share
+        for name, parameter in stage.named_parameters():
+            parameter.requires_grad_(name in trainable)
     injected = frozenset(model_tensors(full_model).keys() - before)
     shared = shared_names(everything)
     stages = {index: everything[index] for index in pipeline.stages_of(topology.coordinate["pp"])}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,24 +15,21 @@ from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.manifest import Manifest
-from d9d_core.plugin.records import ScheduleSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.program.actions import Action
-from d9d_core.program.runner import Handler, StageRunner
 from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.metric import Metric
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
-from d9d_engine.build.adapter import load_adapter
 from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import exporter
-from d9d_engine.build.initialise import initialise
+from d9d_engine.build.first_pass import BuiltFirstPass, build_first_pass
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
-from d9d_engine.build.pretrained import pretrained_weights
+from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
 from d9d_engine.run.evaluation import Evaluator
@@ -41,14 +37,12 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
-from d9d_engine.step.boundary import Boundaries
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.ownership import DATA_AXES
-from d9d_engine.step.randomness import derive_seed
 from d9d_engine.step.step import TrainStep
 from d9d_engine.step.tied import find_ties
 from d9d_engine.step.totals import Clipper
@@ -97,16 +91,8 @@ def build(
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
 
-    beside_weights: Mapping[str, bytes] = {}
-    kept_fields: Mapping[str, Any] = {}
-    with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as pretrained:
-        for stage in assembly.stages.values():
-            materialise(stage, assembly.on_host, job.seed, topology.device)
-        model = assembly.model
-        if pretrained is not None:
-            pretrained.load(model, job, topology, note)
-            beside_weights, kept_fields = pretrained.others, pretrained.kept
-    load_adapter(job, selection, assembly, topology, note)
+    published = start_weights(job, selection, assembly, topology, note)
+    model = assembly.model
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
     ties.copy_values()
@@ -132,23 +118,12 @@ def build(
     auxiliary_losses = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
     tallies = Tallies(assembly.stages, data_ranks)
     interrupts = interrupts or Interrupts()
-    executor = Executor(
-        stages=assembly.stages,
-        pipeline=assembly.pipeline,
-        boundaries=Boundaries(assembly.outlines, assembly.compute_dtype),
-        topology=topology,
-        task=task,
-        auxiliary_losses=auxiliary_losses,
-        tallies=tallies,
-        gradients=gradients,
-        statistics=statistics,
-        draws=_draws(job, topology),
-        autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
-        unsplittable=assembly.unsplittable(),
-        handlers=_schedule_handlers(job, selection),
-    )
+    running = (auxiliary_losses, tallies, gradients, statistics)
+    executor = build_executor(job, selection, assembly, topology, task, *running)
+    first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,
+        first_pass=first.over(stream, "data"),
         loss_scale=LossScale(task, auxiliary_losses, data_ranks),
         executor=executor,
         gradients=gradients,
@@ -193,9 +168,9 @@ def build(
         step=step,
         prefetcher=prefetcher,
         trackers=trackers,
-        evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, note),
+        evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, first, note),
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, beside_weights, kept_fields, note),
+        export=exporter(job, selection, assembly, topology, stream, published.files, published.fields, note),
         interrupts=interrupts,
         events=events,
         note=note,
@@ -238,58 +213,6 @@ def _statistics(
     return statistics
 
 
-def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: torch.device) -> None:
-    """Give an assembled stage its memory and its initial values, the same in every layout.
-
-    Args:
-        stage: on the meta device.
-        on_host: names of the parameters that live in the host's memory.
-        seed: of the job.
-        device: where everything else lives.
-    """
-    kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
-
-    def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu" if id(tensor) in kept else device)
-
-    tied = _tied(stage)
-    stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
-    for name, first in tied.items():
-        owner, _, leaf = name.rpartition(".")
-        if stage.get_parameter(name) is not stage.get_parameter(first):  # each got memory of its own
-            setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
-    initialise(stage, seed, device)
-    stage.train()
-
-
-def _tied(stage: nn.Module) -> dict[str, str]:
-    """Tied names: name of a parameter that has several -> the first of them."""
-    first: dict[int, str] = {}
-    names = stage.named_parameters(remove_duplicate=False)
-    found = {name: first.setdefault(id(parameter), name) for name, parameter in names}
-    return {name: original for name, original in found.items() if name != original}
-
-
-def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]:
-    """Seed the draws of a microbatch from the step, its first sample's position in the batch and the stage."""
-    first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
-
-    def seed(step: int, index: int, stage: int) -> int:
-        keys = ("step", step, "sample", first + index * job.microbatch_size)
-        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()))
-
-    return seed
-
-
-def _schedule_handlers(
-    job: JobConfig, selection: Selection
-) -> Callable[[StageRunner], Mapping[type[Action], Handler]] | None:
-    spec = selection.schedule.spec if selection.schedule else None
-    if not isinstance(spec, ScheduleSpec) or spec.handlers is None:
-        return None
-    return partial(spec.handlers.load(), job.pipeline)
-
-
 def _evaluator(
     job: JobConfig,
     selection: Selection,
@@ -298,6 +221,7 @@ def _evaluator(
     executor: Executor,
     model: nn.Module,
     group: dist.ProcessGroup | None,
+    first: BuiltFirstPass,
     note: Callable[[str], None],
 ) -> Evaluator | None:
     if job.evaluation is None or selection.evaluation is None:
@@ -306,7 +230,9 @@ def _evaluator(
         stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
     task.check(job.model, stream.facts)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
-    return Evaluator(task, executor, model, prefetcher, job.evaluation.packs, group, topology.watchdog.beat)
+    first_pass = first.over(stream, "evaluation.data")
+    beat = topology.watchdog.beat
+    return Evaluator(task, executor, model, prefetcher, job.evaluation.packs, group, beat, first_pass)
 
 
 def _unique(chosen: Chosen, parts: Any) -> str:

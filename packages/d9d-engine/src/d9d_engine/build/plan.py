@@ -15,6 +15,7 @@ from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
+from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.task import Task
@@ -22,22 +23,24 @@ from d9d_core.tensors import local
 from torch import nn
 
 from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Estimate of the bytes on the first rank, without activations."""
+    """Estimate of the bytes on the first rank, without activations; ``frozen`` are those of a reference model."""
 
     parameters: int
     gradients: int
     optimizer: int
+    frozen: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all items."""
-        return self.parameters + self.gradients + self.optimizer
+        return self.parameters + self.gradients + self.optimizer + self.frozen
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         optimizer=sum(
             local(tensor).nbytes for key, tensor in optimizer.state().items() if key.rpartition("/")[0] in here
         ),
+        frozen=_frozen_bytes(job, registry, topology, circumstances, assembly, task),
     )
     return Plan(
         selection=selection,
@@ -109,6 +113,25 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         groups=dict(optimizer.describe()),
         pretrained=pretrained,
     )
+
+
+def _frozen_bytes(
+    job: JobConfig,
+    registry: Registry,
+    topology: Topology,
+    around: Circumstances,
+    assembly: Assembly,
+    task: object,
+) -> int:
+    """Bytes of a frozen model beside the trained one, on this rank, if the task needs one."""
+    if not isinstance(task, TwoPassTask):
+        return 0
+    by = settle_first_pass(task.first_pass, assembly)
+    if by not in ("copy", "other"):
+        return 0
+    frozen_job, selection, frozen = assemble_frozen(job, registry, topology, around, task.first_pass, by)
+    with pretrained_weights(frozen_job, selection, frozen.full_model, frozen.injected, topology):
+        return sum(local(parameter).nbytes for parameter in frozen.model.parameters())
 
 
 def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:

@@ -34,7 +34,8 @@ def print_plan(job: Job, plan: Plan) -> None:
     table.add_row(
         "memory",
         f"{memory.total / GIB:.3f} GiB without activations{' on the first rank' if job.pipeline else ''} "
-        "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f})".format(*(part / GIB for part in parts)),
+        "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f}".format(*(part / GIB for part in parts))
+        + (f", frozen model {memory.frozen / GIB:.3f})" if memory.frozen else ")"),
     )
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
     if job.pipeline:

@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.executor import Executor
+from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
 
 
 class Evaluator:
@@ -27,6 +28,7 @@ class Evaluator:
         group: the ranks that see other samples, or other parts of them, or have other stages; ``None`` if there are
             none.
         beat: called before each pack: no sign of life for long means that something hangs.
+        first_pass: what the loss needs of a forward before.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Evaluator:
         packs: int,
         group: dist.ProcessGroup | None = None,
         beat: Callable[[], None] = lambda: None,
+        first_pass: FirstPassRunner = no_first_pass,
     ) -> None:
         self._task = task
         self._executor = executor
@@ -46,6 +49,7 @@ class Evaluator:
         self._packs = packs
         self._group = group
         self._beat = beat
+        self._first_pass = first_pass
         self._start = prefetcher.state()
 
     def run(self) -> dict[str, float]:
@@ -54,7 +58,7 @@ class Evaluator:
         parts: list[Tensor] = []
         self._model.eval()
         for _ in range(self._packs):
-            pack = self._next()
+            pack = self._first_pass(self._next(), None)
             # Only the rank with the last stage measures; another has zeros to add.
             parts.append(self._none(pack))
             self._executor.evaluate(pack, lambda outputs, microbatch: parts.append(self._measure(outputs, microbatch)))

@@ -66,6 +66,41 @@ class ProgressBar:
         self._progress.stop()
 
 
+class SampleBar:
+    """Progress bar of samples, on standard error if it is a terminal; else nothing.
+
+    Args:
+        what: in a word.
+        total: samples.
+        shown: false for all but one of several processes.
+    """
+
+    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+        self._progress = Progress(
+            TextColumn(what),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=not (shown and sys.stderr.isatty()),
+        )
+        self._task = self._progress.add_task(what, total=total)
+
+    def add(self, count: int) -> None:
+        """Add samples that are done."""
+        self._progress.advance(self._task, count)
+
+    def __enter__(self) -> SampleBar:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
 class ByteBar:
     """Progress bar of the bytes of a long transfer, on a terminal's standard error; else nothing. Any thread may add.
 

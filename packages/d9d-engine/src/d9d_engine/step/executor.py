@@ -22,7 +22,7 @@ from d9d_core.program.actions import (
 )
 from d9d_core.program.placement import Pipeline
 from d9d_core.program.runner import Handler, StageRunner, StepState, Visit
-from d9d_core.protocols.task import Task
+from d9d_core.protocols.task import StageInputs, Task
 from d9d_core.types import Microbatch, Pack, TensorSpec
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -35,6 +35,8 @@ from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.randomness import seed_generators
 
 Outputs = Callable[[Mapping[str, Tensor], Microbatch], None]
+#: Number of the step in a forward that belongs to none.
+_NO_STEP = -1
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Executor:
         autocast: number format of the forward's matrix products, if not the parameters'.
         unsplittable: names of the modules whose backward cannot be split.
         handlers: makes the handlers of the schedule's own.
+        inputs: keyword arguments of the model for a microbatch; by default the task's.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Executor:
         autocast: torch.dtype | None = None,
         unsplittable: frozenset[str] = frozenset(),
         handlers: Callable[[StageRunner], Mapping[type[Action], Handler]] | None = None,
+        inputs: Callable[[Microbatch], StageInputs] | None = None,
     ) -> None:
         self.stages = stages
         self.pipeline = pipeline
@@ -91,6 +95,7 @@ class Executor:
         self._last = len(pipeline.hosts) - 1
         self._position = topology.coordinate["pp"]
         self._task = task
+        self._inputs = inputs
         self._auxiliary = auxiliary_losses
         self._tallies = tallies
         self._statistics = statistics
@@ -123,7 +128,7 @@ class Executor:
             terms |= {term: terms[term] + mean if term in terms else mean for term, mean in of_stage.items()}
         return StageLoss(terms)
 
-    def evaluate(self, pack: Pack, outputs: Outputs) -> None:
+    def evaluate(self, pack: Pack, outputs: Outputs, step: int | None = None) -> None:
         """Run forward over all microbatches, without gradients.
 
         Collective over the ranks of the pipeline.
@@ -131,8 +136,9 @@ class Executor:
         Args:
             pack: microbatches on the device.
             outputs: called with what the model returns for each microbatch, on the ranks that have the last stage.
+            step: the training step whose draws are made; by default random numbers go on as they are.
         """
-        state = StepState(0, pack, {}, evaluated=outputs)
+        state = StepState(_NO_STEP if step is None else step, pack, {}, evaluated=outputs)
         with torch.no_grad():
             self._interpret(self.pipeline.forward_program(self._position, len(pack)), state)
 
@@ -158,7 +164,7 @@ class Executor:
         assert isinstance(action, Forward)
         stage, microbatch = action.stage, state.pack[action.microbatch]
         leaves = self._leaves(action, state)
-        if state.evaluated is None:
+        if state.step != _NO_STEP:
             seed_generators(self.topology.device, self._draws(state.step, action.microbatch, stage))
         outputs = self._call(stage, microbatch, leaves)
         if stage < self._last:
@@ -236,7 +242,8 @@ class Executor:
         return leaves
 
     def _call(self, stage: int, microbatch: Microbatch, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        inputs = self._task.inputs(microbatch)
+        # Asked of the task each time: it replaces its methods after their first call.
+        inputs = self._inputs(microbatch) if self._inputs else self._task.inputs(microbatch)
         own = inputs.first if stage == 0 else leaves
         if both := own.keys() & inputs.shared.keys():
             source = "its first inputs" if stage == 0 else "the previous stage"

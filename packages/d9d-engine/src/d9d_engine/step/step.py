@@ -11,6 +11,7 @@ from d9d_core.types import Pack
 
 from d9d_engine.step.auxiliary_losses import Tallies
 from d9d_engine.step.executor import Executor
+from d9d_engine.step.first_pass import FirstPassRunner
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
 from d9d_engine.step.metrics import Statistics
@@ -23,6 +24,7 @@ class TrainStep:
 
     Args:
         task: counts tokens.
+        first_pass: what the loss needs of a forward before, such as that of a frozen reference model.
         loss_scale: the global weight of each loss term.
         executor: forward and backward over all microbatches.
         gradients: makes gradients final.
@@ -39,6 +41,7 @@ class TrainStep:
     def __init__(
         self,
         task: Task,
+        first_pass: FirstPassRunner,
         loss_scale: LossScale,
         executor: Executor,
         gradients: Gradients,
@@ -52,6 +55,7 @@ class TrainStep:
         events: ev.Events,
     ) -> None:
         self.task = task
+        self.first_pass = first_pass
         self.loss_scale = loss_scale
         self.executor = executor
         self.gradients = gradients
@@ -70,6 +74,7 @@ class TrainStep:
 
         self.events.emit(ev.ForwardBackwardStarts(step))
         self.statistics.begin()
+        pack = self.first_pass(pack, step)
         scale = self.loss_scale.begin(pack)  # known before the first backward, so gradients need no scaling pass
         loss = self.executor.run(step, pack, scale)
         self.events.emit(ev.ForwardBackwardEnds(step))

@@ -1,0 +1,123 @@
+"""Executor of a job: everything that runs its stages on microbatches, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from d9d_core.plugin.records import ScheduleSpec
+from d9d_core.program.actions import Action
+from d9d_core.program.runner import Handler, StageRunner
+from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.types import Microbatch
+from torch import distributed as dist
+
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.executor import Executor
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.randomness import derive_seed
+
+
+def build_executor(
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    task: Task,
+    auxiliary_losses: AuxiliaryLosses,
+    tallies: Tallies,
+    gradients: Gradients,
+    statistics: Statistics,
+    inputs: Callable[[Microbatch], StageInputs] | None = None,
+) -> Executor:
+    """Build the executor of an assembled model's stages, with the handlers of the job's schedule.
+
+    Args:
+        job: has the number format and the sizes of batches.
+        selection: its records.
+        assembly: the stages, materialised.
+        topology: this process among others.
+        task: turns microbatches into inputs and outputs into losses.
+        auxiliary_losses: the loss terms of the model's own modules.
+        tallies: what they count.
+        gradients: told when a stage's gradients are complete.
+        statistics: updated with the task's observations.
+        inputs: keyword arguments of the model for a microbatch; by default the task's.
+    """
+    return Executor(
+        stages=assembly.stages,
+        pipeline=assembly.pipeline,
+        boundaries=Boundaries(assembly.outlines, assembly.compute_dtype),
+        topology=topology,
+        task=task,
+        auxiliary_losses=auxiliary_losses,
+        tallies=tallies,
+        gradients=gradients,
+        statistics=statistics,
+        draws=_draws(job, topology),
+        autocast=getattr(torch, job.precision.autocast) if job.precision.autocast else None,
+        unsplittable=assembly.unsplittable(),
+        handlers=_schedule_handlers(job, selection),
+        inputs=inputs,
+    )
+
+
+def build_frozen_executor(
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    task: Task,
+    inputs: Callable[[Microbatch], StageInputs],
+    group: dist.ProcessGroup | None,
+) -> Executor:
+    """Build the executor of a model that never trains; see :func:`build_executor`.
+
+    Args:
+        job: has the number format and the sizes of batches.
+        selection: its records.
+        assembly: the stages, materialised.
+        topology: this process among others.
+        task: the job's task.
+        inputs: keyword arguments of the model for a microbatch.
+        group: all ranks that train together.
+    """
+    return build_executor(
+        job,
+        selection,
+        assembly,
+        topology,
+        task,
+        AuxiliaryLosses(assembly.stages, assembly.full_model, task),
+        Tallies(assembly.stages),
+        Gradients({}, assembly.ownership, topology, reducers=assembly.reducers),
+        Statistics({}, gated=False, group=group, device=topology.device),
+        inputs,
+    )
+
+
+def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]:
+    """Seed the draws of a microbatch from the step, its first sample's position in the batch and the stage."""
+    first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
+
+    def seed(step: int, index: int, stage: int) -> int:
+        keys = ("step", step, "sample", first + index * job.microbatch_size)
+        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()))
+
+    return seed
+
+
+def _schedule_handlers(
+    job: JobConfig, selection: Selection
+) -> Callable[[StageRunner], Mapping[type[Action], Handler]] | None:
+    spec = selection.schedule.spec if selection.schedule else None
+    if not isinstance(spec, ScheduleSpec) or spec.handlers is None:
+        return None
+    return partial(spec.handlers.load(), job.pipeline)

@@ -1,0 +1,130 @@
+"""First pass of a job: the model that runs it, and what it gave for all samples if that is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.first_pass import TwoPassTask
+from d9d_core.protocols.peft import SwitchesOff
+from d9d_core.protocols.task import Task
+from torch import nn
+
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.build.executor import build_executor, build_frozen_executor
+from d9d_engine.build.frozen import assemble_frozen, settle_first_pass
+from d9d_engine.build.plan import circumstances
+from d9d_engine.build.stored_outputs import stored_outputs
+from d9d_engine.build.weights import start_weights
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.first_pass import FirstForward, FirstPassRunner, GroupRanks, no_first_pass
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.metrics import Statistics
+from d9d_engine.step.tied import find_ties
+
+
+@dataclass(frozen=True)
+class BuiltFirstPass:
+    """First pass of a job, if its task makes one.
+
+    Attributes:
+        forward: runs the model; ``None`` if there is no first pass.
+        store: runs it over a whole dataset: of a stream and the field of the job file it is from. ``None`` runs it for
+            each pack.
+    """
+
+    forward: FirstForward | None = None
+    store: Callable[[FirstForward, DataStream, str], FirstPassRunner] | None = None
+
+    def over(self, stream: DataStream, where: str) -> FirstPassRunner:
+        """Runner over the packs of a stream. Collective over all ranks.
+
+        Args:
+            stream: at its start, where it is left.
+            where: the field of the job file it is from.
+        """
+        if self.forward is None:
+            return no_first_pass
+        return self.forward if self.store is None else self.store(self.forward, stream, where)
+
+
+def build_first_pass(
+    job: JobConfig,
+    registry: Registry,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    task: Task,
+    own_task: object,
+    running: tuple[AuxiliaryLosses, Tallies, Gradients, Statistics],
+    note: Callable[[str], None],
+) -> BuiltFirstPass:
+    """Build the first pass of a job, a frozen model included if it needs one. Collective over all ranks.
+
+    Args:
+        job: validated.
+        registry: meaning of its names.
+        selection: its records.
+        assembly: the trained model, with the weights that the run starts with.
+        topology: this process among others.
+        task: the job's task, checked.
+        own_task: the task itself, which may be a :class:`~d9d_core.protocols.first_pass.TwoPassTask`.
+        running: what the trained model runs with.
+        note: prints a line.
+
+    Raises:
+        JobError: the model that the task asks for cannot be had.
+    """
+    if not isinstance(own_task, TwoPassTask):
+        return BuiltFirstPass()
+    chosen = own_task.first_pass
+    by = settle_first_pass(chosen, assembly)
+    group = topology.axes_group("dp_replicate", "dp_shard") if topology.data_parallel_size > 1 else None
+    ranks = GroupRanks(topology.data_parallel_rank, topology.data_parallel_size, group)
+    if by in ("copy", "other"):
+        frozen_job, frozen_selection, frozen = assemble_frozen(
+            job, registry, topology, circumstances(job, topology.device), chosen, by
+        )
+        start_weights(frozen_job, frozen_selection, frozen, topology, lambda text: note(f"{chosen.where}: {text}"))
+        find_ties(frozen.stages, frozen.shared, frozen.trainable, frozen.pipeline, topology).copy_values()
+        frozen.model.eval()
+        count = sum(parameter.numel() for parameter in frozen.full_model.parameters())
+        note(f"{chosen.where}: a frozen model of {count:,} parameters")
+        executor = build_frozen_executor(
+            frozen_job, frozen_selection, frozen, topology, task, own_task.first_inputs, topology.world
+        )
+        return BuiltFirstPass(FirstForward(own_task, executor, nullcontext, ranks))
+    executor = build_executor(job, selection, assembly, topology, task, *running, own_task.first_inputs)
+    model = assembly.model
+    if by == "model":
+        return BuiltFirstPass(FirstForward(own_task, executor, nullcontext, ranks, draws=True))
+    if by == "without_adapter":
+        method: object = assembly.peft
+        assert isinstance(method, SwitchesOff)
+        return BuiltFirstPass(FirstForward(own_task, executor, lambda: _evaluating(model, method), ranks))
+    forward = FirstForward(own_task, executor, lambda: _evaluating(model), ranks)
+    last = assembly.pipeline.stages_of(topology.coordinate["pp"])
+    holds_last = len(assembly.pipeline.stages) - 1 in last
+
+    def store(forward: FirstForward, stream: DataStream, where: str) -> FirstPassRunner:
+        return stored_outputs(job, forward, stream, where, ranks, holds_last, topology, note)
+
+    return BuiltFirstPass(forward, store)
+
+
+@contextmanager
+def _evaluating(model: nn.Module, method: SwitchesOff | None = None) -> Iterator[None]:
+    """Evaluation mode, and a fine-tuning method's terms switched off, inside the block."""
+    training = model.training
+    model.eval()
+    try:
+        with method.off(model) if method is not None else nullcontext():
+            yield
+    finally:
+        model.train(training)

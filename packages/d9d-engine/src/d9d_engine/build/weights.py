@@ -1,0 +1,82 @@
+"""Weights that an assembled model starts with: drawn, published, and those of an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from torch import Tensor, nn
+
+from d9d_engine.build.adapter import load_adapter
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.build.initialise import initialise
+from d9d_engine.build.pretrained import pretrained_weights
+from d9d_engine.distributed.mesh import Topology
+
+
+@dataclass(frozen=True)
+class Published:
+    """Parts of a published model beside its weights that an export keeps.
+
+    Attributes:
+        files: files beside the weights, such as ``generation_config.json``, by name; on the main rank.
+        fields: fields of its ``config.json``.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def start_weights(
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
+) -> Published:
+    """Give a rank's stages their memory and the values that a run starts with. Collective over all ranks.
+
+    Raises:
+        CheckpointError: published weights or an adapter cannot be read or do not fit, on any rank.
+    """
+    published = Published()
+    with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as pretrained:
+        for stage in assembly.stages.values():
+            materialise(stage, assembly.on_host, job.seed, topology.device)
+        if pretrained is not None:
+            pretrained.load(assembly.model, job, topology, note)
+            published = Published(pretrained.others, pretrained.kept)
+    load_adapter(job, selection, assembly, topology, note)
+    return published
+
+
+def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: torch.device) -> None:
+    """Give an assembled stage its memory and its initial values, the same in every layout.
+
+    Args:
+        stage: on the meta device.
+        on_host: names of the parameters that live in the host's memory.
+        seed: of the job.
+        device: where everything else lives.
+    """
+    kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu" if id(tensor) in kept else device)
+
+    tied = _tied(stage)
+    stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors
+    for name, first in tied.items():
+        owner, _, leaf = name.rpartition(".")
+        if stage.get_parameter(name) is not stage.get_parameter(first):  # each got memory of its own
+            setattr(stage.get_submodule(owner), leaf, stage.get_parameter(first))
+    initialise(stage, seed, device)
+    stage.train()
+
+
+def _tied(stage: nn.Module) -> dict[str, str]:
+    """Tied names: name of a parameter that has several -> the first of them."""
+    first: dict[int, str] = {}
+    names = stage.named_parameters(remove_duplicate=False)
+    found = {name: first.setdefault(id(parameter), name) for name, parameter in names}
+    return {name: original for name, original in found.items() if name != original}

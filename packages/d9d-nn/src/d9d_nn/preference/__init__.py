@@ -1,0 +1,1 @@
+"""Preference tuning: the task ``dpo`` and the metric ``preference``."""

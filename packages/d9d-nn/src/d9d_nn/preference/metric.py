@@ -1,0 +1,79 @@
+"""Metric ``preference``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from d9d_core.extend import JobError, wide_dtype
+from torch import Tensor
+
+from d9d_nn.preference.config import PreferenceMetricConfig
+
+_READS = ("chosen_rewards", "rejected_rewards")
+
+
+class PreferenceMetric:
+    """Means over all pairs since the last reset: implicit rewards, their margin, and the share of right orders.
+
+    Reads the observations ``chosen_rewards`` and ``rejected_rewards``, float [B] each, of the task ``dpo``.
+
+    Args:
+        config: has no settings.
+    """
+
+    def __init__(self, config: PreferenceMetricConfig) -> None:
+        self.config = config
+        # Sums of chosen rewards, rejected rewards and right orders, and the number of pairs.
+        self._sums, self._empty = torch.zeros(4, dtype=torch.float64), True
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """Reduction of the state over shards: a sum."""
+        return {"sums": "sum"}
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the pairs of one microbatch.
+
+        Raises:
+            JobError: the task observes something else.
+        """
+        if missing := set(_READS) - observations.keys():
+            raise JobError(
+                f"metrics: preference reads {' and '.join(sorted(missing))}, which the task does not observe; "
+                f"it has: {', '.join(observations) or 'nothing'}"
+            )
+        chosen, rejected = (observations[name] for name in _READS)
+        dtype = wide_dtype(chosen.device)
+        if self._sums.device != chosen.device:
+            self._sums = self._sums.to(chosen.device, dtype, non_blocking=True)
+        ones = torch.ones_like(chosen)
+        rows = torch.stack([chosen, rejected, (chosen > rejected).to(chosen.dtype), ones])
+        self._sums = self._sums + rows.sum(1, dtype=dtype)
+        self._empty = False
+
+    def state(self) -> dict[str, Tensor]:
+        """Sums of chosen rewards, rejected rewards and right orders, and the number of pairs: [4]."""
+        return {"sums": self._sums}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from saved or merged sums."""
+        self._sums, self._empty = state["sums"], False
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """Series ``preference/chosen``, ``/rejected``, ``/margin`` and ``/accuracy``; none before the first update."""
+        if self._empty:
+            return {}
+        chosen, rejected, right, pairs = self._sums.unbind()
+        pairs = pairs.clamp(min=1)
+        return {
+            "preference/chosen": chosen / pairs,
+            "preference/rejected": rejected / pairs,
+            "preference/margin": (chosen - rejected) / pairs,
+            "preference/accuracy": right / pairs,
+        }
+
+    def reset(self) -> None:
+        """Zero the sums; they stay on their device, because moving them there again would wait for it."""
+        self._sums, self._empty = torch.zeros_like(self._sums), True

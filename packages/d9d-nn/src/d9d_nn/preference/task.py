@@ -1,0 +1,122 @@
+"""Task ``dpo``: prefer one text of a pair to the other, compared with a frozen reference model.
+
+Shapes: B pairs, S positions; rows 2i and 2i + 1 of a microbatch are the chosen and the rejected text of pair i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInputs, State
+from torch import Tensor
+from torch.nn import functional
+
+from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+from d9d_nn.preference.config import DpoConfig
+
+_TERM = "dpo"
+#: Log-probabilities of the texts by the reference model, as the first pass adds them to a microbatch.
+REFERENCE = "reference_logps"
+
+
+class Dpo:
+    """Direct preference optimisation with one loss term, ``dpo``: the mean over the pairs.
+
+    Microbatches hold ``tokens`` and ``targets``, int64 [2B, S], and ``lengths`` int64 [2B]; they may hold ``positions``
+    and ``documents``, int64 [2B, S], and ``samples`` int64 [B]. The model's last stage returns ``token_loss`` float32
+    [2B, S]. A text's log-probability is the sum over its targets.
+
+    Args:
+        config: variant of the loss, and the reference model.
+    """
+
+    def __init__(self, config: DpoConfig) -> None:
+        self.config = config
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Coefficient of the loss term."""
+        return {_TERM: 1.0}
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
+
+        Raises:
+            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+        """
+        choose_head(model, "causal_lm", self.config.head)
+        if problems := exceeded(model, facts):
+            raise JobError("\n".join(problems))
+
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of positions without padding, of both texts."""
+        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Number of pairs."""
+        tokens = microbatch["tokens"]
+        return {_TERM: tokens.new_full((), len(tokens) // 2, dtype=torch.float32)}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        names = ("positions", "documents", "lengths", "targets")
+        shared = {name: microbatch[name] for name in names if name in microbatch}
+        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+    @property
+    def first_pass(self) -> FirstPass:
+        """First pass: the reference model."""
+        reference = self.config.reference
+        return FirstPass("frozen" if reference == "auto" else reference, where="task.reference")
+
+    def first_inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of the reference model, which are those of the trained one."""
+        return self.inputs(microbatch)
+
+    def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Log-probabilities by the reference model, [B, 2]."""
+        return {REFERENCE: self._log_probabilities(outputs, microbatch).detach()}
+
+    def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:  # noqa: ARG002
+        """Log-probabilities as they are: a pair needs no other."""
+        return kept
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Sum of the pairs' losses.
+
+        Raises:
+            JobError: the model has no such output.
+        """
+        ratios = self._log_probabilities(outputs, microbatch) - microbatch[REFERENCE]
+        config = self.config
+        if config.normalize_length or config.loss == "ipo":
+            ratios = ratios / _target_counts(microbatch)
+        margin = ratios[:, 0] - ratios[:, 1]
+        if config.loss == "sigmoid":
+            right, wrong = functional.logsigmoid(config.beta * margin), functional.logsigmoid(-config.beta * margin)
+            losses = -(1 - config.label_smoothing) * right - config.label_smoothing * wrong
+        elif config.loss == "hinge":
+            losses = functional.relu(1 - config.beta * margin)
+        else:
+            losses = (margin - 1 / (2 * config.beta)) ** 2
+        return {_TERM: losses.sum()}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Implicit rewards ``beta * log(policy / reference)`` of both texts, float32 [B]."""
+        ratios = self._log_probabilities(outputs, microbatch).detach() - microbatch[REFERENCE]
+        rewards = self.config.beta * ratios
+        return {"chosen_rewards": rewards[:, 0], "rejected_rewards": rewards[:, 1]}
+
+    def _log_probabilities(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
+        """Log-probability of each text, [B, 2]."""
+        loss = read_output(outputs, "token_loss", self.config.head)
+        return -loss.sum(-1).view(len(microbatch["tokens"]) // 2, 2)
+
+
+def _target_counts(microbatch: Microbatch) -> Tensor:
+    """Number of targets of each text, [B, 2]; at least one."""
+    targets = microbatch["targets"]
+    return (targets != IGNORE).sum(-1).clamp(min=1).view(len(targets) // 2, 2)
