@@ -11,7 +11,7 @@ D9D_API = 1
 
 @hookimpl
 def d9d_tasks() -> Iterable[TaskSpec]:
-    """Tasks of next-token prediction and of classification."""
+    """Tasks of language models."""
     yield TaskSpec(
         name="causal_lm",
         summary="Next-token prediction; one loss term, cross_entropy.",
@@ -28,17 +28,47 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         observes=frozenset({"class_logits", "labels"}),
         # Which heads a model has is its config's choice, not its record's: the task's check looks there.
     )
+    yield TaskSpec(
+        name="dpo",
+        summary="Direct preference optimisation over pairs of texts; one loss term, dpo.",
+        config=Ref("d9d_nn.preference.config:DpoConfig"),
+        build=Ref("d9d_nn.preference.task:Dpo"),
+        observes=frozenset({"chosen_rewards", "rejected_rewards"}),
+        requires=frozenset({"model:causal_lm"}),
+    )
+    yield TaskSpec(
+        name="distillation",
+        summary="The next-token distribution of a teacher in the same job; loss term divergence, maybe cross_entropy.",
+        config=Ref("d9d_nn.distillation.config:DistillationConfig"),
+        build=Ref("d9d_nn.distillation.task:Distillation"),
+        observes=frozenset({"targets"}),
+        requires=frozenset({"model:causal_lm"}),
+    )
+    yield TaskSpec(
+        name="embedding",
+        summary="Similar embeddings of texts that belong together; one loss term, contrastive.",
+        config=Ref("d9d_nn.contrastive.config:EmbeddingConfig"),
+        build=Ref("d9d_nn.contrastive.task:Embedding"),
+        observes=frozenset({"contrastive_loss", "retrieval_hits"}),
+    )
 
 
 @hookimpl
 def d9d_metrics() -> Iterable[MetricSpec]:
-    """Metric ``perplexity``."""
+    """Metrics ``perplexity`` and ``preference``."""
     yield MetricSpec(
         name="perplexity",
         summary="Exponential of the mean token loss.",
         config=Ref("d9d_nn.causal_lm.config:PerplexityConfig"),
         build=Ref("d9d_nn.causal_lm.perplexity:Perplexity"),
         reads=frozenset({"token_loss", "targets"}),
+    )
+    yield MetricSpec(
+        name="preference",
+        summary="Implicit rewards of chosen and rejected texts, their margin and accuracy.",
+        config=Ref("d9d_nn.preference.config:PreferenceMetricConfig"),
+        build=Ref("d9d_nn.preference.metric:PreferenceMetric"),
+        reads=frozenset({"chosen_rewards", "rejected_rewards"}),
     )
 
 

@@ -1,0 +1,1 @@
+"""Contrastive training of embedding models: the task ``embedding`` and its loss."""

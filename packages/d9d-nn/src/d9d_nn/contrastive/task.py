@@ -1,0 +1,114 @@
+"""Task ``embedding``: embeddings of texts that belong together are similar, others are not.
+
+The negatives of a query are the texts of all other queries of the step, over all ranks and microbatches. So the loss of
+a microbatch depends on all others, and there are two passes (Gao et al. 2021, "Scaling Deep Contrastive Learning Batch
+Size under Memory Limited Setup"): a first one, without gradients, gives all embeddings and the gradient of the loss
+with respect to each; the second one carries these gradients into the model. The result is that of one backward over the
+whole batch, with the memory of one microbatch, in every layout.
+
+Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Rows
+``(1 + N) i`` of a microbatch is query i, its texts follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.contrastive.config import EmbeddingConfig
+from d9d_nn.contrastive.loss import contrast
+from d9d_nn.heads.choice import choose_head, exceeded, read_output
+
+_TERM = "contrastive"
+#: Tensors that the first pass adds to a microbatch.
+_LOSS, _GRADIENT, _HITS = "contrastive_loss", "embedding_gradient", "retrieval_hits"
+
+
+class Embedding:
+    """Contrastive training with one loss term, ``contrastive``: the mean over the queries.
+
+    Microbatches hold ``tokens`` int64 [B (1 + N), S], right-padded, ``samples`` int64 [B], and may hold ``lengths``
+    int64 [B (1 + N)], ``positions`` and ``documents``. The model's last stage returns ``embedding`` float32
+    [B (1 + N), D].
+
+    Args:
+        config: temperature and direction.
+    """
+
+    def __init__(self, config: EmbeddingConfig) -> None:
+        self.config = config
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Coefficient of the loss term."""
+        return {_TERM: 1.0}
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
+
+        Raises:
+            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+        """
+        choose_head(model, "embedding", self.config.head)
+        if problems := exceeded(model, facts):
+            raise JobError("\n".join(problems))
+
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of positions without padding, of all texts."""
+        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Number of queries."""
+        samples = microbatch["samples"]
+        return {_TERM: samples.new_full((), len(samples), dtype=torch.float32)}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
+        shared = {name: microbatch[name] for name in ("positions", "documents", "lengths") if name in microbatch}
+        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+    @property
+    def first_pass(self) -> FirstPass:
+        """First pass: the model itself, as it is."""
+        return FirstPass("model")
+
+    def first_inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of the first pass, which are those of the second."""
+        return self.inputs(microbatch)
+
+    def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Embeddings by sample, float32 [B, 1 + N, D].
+
+        Raises:
+            JobError: the model has no such output.
+        """
+        embedding = read_output(outputs, "embedding", self.config.head).detach()
+        return {"embedding": embedding.view(len(microbatch["samples"]), -1, embedding.shape[-1])}
+
+    def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
+        """Loss and hit of each query [B], and the gradient of each embedding [B (1 + N), D]. Collective over ranks."""
+        sizes = [len(one["embedding"]) for one in kept]
+        embeddings = torch.cat([one["embedding"] for one in kept])
+        config = self.config
+        found = contrast(embeddings[:, 0], embeddings[:, 1:], ranks, config.temperature, config.symmetric)
+        gradient = torch.cat([found.queries.unsqueeze(1), found.texts], dim=1)
+        parts = zip(*(torch.split(tensor, sizes) for tensor in (found.losses, found.hits, gradient)), strict=True)
+        return [{_LOSS: loss, _HITS: hits, _GRADIENT: grad.flatten(0, 1)} for loss, hits, grad in parts]
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Sum over the queries; its gradient is what the first pass found.
+
+        Raises:
+            JobError: the model has no such output.
+        """
+        embedding = read_output(outputs, "embedding", self.config.head)
+        carrier = (embedding * microbatch[_GRADIENT]).sum()
+        return {_TERM: microbatch[_LOSS].sum() + (carrier - carrier.detach())}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Loss of each query, and whether its own text is the most similar of all in the step, [B]."""
+        return {"contrastive_loss": microbatch[_LOSS], "retrieval_hits": microbatch[_HITS]}

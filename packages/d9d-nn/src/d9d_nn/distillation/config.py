@@ -1,0 +1,38 @@
+"""Config of the task ``distillation``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from d9d_core.extend import Named, PluginConfig
+from pydantic import Field, PositiveInt, model_validator
+
+
+class DistillationConfig(PluginConfig):
+    """Task of learning a teacher's next-token distribution (Hinton et al. 2015)."""
+
+    name: Literal["distillation"] = "distillation"
+    """Selects the plugin."""
+    teacher: Annotated[PluginConfig, Named("model")]
+    """The teacher, written as ``model`` is; with ``pretrained``. It runs in the same layout as the model."""
+    head: str | None = None
+    """The model's head to train, of kind causal_lm; needed if the model has several heads."""
+    teacher_head: str | None = None
+    """The teacher's head, likewise."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Both distributions are those of logits divided by this; the divergence is multiplied by its square."""
+    top_k: PositiveInt | None = None
+    """Learn the teacher's k most probable tokens, with probabilities that add up to one; null learns all of them, and
+    keeps the teacher's logits of a whole step."""
+    soft_weight: float = Field(default=1.0, gt=0)
+    """Coefficient of the divergence from the teacher."""
+    hard_weight: float = Field(default=0.0, ge=0)
+    """Coefficient of the cross entropy of the targets."""
+
+    @model_validator(mode="after")
+    def _the_teacher_knows_something(self) -> Self:
+        if getattr(self.teacher, "pretrained", None) is None:
+            raise ValueError(
+                "teacher: has no pretrained weights, so there is nothing to learn from it; give pretrained"
+            )
+        return self

@@ -1,0 +1,125 @@
+"""Task ``distillation``: learn the next-token distribution of a teacher, in the same job.
+
+Shapes: B samples, S positions, V words of the vocabulary, K words kept of the teacher's distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.distillation.config import DistillationConfig
+from d9d_nn.distillation.divergence import divergence
+from d9d_nn.distillation.vocabularies import check_vocabularies
+from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+
+_SOFT, _HARD = "divergence", "cross_entropy"
+#: Tensors that the first pass adds to a microbatch.
+_LOGITS, _WORDS = "teacher_logits", "teacher_words"
+
+
+class Distillation:
+    """Distillation with the loss term ``divergence``, the mean over the targets; maybe also ``cross_entropy``.
+
+    Microbatches are those of ``causal_lm``: positions without a target do not count. The models' last stages return
+    ``logits`` [B, S, V].
+
+    Args:
+        config: the teacher, and what is learned of it.
+    """
+
+    def __init__(self, config: DistillationConfig) -> None:
+        self.config = config
+        self._words: int | None = None
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """Coefficients of the loss terms."""
+        config = self.config
+        return {_SOFT: config.soft_weight} | ({_HARD: config.hard_weight} if config.hard_weight else {})
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the heads, and compare the sizes of model, teacher and data, and the tokenizers of the two models.
+
+        Raises:
+            JobError: a head cannot be found, the data has token ids or positions that a model has not, or the teacher
+                has another vocabulary.
+        """
+        config = self.config
+        self._words = getattr(model, "vocab_size", None)
+        choose_head(model, "causal_lm", config.head)
+        problems = exceeded(model, facts)
+        try:
+            choose_head(config.teacher, "causal_lm", config.teacher_head)
+        except JobError as error:
+            raise JobError(str(error).replace("task.head", "task.teacher_head")) from error
+        problems += [line.replace("model.", "task.teacher.", 1) for line in exceeded(config.teacher, facts)]
+        problems += check_vocabularies(model, config.teacher)
+        words = getattr(config.teacher, "vocab_size", None)
+        if config.top_k is not None and isinstance(words, int) and config.top_k > words:
+            problems.append(f"task.top_k: {config.top_k} words are more than the teacher's {words}; use null for all")
+        if problems:
+            raise JobError("\n".join(problems))
+
+    def count(self, microbatch: Microbatch) -> int | Tensor:
+        """Number of positions, ignored targets included and padding not."""
+        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Number of targets, for each term."""
+        return dict.fromkeys(self.coefficients, (microbatch["targets"] != IGNORE).sum(dtype=torch.float32))
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage, without targets: tokens enter the first one; all else reaches every stage."""
+        names = ("positions", "documents", "lengths")
+        shared = {name: microbatch[name] for name in names if name in microbatch}
+        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+    @property
+    def first_pass(self) -> FirstPass:
+        """First pass: the teacher."""
+        return FirstPass("other", self.config.teacher, where="task.teacher")
+
+    def first_inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of the teacher, which are those of the model."""
+        return self.inputs(microbatch)
+
+    def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Logits of the teacher [B, S, V]; or [B, S, K], and which words they are of."""
+        # What the teacher has beyond the model is padding of its matrix, see check().
+        logits = read_output(outputs, "logits", self.config.teacher_head).detach()[..., : self._words]
+        if self.config.top_k is None:
+            return {_LOGITS: logits}
+        top = logits.topk(self.config.top_k, dim=-1, sorted=False)
+        return {_LOGITS: top.values, _WORDS: top.indices}
+
+    def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:  # noqa: ARG002
+        """Logits as they are: a sample needs no other."""
+        return kept
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Sums over the targets.
+
+        Raises:
+            JobError: the model has no such output.
+        """
+        logits = read_output(outputs, "logits", self.config.head).flatten(0, 1)  # [B * S, V]
+        targets = microbatch["targets"].flatten()
+        counted = targets != IGNORE
+        teacher = microbatch[_LOGITS].flatten(0, 1)
+        words = microbatch[_WORDS].flatten(0, 1) if _WORDS in microbatch else None
+        soft = divergence(logits, teacher, words, counted, self.config.temperature)
+        sums = {_SOFT: soft.sum()}
+        if self.config.hard_weight:
+            one = torch.zeros(len(targets), 1, device=logits.device)  # all of the probability is the target's
+            sums[_HARD] = divergence(logits, one, targets.clamp(min=0).unsqueeze(1), counted).sum()
+        return sums
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """Observation ``targets``; anything of the logits would take as long as the loss."""
+        return {"targets": microbatch["targets"]}

@@ -1,0 +1,60 @@
+"""Comparison of the vocabularies of a model and its teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from d9d_core.extend import parse_json, read_regular
+
+_FILE = "tokenizer.json"
+
+
+def check_vocabularies(model: Any, teacher: Any) -> list[str]:
+    """Differences between the vocabularies of two models, a line each.
+
+    Sizes may differ if both models lie in directories with a tokenizer that gives every token one id: published models
+    pad their matrices differently. Models without such files need equal sizes.
+
+    Args:
+        model: config of the model that learns.
+        teacher: config of the other.
+    """
+    ours, theirs = _vocabulary(model), _vocabulary(teacher)
+    if ours is not None and theirs is not None:
+        other = next((token for token in ours if theirs.get(token, ours[token]) != ours[token]), None)
+        missing = next((token for token in ours if token not in theirs), None)
+        if other is not None:
+            return [
+                f"task.teacher: it has another tokenizer: {other!r} is {theirs[other]} there and {ours[other]} here"
+            ]
+        if missing is not None:
+            return [f"task.teacher: it has another tokenizer, of {len(theirs)} tokens, which lacks {missing!r}"]
+        return []
+    sizes = (getattr(model, "vocab_size", None), getattr(teacher, "vocab_size", None))
+    if all(isinstance(size, int) for size in sizes) and sizes[0] != sizes[1]:
+        return [
+            f"task.teacher: it has {sizes[1]} token ids, the model has {sizes[0]}, and there is no {_FILE} beside the "
+            "weights of both to compare; use a teacher with the same vocabulary"
+        ]
+    return []
+
+
+def _vocabulary(config: Any) -> dict[str, int] | None:
+    """Ids by token from the tokenizer beside a model's weights; ``None`` if there is none that can be read here."""
+    location = getattr(config, "pretrained", None)
+    if not isinstance(location, str) or "://" in location:
+        return None
+    given = Path(location).expanduser()
+    try:
+        content = parse_json(read_regular((given if given.is_dir() else given.parent) / _FILE))
+    except (OSError, ValueError):
+        return None
+    vocabulary = content.get("model", {}).get("vocab") if isinstance(content, Mapping) else None
+    if isinstance(vocabulary, list):  # of the kind Unigram: pairs of a token and its score
+        vocabulary = {pair[0]: number for number, pair in enumerate(vocabulary)}
+    if not isinstance(vocabulary, Mapping) or not isinstance(content, Mapping):
+        return None
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    return {**vocabulary, **added}

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from d9d_nn.contrastive import loss as module
+from d9d_nn.contrastive.config import EmbeddingConfig
+from d9d_nn.contrastive.loss import contrast
+from d9d_nn.contrastive.task import Embedding
+from torch import Tensor
+from torch.nn import functional
+
+Q, N, D = 6, 3, 5
+
+
+@dataclass
+class Alone:
+    """One rank."""
+
+    rank: int = 0
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+def embeddings() -> Tensor:
+    return functional.normalize(torch.randn(Q, 1 + N, D, generator=torch.Generator().manual_seed(1)), dim=-1)
+
+
+def expected(samples: Tensor, temperature: float, symmetric: bool) -> Tensor:
+    """Losses of all queries, by autograd through all similarities."""
+    queries, texts = samples[:, 0], samples[:, 1:].flatten(0, 1)
+    losses = functional.cross_entropy(queries @ texts.T / temperature, torch.arange(Q) * N, reduction="none")
+    if symmetric:
+        back = functional.cross_entropy(samples[:, 1] @ queries.T / temperature, torch.arange(Q), reduction="none")
+        losses = (losses + back) / 2
+    return losses
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("elements", [1, 1 << 20])
+def test_losses_and_gradients_are_those_of_one_backward(
+    monkeypatch: pytest.MonkeyPatch, symmetric: bool, elements: int
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", elements)
+    samples = embeddings().requires_grad_()
+    found = contrast(samples[:, 0].detach(), samples[:, 1:].detach(), Alone(), 0.1, symmetric)
+    right = expected(samples, 0.1, symmetric)
+    (gradient,) = torch.autograd.grad(right.sum(), samples)
+    torch.testing.assert_close(found.losses, right.detach())
+    torch.testing.assert_close(torch.cat([found.queries.unsqueeze(1), found.texts], 1), gradient)
+
+
+def test_a_hit_is_a_query_whose_own_text_is_the_most_similar() -> None:
+    samples = embeddings()
+    samples[::2, 1] = samples[::2, 0]
+    samples[1::2, 1] = -samples[1::2, 0]
+    found = contrast(samples[:, 0], samples[:, 1:], Alone(), 0.1, symmetric=False)
+    assert found.hits.tolist() == [True, False] * (Q // 2)
+
+
+def test_the_second_pass_carries_the_gradient_of_the_whole_batch() -> None:
+    """Of microbatches of different sizes, each with the embeddings that the model gives again."""
+    task = Embedding(EmbeddingConfig(temperature=0.1))
+    samples = embeddings().requires_grad_()
+    sizes = (4, 2)
+    packs = [
+        {"tokens": torch.zeros(size * (1 + N), 2, dtype=torch.long), "samples": torch.arange(size)} for size in sizes
+    ]
+    outputs = [{"embedding": part.flatten(0, 1)} for part in samples.split(sizes)]
+    kept = [task.first_outputs(output, microbatch) for output, microbatch in zip(outputs, packs, strict=True)]
+    complete = [{**mb, **added} for mb, added in zip(packs, task.complete(kept, Alone()), strict=True)]
+    total = sum(task.losses(output, mb)["contrastive"] for output, mb in zip(outputs, complete, strict=True))
+    assert isinstance(total, Tensor)
+    right = expected(samples, 0.1, symmetric=False).sum()
+    torch.testing.assert_close(total, right)
+    torch.testing.assert_close(torch.autograd.grad(total, samples), torch.autograd.grad(right, samples))

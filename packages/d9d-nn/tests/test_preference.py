@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from d9d_nn.preference.config import DpoConfig
+from d9d_nn.preference.task import REFERENCE, Dpo
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn import functional
+
+B, S = 3, 5
+
+
+def microbatch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.randint(9, (2 * B, S), generator=generator)
+    targets[:, :2] = -100
+    targets[1::2, 3:] = -100  # rejected texts are shorter
+    return {
+        "tokens": torch.randint(9, (2 * B, S), generator=generator),
+        "targets": targets,
+        "lengths": torch.tensor([5, 3] * B),
+        REFERENCE: torch.randn(B, 2, generator=generator),
+    }
+
+
+def token_loss() -> Tensor:
+    loss = torch.rand(2 * B, S, generator=torch.Generator().manual_seed(4))
+    return torch.where(microbatch()["targets"] != -100, loss, 0).requires_grad_()
+
+
+def margins(per_token: bool) -> Tensor:
+    batch = microbatch()
+    ratios = -token_loss().sum(-1).view(B, 2) - batch[REFERENCE]
+    if per_token:
+        ratios = ratios / torch.tensor([3.0, 1.0])
+    return ratios[:, 0] - ratios[:, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, -functional.logsigmoid(0.1 * margins(False))),
+        ({"normalize_length": True, "beta": 2.0}, -functional.logsigmoid(2 * margins(True))),
+        ({"loss": "hinge", "beta": 0.5}, (1 - 0.5 * margins(False)).clamp(min=0)),
+        ({"loss": "ipo", "beta": 0.5}, (margins(True) - 1) ** 2),
+        (
+            {"label_smoothing": 0.25},
+            -0.75 * functional.logsigmoid(0.1 * margins(False)) - 0.25 * functional.logsigmoid(-0.1 * margins(False)),
+        ),
+    ],
+    ids=["sigmoid", "per token", "hinge", "ipo", "smoothed"],
+)
+def test_losses_are_those_of_the_papers(config: dict[str, object], expected: Tensor) -> None:
+    task = Dpo(DpoConfig.model_validate({"name": "dpo", **config}))
+    found = task.losses({"token_loss": token_loss()}, microbatch())["dpo"]
+    torch.testing.assert_close(found, expected.sum())
+    assert task.weights(microbatch())["dpo"] == B
+
+
+def test_rewards_are_log_ratios_times_beta() -> None:
+    task = Dpo(DpoConfig(beta=0.5))
+    seen = task.observations({"token_loss": token_loss()}, microbatch())
+    torch.testing.assert_close(seen["chosen_rewards"] - seen["rejected_rewards"], 0.5 * margins(False).detach())
+    assert not seen["chosen_rewards"].requires_grad
+
+
+def test_the_reference_gives_one_number_for_each_text() -> None:
+    task = Dpo(DpoConfig())
+    kept = task.first_outputs({"token_loss": token_loss()}, microbatch())[REFERENCE]
+    assert kept.shape == (B, 2)
+    torch.testing.assert_close(kept, -token_loss().detach().sum(-1).view(B, 2))
+
+
+def test_smoothing_without_meaning_is_refused() -> None:
+    with pytest.raises(ValidationError, match="label_smoothing has no meaning for the loss 'ipo'"):
+        DpoConfig(loss="ipo", label_smoothing=0.1)
