@@ -301,7 +301,15 @@ def test_workers_end_with_the_process_that_started_them() -> None:
     assert process.stdin is not None
     process.stdin.write(
         json.dumps(
-            {"tokenizer": "bytes", "end_of_text": None, "tokenizer_directory": "", "malformed": "error", "work": ""}
+            {
+                "tokenizer": "bytes",
+                "end_of_text": None,
+                "tokenizer_directory": "",
+                "malformed": "error",
+                "work": "",
+                "encoder": "text",
+                "settings": {},
+            }
         )
     )
     process.stdin.write("\n")

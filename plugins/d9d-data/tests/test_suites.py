@@ -39,20 +39,25 @@ class TestDocumentsInOrder(OverFiles):
     workers = None
 
 
+def write_model(directory: Path) -> None:
+    """A tokenizer and a chat template."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+
+
 class OverConversations(DatasetSuite):
     target = "chat"
     other: ClassVar = {"sequence_length": 88}
 
     def fields(self, directory: Path) -> Mapping[str, Any]:
-        vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
-        backend.save(str(directory / "tokenizer.json"))
-        (directory / "chat_template.jinja").write_text(
-            "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
-            "{% if add_generation_prompt %}assistant: {% endif %}"
-        )
+        write_model(directory)
         records = [
             {"prompt": f"{index}?", "completion": " ".join(WORDS[index % 5 : index % 5 + index % 7 + 1])}
             for index in range(60)
@@ -68,3 +73,23 @@ class TestChat(OverConversations):
 class TestPackedChat(OverConversations):
     workers = None
     config: ClassVar = {"packing": "best_fit"}
+
+
+class TestPreference(DatasetSuite):
+    target = "preference"
+    other: ClassVar = {"sequence_length": 88}
+    rows_per_sample = 2
+    workers = None
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        write_model(directory)
+        records = [
+            {
+                "prompt": [{"role": "user", "content": f"{index}?"}],
+                "chosen": [{"role": "assistant", "content": " ".join(WORDS[: index % 5 + 1])}],
+                "rejected": [{"role": "assistant", "content": " ".join(WORDS[5 : 7 + index % 7])}],
+            }
+            for index in range(60)
+        ]
+        (directory / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"sources": [str(directory / "pairs.jsonl")], "sequence_length": 96, "tokenizer": str(directory)}

@@ -1,4 +1,4 @@
-"""Configs of the datasets ``text``, ``documents`` and ``chat``."""
+"""Configs of the datasets ``text``, ``documents``, ``chat`` and ``preference``."""
 
 from __future__ import annotations
 
@@ -147,29 +147,21 @@ class DocumentsConfig(CorpusConfig):
         return self
 
 
-class ChatConfig(PreparedConfig):
-    """Dataset of conversations, rendered by the model's chat template, of which the assistant's tokens are learned."""
+class ModelTextConfig(PreparedConfig):
+    """Shared fields of datasets whose records become samples as a model's tokenizer and chat template say."""
 
-    name: Literal["chat"] = "chat"
-    """Selects the plugin."""
-    sources: tuple[str, ...]
-    """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
     malformed: Literal["error", "skip"] = "error"
-    """A record that is no conversation, or one that the template refuses: an error, or left out and counted."""
+    """A record that is malformed, or one that the template refuses: an error, or left out and counted."""
     tokenizer: str | None = None
     """Directory of a tokenizer and its chat template, or its ``tokenizer.json``; if absent that of the model which
     training starts from."""
     template_arguments: dict[str, Any] = {}
     """Further variables of the template, such as ``{enable_thinking: false}``."""
-    loss: Literal["assistant", "last_turn", "all"] = "assistant"
-    """Tokens that are learned: those that the assistant writes, those of its last turn, or all."""
     sequence_length: int = Field(ge=1)
     """Most positions of a sample."""
     too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
-    """Treatment of a conversation longer than a sample: it loses its end or its beginning, is left out, or is an
+    """Treatment of a text longer than a sample: it loses its end or its beginning, its record is left out, or it is an
     error."""
-    packing: Literal["none", "best_fit"] = "none"
-    """Samples of one conversation each, or of as many as fit (best-fit decreasing), which do not see each other."""
     bucket_window: int | None = Field(default=None, ge=1)
     """As for ``documents``, without packing."""
     pad_multiple: int = Field(default=8, ge=1)
@@ -179,3 +171,29 @@ class ChatConfig(PreparedConfig):
     def _padding_stays_within_a_sequence(self) -> Self:
         check_padding(self.sequence_length, self.pad_multiple)
         return self
+
+
+class ChatConfig(ModelTextConfig):
+    """Dataset of conversations, rendered by the model's chat template, of which the assistant's tokens are learned."""
+
+    name: Literal["chat"] = "chat"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
+    loss: Literal["assistant", "last_turn", "all"] = "assistant"
+    """Tokens that are learned: those that the assistant writes, those of its last turn, or all."""
+    packing: Literal["none", "best_fit"] = "none"
+    """Samples of one conversation each, or of as many as fit (best-fit decreasing), which do not see each other."""
+
+
+class PreferenceConfig(ModelTextConfig):
+    """Dataset of pairs: two completions of a prompt, of which one is preferred to the other."""
+
+    name: Literal["preference"] = "preference"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """Structured files, as for ``text``: records with ``chosen`` and ``rejected``, perhaps ``prompt`` and ``tools``."""
+    sequence_length: int = Field(ge=1)
+    """Most positions of each text of a pair: of the prompt and one completion."""
+    pad_multiple: int = Field(default=8, ge=1)
+    """As for ``documents``."""

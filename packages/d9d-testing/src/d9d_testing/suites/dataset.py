@@ -36,6 +36,7 @@ class DatasetSuite(ComponentSuite):
         packs: how many packs are looked at.
         shuffled: whether another seed gives another order.
         other: fields that make other data, whose state must be refused.
+        rows_per_sample: rows of a sample in all fields but ``samples`` [b], which numbers the samples, if there is one.
         workers: field of the config that says how many processes build packs, which take seconds to start; skipped
             with ``None``, and where the config has no such field.
     """
@@ -46,6 +47,7 @@ class DatasetSuite(ComponentSuite):
     packs: ClassVar[int] = 5
     shuffled: ClassVar[bool] = True
     other: ClassVar[Mapping[str, Any]] = {}
+    rows_per_sample: ClassVar[int] = 1
     workers: ClassVar[str | None] = "workers"
 
     # --- what subclasses may say
@@ -56,9 +58,14 @@ class DatasetSuite(ComponentSuite):
 
     def sample(self, microbatch: Mapping[str, Tensor], row: int) -> object:
         """Identity of a sample, whatever it is batched with; by default all of its values, without padding."""
-        length = int(microbatch["lengths"][row]) if "lengths" in microbatch else None
-        values = {name: t[row][:length] if t.ndim > 1 else t[row] for name, t in microbatch.items()}
-        return tuple((name, tuple(value.flatten().tolist())) for name, value in sorted(values.items()))
+        values: list[tuple[str, tuple[Any, ...]]] = []
+        for name, tensor in sorted(microbatch.items()):
+            for place in self._rows(name, row):
+                value = tensor[place]
+                if tensor.ndim > 1 and "lengths" in microbatch:
+                    value = value[: int(microbatch["lengths"][place])]
+                values.append((name, tuple(value.flatten().tolist())))
+        return tuple(values)
 
     # --- what holds for all
 
@@ -94,8 +101,15 @@ class DatasetSuite(ComponentSuite):
                 assert len(pack) == expected, f"{where}: the pack has {len(pack)} microbatches, expected {expected}"
                 for microbatch in pack:
                     names.add(tuple(sorted(microbatch)))
-                    wrong = [name for name, t in microbatch.items() if len(t) != size or t.device.type != "cpu"]
-                    assert not wrong, f"{where}: {wrong} are not on the CPU with a first dim of {size}"
+                    wrong = [
+                        f"{name} (a first dim of {len(tensor)} on {tensor.device})"
+                        for name, tensor in microbatch.items()
+                        if len(tensor) != len(self._rows(name, 0)) * size or tensor.device.type != "cpu"
+                    ]
+                    assert not wrong, (
+                        f"{where}: {', '.join(wrong)}; put them on the CPU with {size} rows, times the "
+                        f"{self.rows_per_sample} that a sample has"
+                    )
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
 
     def test_slices_of_ranks_make_up_the_global_pack(self, tmp_path: Path) -> None:
@@ -233,9 +247,15 @@ class DatasetSuite(ComponentSuite):
     def counted(self, packs: Sequence[_Plain]) -> Counter[object]:
         """How often each sample is in the packs."""
         microbatches = [microbatch for pack in packs for microbatch in pack]
-        sizes = [len(next(iter(microbatch.values()))) for microbatch in microbatches]
+        firsts = [next(iter(microbatch.items())) for microbatch in microbatches]
+        sizes = [len(tensor) // len(self._rows(name, 0)) for name, tensor in firsts]
         pairs = zip(microbatches, sizes, strict=True)
         return Counter(self.sample(microbatch, row) for microbatch, size in pairs for row in range(size))
+
+    def _rows(self, name: str, sample: int) -> range:
+        """Rows of a sample in a field of a microbatch."""
+        rows = 1 if name == "samples" else self.rows_per_sample
+        return range(sample * rows, (sample + 1) * rows)
 
     def _data(self, directory: Path) -> dict[str, Any]:
         data = directory / "data"

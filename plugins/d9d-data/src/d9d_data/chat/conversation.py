@@ -61,24 +61,42 @@ def read_conversation(record: object, where: str) -> Conversation:
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where} is {_kind(record)}, not an object; write one such as {_SHAPE}")
-    tools = _tools(record.get("tools"), where)
     if record.get("messages") is not None:
-        messages, prompt = _messages(record["messages"], f"{where}: messages"), 0
-    elif record.get("prompt") is not None and record.get("completion") is not None:
-        before = _side(record["prompt"], "user", f"{where}: prompt")
-        messages = before + _side(record["completion"], "assistant", f"{where}: completion")
-        prompt = len(before)
-    else:
-        fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
-        raise DataError(
-            f"{where} has neither a field 'messages' nor the fields 'prompt' and 'completion' (it has {fields}); "
-            f"write records such as {_SHAPE}"
-        )
-    conversation = Conversation(messages, tools, prompt, where)
+        messages = _messages(record["messages"], f"{where}: messages")
+        return _checked(Conversation(messages, _tools(record.get("tools"), where), 0, where), "messages")
+    if record.get("prompt") is not None and record.get("completion") is not None:
+        return join_conversation(record["prompt"], record["completion"], "completion", record.get("tools"), where)
+    fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
+    raise DataError(
+        f"{where} has neither a field 'messages' nor the fields 'prompt' and 'completion' (it has {fields}); "
+        f"write records such as {_SHAPE}"
+    )
+
+
+def join_conversation(prompt: object, completion: object, name: str, tools: object, where: str) -> Conversation:
+    """Conversation of a prompt and what completes it.
+
+    Args:
+        prompt: string of the user, or list of messages.
+        completion: string of the assistant, or list of messages.
+        name: field of the completion, for messages.
+        tools: list of JSON schemas, as a string or parsed, or None.
+        where: name of the record in messages.
+
+    Raises:
+        DataError: a part is malformed, or the completion has no assistant message.
+    """
+    before = _side(prompt, "user", f"{where}: prompt")
+    messages = before + _side(completion, "assistant", f"{where}: {name}")
+    return _checked(Conversation(messages, _tools(tools, where), len(before), where), name)
+
+
+def _checked(conversation: Conversation, place: str) -> Conversation:
+    """Conversation, if it has something to learn."""
     if not conversation.replies:
-        place = "completion" if prompt else "messages"
         raise DataError(
-            f"{where}: {place} has no assistant message, so there is nothing to learn; leave the record out"
+            f"{conversation.where}: {place} has no assistant message, so there is nothing to learn; "
+            "leave the record out"
         )
     return conversation
 

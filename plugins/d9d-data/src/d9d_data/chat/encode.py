@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -120,6 +121,30 @@ def encode(
     return ids, weights
 
 
+def encode_prompt(
+    conversation: Conversation,
+    template: ChatTemplate,
+    tokenizer: ChatTokenizer,
+    quoted: Literal["text", "token"] = "text",
+) -> Ids:
+    """Token ids ``[N]`` int64 of the rendered prompt of a conversation, with what makes the model answer after it.
+
+    Args:
+        conversation: has a prompt.
+        template: of the model.
+        tokenizer: of the model.
+        quoted: what a special token becomes that the record itself holds, as for :func:`encode`.
+
+    Raises:
+        DataError: the template fails, or depends on a special token in a content.
+    """
+    prompt = replace(conversation, messages=conversation.messages[: conversation.prompt])
+    where = conversation.where
+    text = template.render(prompt.messages, prompt.tools, generation_prompt=True, where=where).text
+    quotes = _quotes(prompt, template, tokenizer.specials, text, generation_prompt=True) if quoted == "text" else ()
+    return tokenizer.encode(text, quotes)[0]
+
+
 def truncate(
     ids: Ids, weights: Weights, length: int, policy: Policy, where: str = "the conversation"
 ) -> tuple[Ids, Weights] | None:
@@ -161,7 +186,13 @@ def is_trainable(weights: Weights) -> bool:
     return bool(weights[1:].any())
 
 
-def _quotes(conversation: Conversation, template: ChatTemplate, specials: Sequence[str], text: str) -> tuple[Span, ...]:
+def _quotes(
+    conversation: Conversation,
+    template: ChatTemplate,
+    specials: Sequence[str],
+    text: str,
+    generation_prompt: bool = False,
+) -> tuple[Span, ...]:
     """Characters ``[begin, end)`` of the special tokens in a rendering that come from the record, not the template.
 
     The record is rendered once more with a marker inside each, which leaves the rest as it was.
@@ -181,7 +212,10 @@ def _quotes(conversation: Conversation, template: ChatTemplate, specials: Sequen
         return [mark(item) for item in value] if isinstance(value, list | tuple) else value
 
     tools = mark(conversation.tools)
-    pieces = template.render(mark(conversation.messages), tools, where=conversation.where).text.split(marker)
+    marked = template.render(
+        mark(conversation.messages), tools, generation_prompt=generation_prompt, where=conversation.where
+    )
+    pieces = marked.text.split(marker)
     if "".join(pieces) != text:
         raise DataError(
             f"{conversation.where} holds a special token in its text, and {template.name} renders the text otherwise "

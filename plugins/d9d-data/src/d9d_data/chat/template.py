@@ -113,6 +113,21 @@ class ChatTemplate:
         present = {key: token for key, token in tokens.items() if token is not None}
         return cls(texts, present, name=str(source), arguments=arguments, now=now)
 
+    @classmethod
+    def find(cls, directory: Path, *, arguments: Mapping[str, Any] | None = None) -> Self | None:
+        """Read the template of a model's tokenizer, or ``None`` where there is none; see :meth:`load`.
+
+        Raises:
+            DataError: it cannot be read.
+        """
+        directory = directory if directory.is_dir() else directory.parent
+        file, config_file = directory / TEMPLATE_FILE, directory / CONFIG_FILE
+        if not file.is_file():
+            config = _read_config(config_file) if config_file.is_file() else {}
+            if config.get("chat_template") is None:
+                return None
+        return cls.load(directory, arguments=arguments)
+
     @cached_property
     def identity(self) -> str:
         """Digest of everything that renderings depend on besides the conversation and, perhaps, the date."""

@@ -12,7 +12,7 @@ from d9d_core.extend import DataContext, DataError, JobFile
 from d9d_core.plugin import PluginPolicy
 from rich.console import Console
 
-from d9d_data.cli.samples import Sample, marked, samples_of, tokenizer_for
+from d9d_data.cli.samples import Sample, marked, names_of_texts, samples_of, tokenizer_for
 
 app = typer.Typer(
     name="data", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -55,7 +55,9 @@ def show(
     if tokenizer is None:
         raise DataError(f"data: the dataset '{loaded.data.selector}' has no tokenizer, so its samples are no text")
     console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 10_000)
-    for number, sample in zip(range(1, count + 1), samples_of(stream), strict=False):
+    texts = len(names_of_texts(stream))
+    for row, sample in zip(range(count * texts), samples_of(stream), strict=False):
+        number = row // texts + 1
         console.print(f"=== {_title(number, sample)}", style="bold")
         console.print(marked(sample, tokenizer, brackets=not console.color_system), soft_wrap=True)
 
@@ -64,4 +66,5 @@ def _title(number: int, sample: Sample) -> str:
     learned = int((sample.targets >= 0).sum())
     documents = int(sample.documents[-1]) + 1
     several = f", {documents} documents" if documents > 1 else ""
-    return f"sample {number}: {len(sample.tokens):,} tokens{several}, {learned:,} learned"
+    name = f" {sample.name}" if sample.name else ""
+    return f"sample {number}{name}: {len(sample.tokens):,} tokens{several}, {learned:,} learned"

@@ -28,15 +28,24 @@ class Sample:
         tokens: [S] token ids.
         targets: [S] the next tokens; -100 where none is learned.
         documents: [S] number of the document inside the sample.
+        name: name of the text in a sample of several, such as ``chosen``.
     """
 
     tokens: Int64
     targets: Int64
     documents: Int64
+    name: str = ""
+
+
+def names_of_texts(stream: DataStream) -> list[str]:
+    """Names of the texts that make up a sample; one without a name if a sample is one text."""
+    names = stream.facts.get("texts")
+    return [str(name) for name in names] if isinstance(names, list) else [""]
 
 
 def samples_of(stream: DataStream) -> Iterator[Sample]:
-    """Samples of a stream, pack by pack, without end."""
+    """Samples of a stream, pack by pack, without end; of one with several texts, its texts."""
+    texts = names_of_texts(stream)
     while True:
         for microbatch in stream.next_pack():
             rows: dict[str, Any] = {name: np.asarray(tensor) for name, tensor in microbatch.items()}
@@ -45,7 +54,8 @@ def samples_of(stream: DataStream) -> Iterator[Sample]:
             documents = rows.get("documents", np.zeros((count, length), dtype=np.int64))
             for row in range(count):
                 kept = slice(int(lengths[row]))
-                yield Sample(rows["tokens"][row, kept], rows["targets"][row, kept], documents[row, kept])
+                name = texts[row % len(texts)]
+                yield Sample(rows["tokens"][row, kept], rows["targets"][row, kept], documents[row, kept], name)
 
 
 def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer | None:

@@ -11,8 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from d9d_data.config import ChatConfig, CorpusConfig, PreparedConfig
-from d9d_data.corpus.worker import chat_settings
+from d9d_data.config import CorpusConfig, ModelTextConfig, PreparedConfig
+from d9d_data.corpus.encoding import encoding_of, tokenizer_of
 from d9d_data.sources.document import Piece, topics_digest
 from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blocks, stat_file
 from d9d_data.tokenizer.file import find_tokenizer_file
@@ -55,16 +55,21 @@ def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
 
 
 def _encoding(config: PreparedConfig) -> dict[str, Any]:
-    if isinstance(config, ChatConfig):
-        from d9d_data.chat.template import ChatTemplate  # brings Jinja, which texts never need
+    choice, end = tokenizer_of(config)
+    tokenizer = tokenizer_identity(choice)
+    if isinstance(config, CorpusConfig):
+        return {"tokenizer": tokenizer, "end_of_text": end}
+    from d9d_data.chat.template import ChatTemplate  # brings Jinja, which texts never need
 
-        assert config.tokenizer is not None  # it was resolved
-        file = find_tokenizer_file(config.tokenizer)
-        template = ChatTemplate.load(file, arguments=config.template_arguments).identity
-        return {"tokenizer": tokenizer_identity(config.tokenizer), "chat": chat_settings(config), "template": template}
-    assert isinstance(config, CorpusConfig)
-    assert config.tokenizer is not None  # it was resolved
-    return {"tokenizer": tokenizer_identity(config.tokenizer), "end_of_text": config.end_of_text}
+    assert isinstance(config, ModelTextConfig)
+    assert isinstance(choice, str)
+    template = ChatTemplate.find(find_tokenizer_file(choice), arguments=config.template_arguments)
+    encoding = encoding_of(config)
+    return {
+        "tokenizer": tokenizer,
+        encoding.encoder: encoding.settings,
+        "template": None if template is None else template.identity,
+    }
 
 
 def _stat(file: SourceFile) -> FileStat:

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, parse_json, read_regular
 
-from d9d_data.config import ChatConfig, CorpusConfig, DocumentsConfig, PreparedConfig
+from d9d_data.config import CorpusConfig, DocumentsConfig, ModelTextConfig, PreparedConfig
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
+from d9d_data.corpus.encoding import Encoding, encoding_of
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
@@ -25,7 +26,7 @@ from d9d_data.sources.find import find_files
 from d9d_data.sources.opening import SourceFile
 from d9d_data.tokenizer.of_model import with_tokenizer
 
-C = TypeVar("C", CorpusConfig, ChatConfig)
+C = TypeVar("C", bound=CorpusConfig | ModelTextConfig)
 #: Files whose reading is announced.
 _MANY = 10_000
 
@@ -44,7 +45,8 @@ class Corpus:
         assets: directory with the tokenizer's files; ``None`` if they are the model's own, which an export has anyway.
         skipped: malformed documents that both splits together lack.
         weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
-        dropped: conversations that both splits lack because they are too long, or have nothing left to learn.
+        dropped: records that both splits lack because they are too long, or have nothing left to learn.
+        documents_per_sample: consecutive documents that belong together.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -57,6 +59,17 @@ class Corpus:
     skipped: int = 0
     weights: npt.NDArray[np.bool_] | None = None
     dropped: int = 0
+    documents_per_sample: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Number of documents, or of groups of documents that belong together."""
+        return (len(self.starts) - 1) // self.documents_per_sample
+
+    def documents_of(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Documents of samples [B], those of each together: [B * documents_per_sample]."""
+        together = np.arange(self.documents_per_sample)
+        return (samples[:, None] * self.documents_per_sample + together).reshape(-1)
 
     @property
     def end_of_text(self) -> int:
@@ -118,11 +131,12 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
         TrainingError: a process that tokenises died.
     """
     config = with_tokenizer(config, None)
+    encoding = encoding_of(config)
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
     for piece in pieces:
-        if isinstance(config, ChatConfig):
-            check_structured(piece.file)
+        if isinstance(config, ModelTextConfig):
+            check_structured(piece.file, encoding.plural)
         else:
             check_field(piece.file, piece.field)
     amount = _amount(files)
@@ -130,10 +144,9 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
         note(f"reading {amount} from {', '.join(config.sources)}, to see whether they are prepared")
     key = corpus_key(config, pieces)
 
-    weighted: bool = isinstance(config, ChatConfig)
-    required = [FACTS, *(name for split in SPLITS for name in _files_of(split, weighted))]
+    required = [FACTS, *(name for split in SPLITS for name in _files_of(split, encoding))]
     if find_damage(cache_dir / key, required) is None:
-        return _open(cache_dir / key, config.split, weighted)
+        return _open(cache_dir / key, config.split, encoding)
     shards = plan_shards(pieces)
 
     with work_directory(cache_dir, key, keep=len(shards) > 1, note=note) as work:
@@ -154,10 +167,12 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
             if facts["skipped"]:
                 note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
             if facts["dropped"]:
-                note(f"left out {facts['dropped']:,} conversations that are too long, or have nothing left to learn")
+                note(
+                    f"left out {facts['dropped']:,} {encoding.plural} that are too long, or have nothing left to learn"
+                )
             note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
-        return _open(cached_directory(cache_dir, key, build, note, required), config.split, weighted)
+        return _open(cached_directory(cache_dir, key, build, note, required), config.split, encoding)
 
 
 def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
@@ -172,25 +187,25 @@ def _amount(files: Sequence[SourceFile]) -> str:
     return f"{len(files):,} {kind}{'' if len(files) == 1 else 's'}"
 
 
-def _files_of(split: Split, weighted: bool) -> list[str]:
-    return [f"{split}.{name}.npy" for name in ("tokens", "starts", *(("weights",) if weighted else ()))]
+def _files_of(split: Split, encoding: Encoding) -> list[str]:
+    return [f"{split}.{name}.npy" for name in ("tokens", "starts", *encoding.columns)]
 
 
-def _open(directory: Path, split: Split, weighted: bool) -> Corpus:
+def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
     facts = parse_json(read_regular(directory / FACTS))
-    tokens_file, starts_file, *weights_file = _files_of(split, weighted)
+    files = _files_of(split, encoding)
     digests = file_digests(directory)
+    tokens, starts, *columns = (map_array(directory / file) for file in files)
     return Corpus(
-        tokens=map_array(directory / tokens_file),
-        starts=map_array(directory / starts_file),
+        tokens=tokens,
+        starts=starts,
         vocab_size=facts["vocab_size"],
         tokenizer=facts["tokenizer"],
         unigram_entropy=facts["unigram_entropy"],
-        digest=hashlib.sha256(
-            "".join(digests[file] for file in (tokens_file, starts_file, *weights_file)).encode()
-        ).hexdigest(),
+        digest=hashlib.sha256("".join(digests[file] for file in files).encode()).hexdigest(),
         assets=directory / "tokenizer",
         skipped=facts["skipped"],
-        weights=map_array(directory / weights_file[0]) if weights_file else None,
         dropped=facts["dropped"],
+        documents_per_sample=encoding.documents,
+        **dict(zip(encoding.columns, columns, strict=True)),
     )

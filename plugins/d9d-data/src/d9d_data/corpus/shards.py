@@ -1,14 +1,14 @@
 """Shards of a corpus as token files: complete or absent, so that work goes on where a killed process stopped.
 
 Layout of a shard's directory: ``tokens.npy`` (uint16 or uint32 [N], every document followed by its end-of-text token),
-``lengths.npy`` (int64 [D], tokens of each document), ``facts.json`` and, if not all tokens are learned, ``weights.npy``
-(bool [N]).
+``lengths.npy`` (int64 [D], tokens of each document), ``facts.json`` and a file for each of the encoder's columns, such
+as ``weights.npy`` (bool [N]).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.sources.place import Place, refuse
 
-TOKENS, LENGTHS, WEIGHTS, FACTS = "tokens.npy", "lengths.npy", "weights.npy", "facts.json"
+TOKENS, LENGTHS, FACTS = "tokens.npy", "lengths.npy", "facts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class FinishedShard:
     Attributes:
         tokens: [N].
         lengths: int64 [D], tokens of each document.
-        weights: bool [N]; ``None`` if all tokens are learned.
+        columns: values beside the tokens, [N] each.
         facts: what was left out.
     """
 
     tokens: npt.NDArray[Any]
     lengths: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.bool_] | None
+    columns: Mapping[str, npt.NDArray[Any]]
     facts: dict[str, Any]
 
 
@@ -84,20 +84,23 @@ def write_shard(
         with ExitStack() as stack:
             tokens = stack.enter_context(NpyWriter(directory / TOKENS, dtype))
             lengths = stack.enter_context(NpyWriter(directory / LENGTHS, np.int64))
-            learned = stack.enter_context(NpyWriter(directory / WEIGHTS, np.bool_)) if encoder.weighted else None
+            columns = {
+                name: stack.enter_context(NpyWriter(directory / f"{name}.npy", kind))
+                for name, kind in encoder.columns.items()
+            }
             for batch in encoder.encode(shard.pieces, skips if malformed == "skip" else refuse):
                 dropped += batch.dropped
                 if batch.ids:
                     # Ids are below the vocabulary.
                     tokens.append(np.concatenate(list(batch.ids), dtype=dtype, casting="unsafe"))
                     lengths.append(np.asarray([len(ids) for ids in batch.ids], dtype=np.int64))
-                if learned is not None and batch.weights:
-                    learned.append(np.concatenate(list(batch.weights)))
+                    for name, column in columns.items():
+                        column.append(np.concatenate(list(batch.columns[name])))
                 advance(batch.characters)
         facts = {"skipped": skips.count, "first_skipped": skips.first, "dropped": dropped}
         (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
-    files = (TOKENS, LENGTHS, FACTS, *((WEIGHTS,) if encoder.weighted else ()))
+    files = (TOKENS, LENGTHS, FACTS, *(f"{name}.npy" for name in encoder.columns))
     cached_directory(work, shard.name, build, lambda _text: None, files)
 
 
@@ -106,12 +109,12 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def read_shard(shard: Shard, work: Path, weighted: bool) -> FinishedShard:
+def read_shard(shard: Shard, work: Path, columns: Iterable[str]) -> FinishedShard:
     """Contents of a finished shard; its arrays are memory-mapped."""
     directory = work / shard.name
     return FinishedShard(
         tokens=np.load(directory / TOKENS, mmap_mode="r", allow_pickle=False),
         lengths=np.load(directory / LENGTHS, mmap_mode="r", allow_pickle=False),
-        weights=np.load(directory / WEIGHTS, mmap_mode="r", allow_pickle=False) if weighted else None,
+        columns={name: np.load(directory / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in columns},
         facts=parse_json(read_regular(directory / FACTS)),
     )

@@ -2,7 +2,7 @@
 
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
 [N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], where documents start, and N)
-and, if not all tokens are learned, ``<split>.weights.npy`` (bool [N]).
+and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from d9d_core.extend import DataError
 from d9d_data.config import BpeTokenizer, CorpusConfig, PreparedConfig
 from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.encoder import Encoder
+from d9d_data.corpus.encoding import encoding_of
 from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.pool import default_workers, tokenise_in_processes
@@ -59,11 +60,12 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
     """
     _train_tokenizer(config, shards, work)
     setup = Setup.of(config, work)
-    encoder, tokenizer = setup.encoder()
+    encoder, tokenizer = setup.make_encoder()
     tokenizer.save(directory / "tokenizer")
     _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
     facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
-    facts |= _join(encoder, shards, config.held_out, work, directory)
+    together = encoding_of(config).documents
+    facts |= _join(encoder, shards, config.held_out, together, work, directory)
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
@@ -114,12 +116,22 @@ def _in_memory(shard: Shard) -> bool:
     return any(piece.file.address.startswith("memory://") for piece in shard.pieces)
 
 
-def _join(encoder: Encoder, shards: Sequence[Shard], held_out: float, work: Path, directory: Path) -> dict[str, Any]:
-    """Write the token files of both splits from those of the shards, and return facts about them."""
+def _join(
+    encoder: Encoder, shards: Sequence[Shard], held_out: float, together: int, work: Path, directory: Path
+) -> dict[str, Any]:
+    """Write the token files of both splits from those of the shards, and return facts about them.
+
+    Args:
+        encoder: says which files there are.
+        shards: finished ones.
+        held_out: fraction of the samples that is set aside.
+        together: documents of a sample.
+        work: directory of the shards' directories.
+        directory: where the files are written.
+    """
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
     found, skipped, first_skipped, dropped = 0, 0, "", 0
-    kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64}
-    kinds |= {"weights": np.bool_} if encoder.weighted else {}
+    kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64, **encoder.columns}
     with ExitStack() as stack:
         writers = {
             name: {split: stack.enter_context(NpyWriter(directory / f"{split}.{name}.npy", dtype)) for split in SPLITS}
@@ -129,13 +141,13 @@ def _join(encoder: Encoder, shards: Sequence[Shard], held_out: float, work: Path
         for split in SPLITS:
             starts_of[split].append(np.zeros(1, dtype=np.int64))
         for shard in shards:
-            there = read_shard(shard, work, encoder.weighted)
+            there = read_shard(shard, work, encoder.columns)
             skipped += there.facts["skipped"]
             first_skipped = first_skipped or there.facts["first_skipped"]
             dropped += there.facts["dropped"]
             for place, chunk_lengths in _chunks(there.lengths):
                 chunk = there.tokens[place]
-                aside = _set_aside(np.arange(found, found + len(chunk_lengths)), held_out)
+                aside = _set_aside(np.arange(found, found + len(chunk_lengths)) // together, held_out)
                 found += len(chunk_lengths)
                 for split, chosen in (("train", ~aside), ("held_out", aside)):
                     if not chosen.any():
@@ -144,11 +156,11 @@ def _join(encoder: Encoder, shards: Sequence[Shard], held_out: float, work: Path
                     taken = chunk[kept]
                     starts_of[split].append(tokens_of[split].length + np.cumsum(chunk_lengths[chosen]))
                     tokens_of[split].append(taken)
-                    if there.weights is not None:
-                        writers["weights"][split].append(there.weights[place][kept])
+                    for name, values in there.columns.items():
+                        writers[name][split].append(values[place][kept])
                     if split == "train":
                         counts += np.bincount(taken, minlength=len(counts))
-        documents = {split: starts.length - 1 for split, starts in starts_of.items()}
+        documents = {split: (starts.length - 1) // together for split, starts in starts_of.items()}
     files = {piece.file.address for shard in shards for piece in shard.pieces}
     _check_splits(documents, held_out, len(files))
     return {

@@ -18,8 +18,9 @@ from typing import Any, Literal, TextIO
 
 from d9d_core.extend import DataError
 
-from d9d_data.config import BpeTokenizer, ChatConfig, CorpusConfig, PreparedConfig
-from d9d_data.corpus.encoder import Encoder, TextEncoder
+from d9d_data.config import BpeTokenizer, PreparedConfig
+from d9d_data.corpus.encoder import Encoder
+from d9d_data.corpus.encoding import ENCODERS, encoding_of, tokenizer_of
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.shards import write_shard
 from d9d_data.sources.document import Piece
@@ -32,16 +33,6 @@ from d9d_data.tokenizer.select import saved_tokenizer
 TOKENIZER = "tokenizer"
 
 
-def chat_settings(config: ChatConfig) -> dict[str, Any]:
-    """Settings of the encoder of a config's conversations; see :meth:`~d9d_data.chat.encoder.ChatEncoder.load`."""
-    return {
-        "arguments": config.template_arguments,
-        "loss": config.loss,
-        "longest": config.sequence_length + 1,
-        "too_long": config.too_long,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Settings of a worker process for all of its shards.
@@ -52,7 +43,8 @@ class Setup:
         tokenizer_directory: where a trained tokenizer was saved.
         malformed: what to do with malformed documents.
         work: directory of the shards' directories.
-        chat: settings of the encoder of conversations; ``None`` for texts.
+        encoder: name of the encoder, see :data:`~d9d_data.corpus.encoding.ENCODERS`.
+        settings: of the encoder.
     """
 
     tokenizer: str | int
@@ -60,21 +52,25 @@ class Setup:
     tokenizer_directory: str
     malformed: Literal["error", "skip"]
     work: str
-    chat: dict[str, Any] | None = None
+    encoder: str
+    settings: dict[str, Any]
 
     @classmethod
     def of(cls, config: PreparedConfig, work: Path) -> Setup:
         """Settings for the corpus of a config."""
-        saved, chat, end = str(work / TOKENIZER), None, None
-        choice: Any = "bytes"
-        if isinstance(config, ChatConfig):
-            choice, chat = config.tokenizer, chat_settings(config)
-        elif isinstance(config, CorpusConfig):
-            choice, end = config.tokenizer, config.end_of_text
-        choice = choice.bpe if isinstance(choice, BpeTokenizer) else choice
-        return cls(choice, end, saved, config.malformed, str(work), chat)
+        choice, end = tokenizer_of(config)
+        encoding = encoding_of(config)
+        return cls(
+            choice.bpe if isinstance(choice, BpeTokenizer) else choice,
+            end,
+            str(work / TOKENIZER),
+            config.malformed,
+            str(work),
+            encoding.encoder,
+            encoding.settings,
+        )
 
-    def encoder(self) -> tuple[Encoder, TextTokenizer]:
+    def make_encoder(self) -> tuple[Encoder, TextTokenizer]:
         """Encoder of the records, and its tokenizer.
 
         Raises:
@@ -82,12 +78,9 @@ class Setup:
         """
         choice = BpeTokenizer(bpe=self.tokenizer) if isinstance(self.tokenizer, int) else self.tokenizer
         tokenizer = saved_tokenizer(choice, self.end_of_text, Path(self.tokenizer_directory))
-        if self.chat is None:
-            return TextEncoder(tokenizer), tokenizer
-        assert isinstance(choice, str)
-        from d9d_data.chat.encoder import ChatEncoder  # brings Jinja, which texts never need
-
-        return ChatEncoder.load(tokenizer, str(find_tokenizer_file(choice)), self.chat), tokenizer
+        file = None if isinstance(choice, BpeTokenizer) or choice == "bytes" else find_tokenizer_file(choice)
+        encoder: Encoder = ENCODERS[self.encoder].load().load(tokenizer, file, self.settings)
+        return encoder, tokenizer
 
     def encode(self) -> str:
         """Setup as a line of JSON."""
@@ -126,7 +119,7 @@ def serve(lines: TextIO, answers: TextIO) -> None:
         shard = shards.get()
         try:
             if encoder is None:
-                encoder, _ = setup.encoder()
+                encoder, _ = setup.make_encoder()
             write_shard(encoder, shard, setup.malformed, Path(setup.work), lambda count: answer(read=count))
         except DataError as error:
             answer(error=str(error))

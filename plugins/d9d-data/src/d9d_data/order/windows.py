@@ -98,7 +98,9 @@ class WindowOrder:
         return taken
 
     def _sorted(self, samples: Int64) -> Int64:
-        starts = self._corpus.starts
-        lengths = np.minimum(starts[samples + 1] - starts[samples], self._longest)
+        starts, documents = self._corpus.starts, self._corpus.documents_of(samples)
+        # The longest document of a sample decides how much is padded.
+        lengths = (starts[documents + 1] - starts[documents]).reshape(len(samples), -1).max(axis=1)
+        lengths = np.minimum(lengths, self._longest)
         # Stable: samples of one length stay in the order that the seed gave them.
         return samples[np.argsort(lengths, kind="stable")]

@@ -120,8 +120,12 @@ def _no_text(record: Record, field: str, value: Any) -> str:
     )
 
 
-def check_structured(file: SourceFile) -> None:
+def check_structured(file: SourceFile, what: str) -> None:
     """Refuse a file without records.
+
+    Args:
+        file: the file.
+        what: name of the records, for the message.
 
     Raises:
         DataError: it is one.
@@ -129,7 +133,7 @@ def check_structured(file: SourceFile) -> None:
     if file.format not in STRUCTURED:
         formats = ", ".join(f".{name}" for name in sorted(STRUCTURED))
         raise DataError(
-            f"data.sources: {file.name} has no records with fields, which conversations are; name files of the kinds "
+            f"data.sources: {file.name} has no records with fields, which {what} are; name files of the kinds "
             f"{formats}, or use the dataset text"
         )
 

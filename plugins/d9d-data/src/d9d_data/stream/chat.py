@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from d9d_core.extend import DataContext, DataError, State
 
 from d9d_data.chat.template import ChatTemplate
-from d9d_data.config import ChatConfig
+from d9d_data.config import ChatConfig, ModelTextConfig
 from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
@@ -26,13 +27,16 @@ def build_chat(config: ChatConfig, context: DataContext) -> ConversationStream |
         DataError: the data, the template or the sizes cannot be used; the text says what to change.
     """
     config, corpus = prepare_for(config, context)
-    assert config.tokenizer is not None
-    template = ChatTemplate.load(find_tokenizer_file(config.tokenizer), arguments=config.template_arguments)
-    if template.depends_on_date:
-        context.note(
-            f"warning: {template.name} renders today's date; what is prepared keeps the date of its preparation"
-        )
+    warn_of_dates(config, context.note)
     return (ConversationStream if config.packing == "none" else PackedConversationStream)(config, context, corpus)
+
+
+def warn_of_dates(config: ModelTextConfig, note: Callable[[str], None]) -> None:
+    """Say so where the template renders the date."""
+    assert config.tokenizer is not None
+    template = ChatTemplate.find(find_tokenizer_file(config.tokenizer), arguments=config.template_arguments)
+    if template is not None and template.depends_on_date:
+        note(f"warning: {template.name} renders today's date; what is prepared keeps the date of its preparation")
 
 
 class ConversationStream(DocumentStream):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from d9d_core.extend import DataContext, DataError, State
 
-from d9d_data.config import ChatConfig, DocumentsConfig
+from d9d_data.config import DocumentsConfig, ModelTextConfig
 from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
@@ -42,9 +42,9 @@ class DocumentStream(CorpusStream):
         DataError: the batch is larger than the data, or the window cannot be.
     """
 
-    def __init__(self, config: DocumentsConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
+    def __init__(self, config: DocumentsConfig | ModelTextConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
-        samples = len(corpus.starts) - 1
+        samples = corpus.samples
         if layout.batch_size > samples:
             raise DataError(
                 f"batch.size: a batch of {layout.batch_size} samples would hold documents several times, because the "
@@ -73,7 +73,7 @@ class DocumentStream(CorpusStream):
             "tokens": len(self._corpus.tokens),
             "documents": len(lengths),
             "cut_documents": int(np.count_nonzero(lengths > self._sequence_length + 1)),
-            "samples": len(lengths),
+            "samples": self._corpus.samples,
             "bucket_window": self._window,
             "unigram_entropy": self._corpus.unigram_entropy,
             "tokenizer": self._corpus.tokenizer,
@@ -127,20 +127,25 @@ class DocumentPacks:
     layout: Layout
 
     def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of [B, S], each of its own S; the shortest first."""
+        """Microbatches of [B, S], each of its own S; the shortest first.
+
+        Where a sample has several documents, these are consecutive rows, and ``samples`` [B] says which samples.
+        """
         corpus, layout = self.corpus, self.layout
         mine = self.order(consumed)[layout.rank :: layout.ranks]
-        return [
-            pad(
+        pack = []
+        for begin in range(0, layout.share, layout.microbatch_size):
+            samples = mine[begin : begin + layout.microbatch_size]
+            padded = pad(
                 corpus.tokens,
                 corpus.starts,
-                mine[begin : begin + layout.microbatch_size],
+                corpus.documents_of(samples),
                 self.sequence_length,
                 self.pad_multiple,
                 corpus.weights,
             )
-            for begin in range(0, layout.share, layout.microbatch_size)
-        ]
+            pack.append(padded if corpus.documents_per_sample == 1 else {**padded, "samples": samples})
+        return pack
 
 
 def _window(wanted: int | None, samples: int, batch_size: int) -> int:

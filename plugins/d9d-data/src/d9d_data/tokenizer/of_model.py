@@ -7,11 +7,12 @@ from typing import TypeVar
 
 from d9d_core.extend import DataError
 
-from d9d_data.config import BpeTokenizer, ChatConfig, CorpusConfig
+from d9d_data.config import BpeTokenizer, CorpusConfig, ModelTextConfig, PreparedConfig
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 from d9d_data.tokenizer.select import make_tokenizer, tokenizer_identity
 
-C = TypeVar("C", CorpusConfig, ChatConfig)
+C = TypeVar("C", bound=CorpusConfig | ModelTextConfig)
+P = TypeVar("P", bound=PreparedConfig)
 _NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
 
 
@@ -31,15 +32,19 @@ def with_tokenizer(config: C, pretrained: str | None) -> C:
             _compare(config, own)
         return config
     if own is not None:
-        return config.model_copy(update={"tokenizer": str(own)})
+        return _taking(config, str(own))
     if pretrained is not None:
         raise DataError(f"data.tokenizer: there is no {TOKENIZER_FILE} beside the weights of {pretrained}; {_NEEDED}")
-    if isinstance(config, ChatConfig):
+    if isinstance(config, ModelTextConfig):
         raise DataError(
-            "data.tokenizer: conversations need a tokenizer and its chat template, and model.pretrained names no model "
-            "that has them; name their directory here"
+            f"data.tokenizer: the dataset {config.selector} needs a tokenizer and its chat template, and "
+            "model.pretrained names no model that has them; name their directory here"
         )
-    return config.model_copy(update={"tokenizer": "bytes"})
+    return _taking(config, "bytes")
+
+
+def _taking(config: P, tokenizer: str) -> P:
+    return config.model_copy(update={"tokenizer": tokenizer})
 
 
 def _own(pretrained: str | None) -> Path | None:
@@ -50,7 +55,7 @@ def _own(pretrained: str | None) -> Path | None:
     return file if file.is_file() else None
 
 
-def _compare(config: CorpusConfig | ChatConfig, own: Path) -> None:
+def _compare(config: CorpusConfig | ModelTextConfig, own: Path) -> None:
     """Refuse a tokenizer that gives tokens of the model other ids."""
     choice = config.tokenizer
     assert choice is not None

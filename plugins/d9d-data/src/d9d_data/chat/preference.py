@@ -1,0 +1,201 @@
+"""Pairs of completions, one preferred to the other: records, and their encoder.
+
+A pair becomes two texts, the prompt with each completion. Completions begin where the token ids of the prompt, as the
+model gets it, and those of the two texts first differ, which is where TRL's trainer for DPO lets them begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from d9d_core.extend import DataError
+
+from d9d_data.chat.conversation import join_conversation
+from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, truncate
+from d9d_data.chat.encoder import POLICIES
+from d9d_data.chat.template import ChatTemplate
+from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.sources.document import Piece
+from d9d_data.sources.place import Record, Reject
+from d9d_data.tokenizer.base import Ids, TextTokenizer
+
+SIDES = ("chosen", "rejected")
+_SHAPE = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Prompt with two completions.
+
+    Attributes:
+        prompt: string, or list of messages.
+        chosen: completion that is preferred: string, or list of messages.
+        rejected: the other one.
+        tools: list of JSON schemas, as a string or parsed; ``None`` if there are none.
+    """
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+    tools: Any = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether all parts are strings, so that no template renders them."""
+        return all(isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected))
+
+
+def read_pair(record: Mapping[str, Any], where: str) -> Pair:
+    """Pair of a record with ``chosen``, ``rejected`` and perhaps ``prompt`` and ``tools``.
+
+    Without ``prompt``, or where both sides begin with another message than the assistant's, the sides are whole
+    conversations or texts, and what they have in common at their beginning is the prompt.
+
+    Args:
+        record: values by field.
+        where: name of the record in messages, such as ``pairs.jsonl:17``.
+
+    Raises:
+        DataError: a field is absent, or both sides are equal.
+    """
+    lacking = [name for name in SIDES if record.get(name) is None]
+    if lacking:
+        fields = ", ".join(str(key) for key, value in record.items() if value is not None) or "none"
+        raise DataError(
+            f"{where} has no field '{lacking[0]}' (it has {fields}); write records such as {_SHAPE}, with strings or "
+            "lists of messages"
+        )
+    prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
+    if chosen == rejected:
+        raise DataError(f"{where}: chosen and rejected are equal, so neither is preferred; leave the record out")
+    if prompt is None or (isinstance(prompt, str) and _whole(chosen, rejected)):
+        prompt, chosen, rejected = _split(chosen, rejected, where)
+    return Pair(prompt, chosen, rejected, record.get("tools"))
+
+
+def _whole(*sides: Any) -> bool:
+    """Whether lists of messages are conversations from their beginning on."""
+    return all(
+        isinstance(side, list) and side and isinstance(side[0], Mapping) and side[0].get("role") != "assistant"
+        for side in sides
+    )
+
+
+def _split(chosen: Any, rejected: Any, where: str) -> tuple[Any, Any, Any]:
+    """Common beginning of two strings or lists of messages, and what is left of each."""
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        size = len(commonprefix([chosen, rejected]))  # noqa: RUF071 - of characters
+        size -= chosen[size - 1 : size] == " "  # most tokens begin with their space
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        # Something is left of both, even if one goes on where the other ends.
+        most = min(len(chosen), len(rejected)) - 1
+        size = next((place for place in range(most) if chosen[place] != rejected[place]), max(0, most))
+    else:
+        raise DataError(
+            f"{where}: without a prompt, chosen and rejected are two strings or two lists of messages; write {_SHAPE}"
+        )
+    if not size:
+        raise DataError(
+            f"{where} has no field 'prompt', and chosen and rejected have nothing in common at their beginning; "
+            f"write records such as {_SHAPE}"
+        )
+    return chosen[:size], chosen[size:], rejected[size:]
+
+
+class PreferenceEncoder:
+    """Encoder of pairs: two texts each, chosen and rejected, with weight on the completions.
+
+    Args:
+        tokenizer: of the model.
+        template: of the model; ``None`` if it has none, and then only strings can be encoded.
+        longest: most tokens of a text.
+        too_long: what becomes of longer texts: ``cut_end``, ``cut_start``, or of their pair: ``drop``, ``error``.
+    """
+
+    columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_}
+
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, longest: int, too_long: str) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self._texts = tokenizer
+        self._tokenizer = ChatTokenizer.of(tokenizer)
+        self._template = template
+        self._longest = longest
+        self._policy = POLICIES[too_long]
+
+    @classmethod
+    def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
+        """Make an encoder from what can be sent to another process.
+
+        Args:
+            tokenizer: of the model.
+            file: the ``tokenizer.json``, beside which the template lies.
+            settings: ``arguments`` of the template, and ``longest`` and ``too_long`` as above.
+        """
+        rest = dict(settings)
+        arguments = rest.pop("arguments")
+        template = None if file is None else ChatTemplate.find(file, arguments=arguments)
+        return cls(tokenizer, template, **rest)
+
+    def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
+        """Encode pairs; one that is malformed, or that the template refuses, is rejected."""
+        return encode_samples(pieces, reject, self._sample)
+
+    def _sample(self, record: Record) -> Sample | None:
+        where = str(record.place)
+        prompt, whole = self._ids(read_pair(record.values, where), where)
+        begin = min(_common(prompt, ids) for ids in whole)
+        cut: list[tuple[Ids, Weights]] = []
+        for name, ids in zip(SIDES, whole, strict=True):
+            if len(ids) == begin:
+                raise DataError(
+                    f"{where}: {name} adds no token to the prompt; give a completion, or leave the pair out"
+                )
+            kept = truncate(ids, np.arange(len(ids)) >= begin, self._longest, self._policy, f"{where}: {name}")
+            if kept is None:
+                return None
+            if not is_trainable(kept[1]):
+                raise DataError(
+                    f"{where}: nothing of {name} is left in {self._longest:,} tokens, as its prompt has {begin:,}; "
+                    "use longer sequences, data.too_long: cut_start or drop, or leave the pair out"
+                )
+            cut.append(kept)
+        if np.array_equal(cut[0][0], cut[1][0]):
+            raise DataError(
+                f"{where}: chosen and rejected are equal in the {len(cut[0][0]):,} tokens that are read of them; "
+                "use longer sequences, or leave the pair out"
+            )
+        return Sample([ids for ids, _ in cut], {"weights": [weights for _, weights in cut]})
+
+    def _ids(self, pair: Pair, where: str) -> tuple[Ids, list[Ids]]:
+        """Token ids of the prompt, and of the prompt with each completion."""
+        completions = (pair.chosen, pair.rejected)
+        if pair.plain:
+            # The end that a completion has already is not written twice.
+            texts = [pair.prompt + text.removesuffix(self._texts.end_of_text) for text in completions]
+            prompt, *whole = self._texts.encode([pair.prompt, *texts])
+            end = np.asarray([self._texts.end_of_text_id])
+            return prompt, [np.concatenate([ids, end]) for ids in whole]
+        if self._template is None:
+            raise DataError(
+                f"{where} has messages, and there is no chat template beside the tokenizer; use strings, or the "
+                "tokenizer files of a model trained for conversations"
+            )
+        conversations = [
+            join_conversation(pair.prompt, completion, name, pair.tools, where)
+            for name, completion in zip(SIDES, completions, strict=True)
+        ]
+        prompt = encode_prompt(conversations[0], self._template, self._tokenizer)
+        return prompt, [encode(one, self._template, self._tokenizer, "all")[0] for one in conversations]
+
+
+def _common(one: Ids, other: Ids) -> int:
+    """Number of leading ids that are equal."""
+    size = min(len(one), len(other))
+    different = np.flatnonzero(one[:size] != other[:size])
+    return int(different[0]) if len(different) else size

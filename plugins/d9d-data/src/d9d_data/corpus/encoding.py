@@ -1,0 +1,58 @@
+"""Encoding that a dataset's config asks for: what becomes of its records, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from d9d_core.plugin import Ref
+
+from d9d_data.config import BpeTokenizer, ChatConfig, CorpusConfig, ModelTextConfig, PreferenceConfig, PreparedConfig
+
+#: Encoders by name. They are imported when they are used: some bring Jinja, which texts never need.
+ENCODERS = {
+    "text": Ref("d9d_data.corpus.encoder:TextEncoder"),
+    "chat": Ref("d9d_data.chat.encoder:ChatEncoder"),
+    "preference": Ref("d9d_data.chat.preference:PreferenceEncoder"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Encoding of records.
+
+    Attributes:
+        encoder: name of the encoder, see :data:`ENCODERS`.
+        settings: of the encoder, see its ``load``; plain data.
+        columns: names of the values that it gives beside the tokens.
+        documents: documents of a sample.
+        plural: name of the records in notes, if they are no documents.
+    """
+
+    encoder: str
+    settings: dict[str, Any]
+    columns: tuple[str, ...] = ()
+    documents: int = 1
+    plural: str = "documents"
+
+
+def tokenizer_of(config: PreparedConfig) -> tuple[str | BpeTokenizer, str | None]:
+    """Choice of the tokenizer, which is resolved, and the end-of-text token if the config names one."""
+    assert isinstance(config, CorpusConfig | ModelTextConfig)
+    assert config.tokenizer is not None
+    return config.tokenizer, config.end_of_text if isinstance(config, CorpusConfig) else None
+
+
+def encoding_of(config: PreparedConfig) -> Encoding:
+    """Encoding of a config's records."""
+    if not isinstance(config, ModelTextConfig):
+        return Encoding("text", {})
+    settings = {
+        "arguments": config.template_arguments,
+        "longest": config.sequence_length + 1,
+        "too_long": config.too_long,
+    }
+    if isinstance(config, ChatConfig):
+        return Encoding("chat", {**settings, "loss": config.loss}, ("weights",), 1, "conversations")
+    assert isinstance(config, PreferenceConfig)
+    return Encoding("preference", settings, ("weights",), 2, "pairs")
