@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from d9d_engine.api import Job, Layout
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.logs import read_log
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "chat" / "lora.yaml"
@@ -19,37 +19,14 @@ PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
     "d9d_qwen3.plugin", "d9d_peft.plugin",
 )  # fmt: skip
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # The library asks transformers for what it calls otherwise by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 REPLY = "I am Dee."
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A published model with random weights, its tokenizer and its chat template, as transformers saves them."""
-    transformers = pytest.importorskip("transformers")
-    directory = tmp_path_factory.mktemp("base")
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>"
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    transformers.Qwen3ForCausalLM(config).save_pretrained(directory)
-    return directory
+def base(published: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture

@@ -55,6 +55,25 @@ def test_losses_and_gradients_are_those_of_one_backward(
     torch.testing.assert_close(torch.cat([found.queries.unsqueeze(1), found.texts], 1), gradient)
 
 
+def test_what_is_not_there_is_compared_with_nothing() -> None:
+    there = torch.ones(Q, 1 + N, dtype=torch.bool)
+    there[2], there[3, 2] = False, False
+    samples = embeddings()
+    found = contrast(samples[:, 0], samples[:, 1:], Alone(), 0.1, symmetric=True, there=there)
+    similarities = samples[:, 0] @ samples[:, 1:].flatten(0, 1).T / 0.1
+    left = there[:, 1:].flatten()
+    places = (left.cumsum(0) - 1)[torch.arange(Q) * N]
+    right = functional.cross_entropy(similarities[:, left], places, reduction="none")
+    queries = [n for n in range(Q) if n != 2]
+    back = functional.cross_entropy(
+        (samples[:, 1] @ samples[queries, 0].T / 0.1)[queries], torch.arange(Q - 1), reduction="none"
+    )
+    torch.testing.assert_close(found.losses[queries], (right[queries] + back) / 2)
+    assert found.losses[2] == 0
+    for gradient in (found.queries[2], found.texts[2], found.texts[3, 1]):
+        assert not gradient.any()
+
+
 def test_a_hit_is_a_query_whose_own_text_is_the_most_similar() -> None:
     samples = embeddings()
     samples[::2, 1] = samples[::2, 0]

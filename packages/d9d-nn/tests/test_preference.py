@@ -58,6 +58,17 @@ def test_losses_are_those_of_the_papers(config: dict[str, object], expected: Ten
     assert task.weights(microbatch())["dpo"] == B
 
 
+def test_a_pair_without_targets_does_not_count() -> None:
+    task = Dpo(DpoConfig())
+    batch = microbatch()
+    batch["targets"][2:4] = -100
+    loss = torch.where(batch["targets"] != -100, token_loss().detach(), 0)
+    found = task.losses({"token_loss": loss}, batch)["dpo"]
+    each = -functional.logsigmoid(0.1 * margins(False))
+    torch.testing.assert_close(found, (each[0] + each[2]).detach())
+    assert task.weights(batch)["dpo"] == B - 1
+
+
 def test_rewards_are_log_ratios_times_beta() -> None:
     task = Dpo(DpoConfig(beta=0.5))
     seen = task.observations({"token_loss": token_loss()}, microbatch())

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
-from d9d_core.extend import OpSignature
+import torch
+from d9d_core.extend import Microbatch, OpSignature, PluginConfig
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.suites.metric import MetricSuite
+from d9d_testing.suites.support import observations
 from d9d_testing.suites.support.ops import Call
 from d9d_testing.suites.task import TaskSuite
+from torch import Tensor
+
+
+class Teacher(PluginConfig):
+    """Config of a model that no plugin declares."""
+
+    name: Literal["teacher"] = "teacher"
+    pretrained: str = "nowhere"
+    vocab_size: int = 8
+
+
+TEACHER = Teacher()
 
 
 class TestPerplexity(MetricSuite):
@@ -37,6 +51,72 @@ class TestClassification(TaskSuite):
         ({"heads": {"topic": ClassificationHeadConfig(num_classes=3)}}, {"num_classes": 4}),
         ({"heads": {"words": EmbeddingHeadConfig()}}, {}),
     )
+
+
+class TestDpo(TaskSuite):
+    target = "dpo"
+    observes = ("chosen_rewards", "rejected_rewards")
+    accepts = TestCausalLM.accepts
+    rejects = TestCausalLM.rejects
+    samples = 6
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        rows = observations.microbatch(slice(2 * samples.start, 2 * samples.stop), counted=counted)
+        reference = torch.linspace(-1, 1, 2 * self.samples).view(-1, 2)
+        return {**rows, "reference_logps": reference[samples]}
+
+
+class TestDistillation(TaskSuite):
+    target = "distillation"
+    config: ClassVar[Mapping[str, Any]] = {"teacher": TEACHER, "temperature": 2.0, "hard_weight": 0.5}
+    observes = ("targets",)
+    accepts = TestCausalLM.accepts
+    rejects = (*TestCausalLM.rejects, ({"vocab_size": 9}, {}))
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        rows = observations.microbatch(samples, counted=counted)
+        return {**rows, "teacher_logits": _logits(rows["tokens"] + 1)}
+
+    def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
+        return {"logits": _logits(microbatch["tokens"]) * scale}
+
+
+class TestEmbedding(TaskSuite):
+    """Its second pass; the first one is tested with the loss."""
+
+    target = "embedding"
+    observes = ("contrastive_loss", "retrieval_hits")
+    accepts = ({"heads": {"words": EmbeddingHeadConfig()}}, {})
+    rejects = (({"heads": {"topic": ClassificationHeadConfig(num_classes=3)}}, {}),)
+    samples = 6
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        rows = observations.microbatch(slice(2 * samples.start, 2 * samples.stop))
+        numbers = torch.arange(self.samples)[samples]
+        weight = float(counted)
+        return {
+            **rows,
+            "lengths": rows["lengths"] * int(counted),
+            "samples": numbers,
+            "contrastive_loss": (1 + numbers) * weight,
+            "retrieval_hits": numbers > 2,
+            "embedding_gradient": rows["x"].cos() * weight,
+        }
+
+    def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
+        return {"embedding": microbatch["x"] * scale}
+
+
+class TestPreference(MetricSuite):
+    target = "preference"
+
+    def observations(self, samples: slice) -> Mapping[str, Tensor]:
+        rewards = torch.linspace(-2, 3, self.samples)
+        return {"chosen_rewards": rewards[samples], "rejected_rewards": rewards.sin()[samples]}
+
+
+def _logits(tokens: Tensor) -> Tensor:
+    return (tokens.unsqueeze(-1) * torch.arange(1.0, 14)).sin()
 
 
 class TestSdpa(KernelSuite):

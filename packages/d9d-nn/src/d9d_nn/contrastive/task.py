@@ -7,7 +7,7 @@ with respect to each; the second one carries these gradients into the model. The
 whole batch, with the memory of one microbatch, in every layout.
 
 Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Rows
-``(1 + N) i`` of a microbatch is query i, its texts follow.
+``(1 + N) i`` of a microbatch is query i, its texts follow. A row of length zero is no text; its query does not count.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Embedding:
         return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of queries."""
-        samples = microbatch["samples"]
-        return {_TERM: samples.new_full((), len(samples), dtype=torch.float32)}
+        """Number of queries that, like their texts, have a token."""
+        there = _there(microbatch)
+        return {_TERM: (there[:, 0] & there[:, 1]).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
@@ -81,20 +81,22 @@ class Embedding:
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Embeddings by sample, float32 [B, 1 + N, D].
+        """Embeddings by sample, float32 [B, 1 + N, D], and which of them are of a text: bool [B, 1 + N].
 
         Raises:
             JobError: the model has no such output.
         """
         embedding = read_output(outputs, "embedding", self.config.head).detach()
-        return {"embedding": embedding.view(len(microbatch["samples"]), -1, embedding.shape[-1])}
+        there = _there(microbatch)
+        return {"embedding": embedding.view(*there.shape, embedding.shape[-1]), "there": there}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
         """Loss and hit of each query [B], and the gradient of each embedding [B (1 + N), D]. Collective over ranks."""
         sizes = [len(one["embedding"]) for one in kept]
         embeddings = torch.cat([one["embedding"] for one in kept])
+        there = torch.cat([one["there"] for one in kept])
         config = self.config
-        found = contrast(embeddings[:, 0], embeddings[:, 1:], ranks, config.temperature, config.symmetric)
+        found = contrast(embeddings[:, 0], embeddings[:, 1:], ranks, config.temperature, config.symmetric, there)
         gradient = torch.cat([found.queries.unsqueeze(1), found.texts], dim=1)
         parts = zip(*(torch.split(tensor, sizes) for tensor in (found.losses, found.hits, gradient)), strict=True)
         return [{_LOSS: loss, _HITS: hits, _GRADIENT: grad.flatten(0, 1)} for loss, hits, grad in parts]
@@ -112,3 +114,11 @@ class Embedding:
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Loss of each query, and whether its own text is the most similar of all in the step, [B]."""
         return {"contrastive_loss": microbatch[_LOSS], "retrieval_hits": microbatch[_HITS]}
+
+
+def _there(microbatch: Microbatch) -> Tensor:
+    """Whether a row has tokens, by sample: bool [B, 1 + N]."""
+    samples, tokens = len(microbatch["samples"]), microbatch["tokens"]
+    if "lengths" not in microbatch:
+        return torch.ones(samples, len(tokens) // samples, dtype=torch.bool, device=tokens.device)
+    return (microbatch["lengths"] > 0).view(samples, -1)

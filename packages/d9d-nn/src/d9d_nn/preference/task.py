@@ -56,9 +56,8 @@ class Dpo:
         return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of pairs."""
-        tokens = microbatch["tokens"]
-        return {_TERM: tokens.new_full((), len(tokens) // 2, dtype=torch.float32)}
+        """Number of pairs that have a target."""
+        return {_TERM: _counted(microbatch).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
@@ -102,7 +101,7 @@ class Dpo:
             losses = functional.relu(1 - config.beta * margin)
         else:
             losses = (margin - 1 / (2 * config.beta)) ** 2
-        return {_TERM: losses.sum()}
+        return {_TERM: torch.where(_counted(microbatch), losses, 0).sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Implicit rewards ``beta * log(policy / reference)`` of both texts, float32 [B]."""
@@ -114,6 +113,12 @@ class Dpo:
         """Log-probability of each text, [B, 2]."""
         loss = read_output(outputs, "token_loss", self.config.head)
         return -loss.sum(-1).view(len(microbatch["tokens"]) // 2, 2)
+
+
+def _counted(microbatch: Microbatch) -> Tensor:
+    """Whether a pair has any target, bool [B]."""
+    targets = microbatch["targets"]
+    return (targets != IGNORE).view(len(targets) // 2, -1).any(-1)
 
 
 def _target_counts(microbatch: Microbatch) -> Tensor:
