@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from d9d_core.extend import DataContext
 from d9d_data.config import PreferenceConfig
-from d9d_data.stream.preference import build_preference
+from d9d_data.stream.chat import build_preference
 
 # Other people's libraries warn of each other.
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore")]

@@ -13,8 +13,11 @@ import pytest
 import torch
 from d9d_core.extend import DataContext, DataError
 from d9d_data.config import ChatConfig
-from d9d_data.stream.bins import best_fit, pack_bins
-from d9d_data.stream.chat import ConversationStream, PackedConversationStream, build_chat
+from d9d_data.stream.binned import BinStream
+from d9d_data.stream.bins import best_fit, cut_pieces, pack_bins
+from d9d_data.stream.chat import build_chat
+from d9d_data.stream.documents import DocumentStream
+from d9d_data.stream.text import TextStream
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +26,7 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-Stream = ConversationStream | PackedConversationStream
+Stream = DocumentStream | TextStream | BinStream
 
 
 @pytest.fixture(scope="module")
@@ -207,8 +210,41 @@ def test_what_packs_are_made_of_can_be_sent_to_a_process(stream: Open) -> None:
 
 def test_without_weights_all_of_a_bin_is_learned() -> None:
     tokens, starts = np.arange(10), np.asarray([0, 4, 10])
-    packed = pack_bins(tokens, starts, None, best_fit(np.diff(starts) - 1, 8), np.asarray([0]), 8)
+    pieces = cut_pieces(starts, 8)
+    packed = pack_bins(tokens, None, pieces, best_fit(pieces.lengths, 8), np.asarray([0]), 8)
     assert packed["tokens"].tolist() == [[0, 1, 2, 4, 5, 6, 7, 8]]
     assert packed["targets"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 9]]
     assert packed["documents"].tolist() == [[0] * 3 + [1] * 5]
     assert packed["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+
+
+def test_conversations_in_a_row_are_learned_wherever_they_are_cut(model: Path, stream: Open) -> None:
+    records = [chat("q" * n, "a" * (n % 3 + 1)) for n in range(1, 9)]
+    plain, row = stream(*records), stream(*records, packing="concat", sequence_length=40)
+    corpus = row._corpus
+    assert row.facts["unused_positions"] == 0
+    assert row.facts["learned_tokens"] == plain.facts["learned_tokens"]
+    assert row.facts["samples"] == (len(corpus.tokens) - 1) // 40
+    found = []
+    for number in range(row.facts["samples"]):
+        (batch,) = row.next_pack()
+        here = slice(40 * number + 1, 40 * number + 41)
+        assert corpus.weights is not None
+        starts = np.isin(np.arange(here.start, here.stop), corpus.starts)
+        wanted = np.where(corpus.weights[here] & ~starts, corpus.tokens[here].astype(np.int64), -100)
+        assert batch["targets"][0].tolist() == wanted.tolist()
+        found.append(learned(model, batch))
+    whole = "".join(learned(model, batch) for _ in records for batch in plain.next_pack())
+    assert sum(map(len, found)) >= len(whole) - 40
+
+
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=30))
+def test_pieces_cover_each_document_and_only_the_last_is_short(lengths: list[int]) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    pieces = cut_pieces(starts, 16)
+    covered = [place for f, n in zip(pieces.firsts, pieces.lengths, strict=True) for place in range(f, f + n)]
+    ends = set((starts[1:] - 1).tolist())
+    assert covered == [place for place in range(int(starts[-1])) if place not in ends]
+    short = pieces.firsts[pieces.lengths < 16] + pieces.lengths[pieces.lengths < 16]
+    assert {int(end) for end in short} <= ends
+    assert pieces.lengths.min(initial=1) > 0

@@ -320,3 +320,16 @@ def test_bad_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=rf"^data\.sources: .*{message}"):
         open_documents(tmp_path, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 4), (2, 1), (2, 2), (4, 1)])
+def test_the_share_of_padding_is_that_of_the_first_window(ranks: int, size: int) -> None:
+    lengths = [2 + 7 * number % 23 for number in range(24)]
+    used = total = 0
+    facts = []
+    for rank in range(ranks):
+        reader = stream(lengths, window=8, rank=rank, ranks=ranks, microbatch_size=size)
+        facts.append(reader.facts["unused_positions"])
+        for microbatch in [*reader.next_pack(), *reader.next_pack()]:
+            used, total = used + int(microbatch["lengths"].sum()), total + microbatch["tokens"].numel()
+    assert facts == [pytest.approx(1 - used / total)] * ranks

@@ -12,7 +12,8 @@ import torch
 from d9d_core.extend import DataContext, DataError
 from d9d_data.cli.samples import marked, samples_of
 from d9d_data.config import PreferenceConfig
-from d9d_data.stream.preference import PreferenceStream, build_preference
+from d9d_data.stream.chat import build_preference
+from d9d_data.stream.documents import DocumentStream
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 TEMPLATE = (
@@ -35,12 +36,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-Open = Callable[..., PreferenceStream]
+Open = Callable[..., DocumentStream]
 
 
 @pytest.fixture
 def stream(model: Path, tmp_path: Path) -> Open:
-    def build(*records: Any, batch: int = 1, notes: list[str] | None = None, **values: Any) -> PreferenceStream:
+    def build(*records: Any, batch: int = 1, notes: list[str] | None = None, **values: Any) -> DocumentStream:
         (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         fields = {"sources": [str(tmp_path / "pairs.jsonl")], "sequence_length": 64, "shuffle": False, **values}
         note = (lambda _text: None) if notes is None else notes.append
@@ -62,7 +63,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> dict[str, Any]:
     }
 
 
-def rows(model: Path, stream: PreferenceStream) -> list[tuple[str, str]]:
+def rows(model: Path, stream: DocumentStream) -> list[tuple[str, str]]:
     """Text before what is learned, and what is learned, of each row of the next microbatch."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     (batch,) = stream.next_pack()

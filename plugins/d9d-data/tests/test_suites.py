@@ -28,6 +28,12 @@ class TestText(OverFiles):
     workers = None  # they start slowly, and are those of the other dataset
 
 
+class TestBestFitText(OverFiles):
+    target = "text"
+    config: ClassVar = {"packing": "best_fit"}
+    workers = None
+
+
 class TestDocuments(OverFiles):
     target = "documents"
 
@@ -68,6 +74,11 @@ class OverConversations(DatasetSuite):
 
 class TestChat(OverConversations):
     workers = None
+
+
+class TestChatInARow(OverConversations):
+    workers = None
+    config: ClassVar = {"packing": "concat"}
 
 
 class TestPackedChat(OverConversations):

@@ -335,3 +335,30 @@ def test_batch_that_does_not_divide_is_an_error(open_stream, corpus: Path) -> No
 def test_impossible_settings_are_refused(values: dict[str, object], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         TextConfig.model_validate({"sources": ["a"], "sequence_length": 4} | values)
+
+
+def test_documents_fill_samples_by_best_fit(corpus, open_stream) -> None:
+    notes: list[str] = []
+    fields = {"packing": "best_fit", "shuffle": False, "batch_size": 1, "microbatch_size": 1}
+    stream = open_stream(corpus, sequence_length=96, note=notes.append, **fields)
+    tokens, starts = stream._corpus.tokens, stream._corpus.starts
+    found = []
+    used = 0
+    for _ in range(stream.facts["samples"]):
+        (batch,) = stream.next_pack()
+        length = int(batch["lengths"])
+        used += length
+        documents = batch["documents"][0, :length]
+        for number in documents.unique().tolist():
+            here = documents == number
+            assert batch["positions"][0, :length][here].tolist() == list(range(int(here.sum())))
+            ids = batch["tokens"][0, :length][here].tolist()
+            assert batch["targets"][0, :length][here].tolist()[:-1] == ids[1:]
+            found.append([*ids, int(batch["targets"][0, :length][here][-1])])
+    wanted = []
+    for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        document = tokens[first:last].tolist()
+        wanted += [document[begin : begin + 97] for begin in range(0, len(document) - 1, 96)]
+    assert sorted(found) == sorted(wanted)
+    assert stream.facts["unused_positions"] == pytest.approx(1 - used / (96 * stream.facts["samples"]))
+    assert any("% is padding" in note for note in notes)

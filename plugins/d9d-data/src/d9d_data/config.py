@@ -120,6 +120,9 @@ class TextConfig(CorpusConfig):
 
     name: Literal["text"] = "text"
     """Selects the plugin."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """Samples cut from all documents in a row, or filled with whole documents (best-fit decreasing), of which those
+    longer than a sample are cut. Unpacked documents are the dataset ``documents``."""
 
 
 class DocumentsConfig(CorpusConfig):
@@ -182,8 +185,9 @@ class ChatConfig(ModelTextConfig):
     """Structured files, as for ``text``: records with ``messages`` (and ``tools``) or ``prompt`` and ``completion``."""
     loss: Literal["assistant", "last_turn", "all"] = "assistant"
     """Tokens that are learned: those that the assistant writes, those of its last turn, or all."""
-    packing: Literal["none", "best_fit"] = "none"
-    """Samples of one conversation each, or of as many as fit (best-fit decreasing), which do not see each other."""
+    packing: Literal["none", "concat", "best_fit"] = "none"
+    """Samples of one conversation each, cut from all conversations in a row, or of as many whole ones as fit (best-fit
+    decreasing). Conversations in a sample do not see each other."""
 
 
 class PreferenceConfig(ModelTextConfig):

@@ -34,7 +34,7 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         name="preference",
         summary="Pairs of completions, chosen and rejected, each text a row; the completions are learned.",
         config=Ref("d9d_data.config:PreferenceConfig"),
-        build=Ref("d9d_data.stream.preference:build_preference"),
+        build=Ref("d9d_data.stream.chat:build_preference"),
     )
 
 

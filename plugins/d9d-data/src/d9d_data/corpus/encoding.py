@@ -25,14 +25,14 @@ class Encoding:
         encoder: name of the encoder, see :data:`ENCODERS`.
         settings: of the encoder, see its ``load``; plain data.
         columns: names of the values that it gives beside the tokens.
-        documents: documents of a sample.
+        texts: names of the documents of a sample, if it has several.
         plural: name of the records in notes, if they are no documents.
     """
 
     encoder: str
     settings: dict[str, Any]
     columns: tuple[str, ...] = ()
-    documents: int = 1
+    texts: tuple[str, ...] = ()
     plural: str = "documents"
 
 
@@ -53,6 +53,6 @@ def encoding_of(config: PreparedConfig) -> Encoding:
         "too_long": config.too_long,
     }
     if isinstance(config, ChatConfig):
-        return Encoding("chat", {**settings, "loss": config.loss}, ("weights",), 1, "conversations")
+        return Encoding("chat", {**settings, "loss": config.loss}, ("weights",), plural="conversations")
     assert isinstance(config, PreferenceConfig)
-    return Encoding("preference", settings, ("weights",), 2, "pairs")
+    return Encoding("preference", settings, ("weights",), ("chosen", "rejected"), "pairs")

@@ -46,7 +46,7 @@ class Corpus:
         skipped: malformed documents that both splits together lack.
         weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
         dropped: records that both splits lack because they are too long, or have nothing left to learn.
-        documents_per_sample: consecutive documents that belong together.
+        texts: names of the consecutive documents that belong together, if a sample has several.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -59,7 +59,12 @@ class Corpus:
     skipped: int = 0
     weights: npt.NDArray[np.bool_] | None = None
     dropped: int = 0
-    documents_per_sample: int = 1
+    texts: tuple[str, ...] = ()
+
+    @property
+    def documents_per_sample(self) -> int:
+        """Number of consecutive documents that belong together."""
+        return len(self.texts) or 1
 
     @property
     def samples(self) -> int:
@@ -206,6 +211,6 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         assets=directory / "tokenizer",
         skipped=facts["skipped"],
         dropped=facts["dropped"],
-        documents_per_sample=encoding.documents,
+        texts=encoding.texts,
         **dict(zip(encoding.columns, columns, strict=True)),
     )

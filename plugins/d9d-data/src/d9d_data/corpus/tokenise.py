@@ -64,7 +64,7 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
     tokenizer.save(directory / "tokenizer")
     _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
     facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
-    together = encoding_of(config).documents
+    together = len(encoding_of(config).texts) or 1
     facts |= _join(encoder, shards, config.held_out, together, work, directory)
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts

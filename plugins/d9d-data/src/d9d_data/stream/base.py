@@ -5,11 +5,33 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from d9d_core.extend import DataError, Pack, State
 
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.stream.reader import PackReader, PackSource
+
+
+def facts_of(corpus: Corpus) -> State:
+    """Facts of a split: sizes, and the entropy (nats per token) of the train split, or how much is learned.
+
+    ``skipped`` counts malformed records, and ``dropped`` those that were left out for their length, of both splits.
+    """
+    facts: dict[str, Any] = {
+        "vocab_size": corpus.vocab_size,
+        "tokens": len(corpus.tokens),
+        "documents": len(corpus.starts) - 1,
+        "tokenizer": corpus.tokenizer,
+        "skipped": corpus.skipped,
+    }
+    if corpus.texts:
+        facts |= {"texts": list(corpus.texts), "texts_per_sample": len(corpus.texts)}
+    if corpus.weights is None:
+        return {**facts, "unigram_entropy": corpus.unigram_entropy}
+    dropped = {"dropped": corpus.dropped} if corpus.dropped else {}
+    return {**facts, "learned_tokens": int(np.count_nonzero(corpus.weights)), **dropped}
 
 
 class CorpusStream:

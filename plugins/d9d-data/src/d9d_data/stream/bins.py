@@ -1,6 +1,6 @@
-"""Bins of whole samples: as many as fit into one sequence, by best-fit decreasing.
+"""Bins of whole documents: as many as fit into one sequence, by best-fit decreasing.
 
-Shapes: D samples, S positions, B sequences.
+Shapes: N tokens, D pieces of documents, S positions, B sequences.
 """
 
 from __future__ import annotations
@@ -66,10 +66,38 @@ def best_fit(lengths: Int64, capacity: int) -> Bins:
     return Bins(members, starts, 1 - float(lengths.sum()) / (count * capacity))
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Runs of tokens that bins are filled with: whole documents, or parts of those that are longer than a bin.
+
+    Attributes:
+        firsts: int64 [D], place of each piece's first token.
+        lengths: int64 [D], positions of each; the token after the last of them is its last target.
+    """
+
+    firsts: Int64
+    lengths: Int64
+
+
+def cut_pieces(starts: Int64, sequence_length: int) -> Pieces:
+    """Cut documents into pieces of at most ``sequence_length`` positions; only the last piece of each may be shorter.
+
+    Args:
+        starts: int64 [documents + 1], where each document starts, and the number of tokens.
+        sequence_length: most positions of a piece.
+    """
+    positions = np.diff(starts) - 1  # the last token of a document is a target only
+    counts = -(-positions // sequence_length)
+    documents = np.repeat(np.arange(len(positions)), counts)
+    within = np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begins = within * sequence_length
+    return Pieces(starts[documents] + begins, np.minimum(positions[documents] - begins, sequence_length))
+
+
 def pack_bins(
     tokens: npt.NDArray[np.integer[Any]],
-    starts: Int64,
     weights: npt.NDArray[np.bool_] | None,
+    pieces: Pieces,
     bins: Bins,
     chosen: Int64,
     sequence_length: int,
@@ -77,16 +105,16 @@ def pack_bins(
     """Pack a microbatch: one bin in each sequence, and padding after it.
 
     Args:
-        tokens: [N] all samples, one after another.
-        starts: [D + 1] where each sample starts, and N.
+        tokens: [N] all documents, one after another.
         weights: [N] which tokens are learned; ``None`` for all.
-        bins: of samples; one of n tokens takes n - 1 positions.
+        pieces: of the documents.
+        bins: of pieces.
         chosen: [B] which bins.
         sequence_length: S, the capacity of the bins.
 
     Returns:
         ``tokens``, ``targets``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B], as
-        :func:`~d9d_data.stream.padding.pad` returns them; samples of a bin are numbered from 0, and padding comes last.
+        :func:`~d9d_data.stream.padding.pad` returns them; pieces of a bin are numbered from 0, and padding comes last.
     """
     shape = (len(chosen), sequence_length)
     end = tokens[len(tokens) - 1]
@@ -99,14 +127,13 @@ def pack_bins(
     used = np.zeros(len(chosen), dtype=np.int64)
     for row, which in enumerate(chosen.tolist()):
         place = number = 0
-        for number, sample in enumerate(bins.members[bins.starts[which] : bins.starts[which + 1]].tolist()):
-            first, last = int(starts[sample]), int(starts[sample + 1])
-            here = slice(place, place + last - first - 1)
-            following = np.asarray(tokens[first + 1 : last], dtype=np.int64)
-            packed["tokens"][row, here] = tokens[first : last - 1]
-            learned = True if weights is None else weights[first + 1 : last]
-            packed["targets"][row, here] = np.where(learned, following, NO_TARGET)
-            packed["positions"][row, here] = np.arange(last - first - 1)
+        for number, piece in enumerate(bins.members[bins.starts[which] : bins.starts[which + 1]].tolist()):
+            first, length = int(pieces.firsts[piece]), int(pieces.lengths[piece])
+            here, targets = slice(place, place + length), slice(first + 1, first + 1 + length)
+            learned = True if weights is None else weights[targets]
+            packed["tokens"][row, here] = tokens[first : first + length]
+            packed["targets"][row, here] = np.where(learned, np.asarray(tokens[targets], dtype=np.int64), NO_TARGET)
+            packed["positions"][row, here] = np.arange(length)
             packed["documents"][row, here] = number
             place = here.stop
         packed["positions"][row, place:] = np.arange(sequence_length - place)

@@ -12,7 +12,7 @@ from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.order.windows import WindowOrder
-from d9d_data.stream.base import CorpusStream
+from d9d_data.stream.base import CorpusStream, facts_of
 from d9d_data.stream.padding import pad
 from d9d_data.stream.reader import Arrays
 
@@ -59,25 +59,22 @@ class DocumentStream(CorpusStream):
         self._sequence_length = config.sequence_length
         self._window = window
         self._order = windows
+        self._unused = source.unused(window)
+        context.note(f"about {self._unused:.1%} of the positions are padding")
 
     @property
     def facts(self) -> State:
-        """Sizes of this split (``tokens`` before cutting), and the entropy (nats per token) of the train split.
+        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), before cutting, and of its samples.
 
-        ``skipped`` counts the malformed documents that both splits together lack.
+        ``unused_positions`` is the fraction of padding in the packs of the first window.
         """
-        lengths = np.diff(self._corpus.starts)
         return {
-            "vocab_size": self._corpus.vocab_size,
+            **facts_of(self._corpus),
             "sequence_length": self._sequence_length,
-            "tokens": len(self._corpus.tokens),
-            "documents": len(lengths),
-            "cut_documents": int(np.count_nonzero(lengths > self._sequence_length + 1)),
+            "cut_documents": int(np.count_nonzero(np.diff(self._corpus.starts) > self._sequence_length + 1)),
             "samples": self._corpus.samples,
             "bucket_window": self._window,
-            "unigram_entropy": self._corpus.unigram_entropy,
-            "tokenizer": self._corpus.tokenizer,
-            "skipped": self._corpus.skipped,
+            "unused_positions": self._unused,
         }
 
     def state(self) -> State:
@@ -125,6 +122,19 @@ class DocumentPacks:
     sequence_length: int
     pad_multiple: int
     layout: Layout
+
+    def unused(self, samples: int) -> float:
+        """Fraction of padding in the first samples, a multiple of the batch size, over all ranks."""
+        corpus, layout = self.corpus, self.layout
+        used = padded = 0
+        for consumed in range(0, samples, layout.batch_size):
+            dealt = self.order(consumed).reshape(-1, layout.ranks).T.reshape(-1)  # as pack_at() does, rank by rank
+            documents = corpus.documents_of(dealt)
+            lengths = np.clip(corpus.starts[documents + 1] - corpus.starts[documents] - 1, 1, self.sequence_length)
+            rows = lengths.reshape(-1, layout.microbatch_size * corpus.documents_per_sample)
+            longest = -(-rows.max(axis=1) // self.pad_multiple) * self.pad_multiple
+            used, padded = used + int(lengths.sum()), padded + int(longest.sum()) * rows.shape[1]
+        return 1 - used / padded
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S], each of its own S; the shortest first.

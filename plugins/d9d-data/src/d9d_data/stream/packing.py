@@ -23,7 +23,11 @@ def sample_count(tokens: int, sequence_length: int) -> int:
 
 
 def pack(
-    tokens: npt.NDArray[np.integer[Any]], starts: Int64, samples: Int64, sequence_length: int
+    tokens: npt.NDArray[np.integer[Any]],
+    starts: Int64,
+    samples: Int64,
+    sequence_length: int,
+    weights: npt.NDArray[np.bool_] | None = None,
 ) -> Mapping[str, Int64]:
     """Pack a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
 
@@ -32,9 +36,11 @@ def pack(
         starts: [D + 1] where each document starts, and N.
         samples: [B] which samples.
         sequence_length: S.
+        weights: [N] which tokens are learned; ``None`` for all.
 
     Returns:
-        ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 where that starts another document; ``positions``
+        ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 where that starts another document or is not
+        learned; ``positions``
         [B, S], counted from the start of the document or, if that lies before the sample, from the start of the sample;
         ``documents`` [B, S], numbered from 0 in each sample.
     """
@@ -43,9 +49,12 @@ def pack(
     window = np.asarray(tokens[places], dtype=np.int64)  # [B, S + 1]
     document = np.searchsorted(starts, places, side="right") - 1  # [B, S + 1]
     here, following = document[:, :-1], document[:, 1:]  # [B, S]
+    learned = here == following
+    if weights is not None:
+        learned &= weights[places[:, 1:]]
     return {
         "tokens": np.ascontiguousarray(window[:, :-1]),
-        "targets": np.where(here == following, window[:, 1:], NO_TARGET),
+        "targets": np.where(learned, window[:, 1:], NO_TARGET),
         "positions": places[:, :-1] - np.maximum(starts[here], first),
         "documents": here - here[:, :1],
     }

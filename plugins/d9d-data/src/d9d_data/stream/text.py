@@ -6,32 +6,34 @@ from dataclasses import dataclass
 
 from d9d_core.extend import DataContext, DataError, State
 
-from d9d_data.config import TextConfig
+from d9d_data.config import ChatConfig, TextConfig
 from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
-from d9d_data.stream.base import CorpusStream
+from d9d_data.stream.base import CorpusStream, facts_of
+from d9d_data.stream.binned import BinStream
 from d9d_data.stream.packing import pack, sample_count
 from d9d_data.stream.reader import Arrays
 
 
-def build_text(config: TextConfig, context: DataContext) -> TextStream:
+def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStream:
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
         DataError: the data or the sizes cannot be used; the text says what to change.
     """
-    return TextStream(config, context, prepare_for(config, context)[1])
+    config, corpus = prepare_for(config, context)
+    return (TextStream if config.packing == "concat" else BinStream)(config, context, corpus)
 
 
 class TextStream(CorpusStream):
-    """Stream of the dataset ``text``: samples of equal length, packed with documents.
+    """Stream of samples of equal length, cut from all documents in a row.
 
     A pack is the next ``batch_size`` samples of one global order. Rank r of R takes the r-th of R equal runs of it, cut
     into microbatches. So neither ranks nor microbatch size have a say in what is trained on when.
     """
 
-    def __init__(self, config: TextConfig, context: DataContext, corpus: Corpus) -> None:
+    def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
         tokens = len(corpus.tokens)
         samples = sample_count(tokens, config.sequence_length)
@@ -47,19 +49,13 @@ class TextStream(CorpusStream):
 
     @property
     def facts(self) -> State:
-        """Sizes of this split, and the entropy (nats per token) of the train split's token frequencies.
-
-        ``skipped`` counts the malformed documents that both splits together lack.
-        """
+        """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), and its samples, which have no padding."""
+        source = self._source
         return {
-            "vocab_size": self._corpus.vocab_size,
-            "sequence_length": self._source.sequence_length,
-            "tokens": len(self._corpus.tokens),
-            "documents": len(self._corpus.starts) - 1,
-            "samples": self._source.order.samples,
-            "unigram_entropy": self._corpus.unigram_entropy,
-            "tokenizer": self._corpus.tokenizer,
-            "skipped": self._corpus.skipped,
+            **facts_of(self._corpus),
+            "sequence_length": source.sequence_length,
+            "samples": source.order.samples,
+            "unused_positions": 0.0,
         }
 
 
@@ -77,6 +73,12 @@ class TextPacks:
         corpus, layout = self.corpus, self.layout
         samples = self.order.take(consumed + layout.rank * layout.share, layout.share)
         return [
-            pack(corpus.tokens, corpus.starts, samples[begin : begin + layout.microbatch_size], self.sequence_length)
+            pack(
+                corpus.tokens,
+                corpus.starts,
+                samples[begin : begin + layout.microbatch_size],
+                self.sequence_length,
+                corpus.weights,
+            )
             for begin in range(0, layout.share, layout.microbatch_size)
         ]
