@@ -35,3 +35,10 @@ def test_what_the_checks_of_plugins_leave_out_is_said_beside_the_job(capsys: pyt
     rows = [line.split() for line in out.splitlines()]
     assert ["mesh", *str(JobFile.from_values(JOB, registry=registry()).mesh).split()] in rows
     assert ["model", "toy_model", "d9d_testing.toy.plugin"] in rows
+
+
+def test_the_length_of_a_run_is_said_as_far_as_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    check_job(JobFile.from_values(JOB, registry=registry()), None)
+    assert "3 steps" in capsys.readouterr().out
+    check_job(JobFile.from_values({**JOB, "steps": None, "epochs": 2}, registry=registry()), None)
+    assert "epochs: 2; the number of steps follows from the data, which was not read" in capsys.readouterr().out

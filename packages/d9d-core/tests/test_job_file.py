@@ -127,7 +127,7 @@ def test_a_section_without_a_name_is_an_error(tmp_path: Path) -> None:
 
 def test_a_missing_section_says_what_to_add(tmp_path: Path) -> None:
     assert complaint(tmp_path, MINIMAL.replace("steps: 3\n", "")) == (
-        "job.yaml: steps: missing; add 'steps:' to the job file"
+        "job.yaml: steps: missing; add 'steps:' or 'epochs:' to the job file"
     )
 
 
@@ -368,3 +368,15 @@ def test_sections_of_plugins_in_the_schema_are_found_where_it_refers_to_them() -
     pointers.append(fields["lone"]["items"]["$ref"])
     found = [schema["$defs"][pointer.removeprefix("#/$defs/")] for pointer in pointers]
     assert [definition["title"] for definition in found] == ["Round", "Square", "Lone"]
+
+
+def test_epochs_stand_in_place_of_steps(tmp_path: Path) -> None:
+    text = MINIMAL.replace("steps: 3\n", "epochs: 1.5\n")
+    job = load(tmp_path, text)
+    assert (job.epochs, job.steps) == (1.5, None)
+    assert Job.from_values(job.resolved(), registry=job.registry) == job
+    assert complaint(tmp_path, text + "steps: 3\n") == (
+        "job.yaml:6: steps: 'epochs: 1.5' already says how long the run is; remove one of them"
+    )
+    for wrong in ("0", "-1", ".inf", ".nan"):
+        assert complaint(tmp_path, text.replace("1.5", wrong)).startswith("job.yaml:1: epochs: input should be ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_core.errors import NonFiniteError
+from d9d_core.errors import JobError, NonFiniteError
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.job import Job
@@ -207,3 +207,22 @@ def test_a_skipped_step_counts_in_no_statistic(job: MakeJob) -> None:
     skipping = job("nonfinite=skip", data={"name": "toy_data", "nan_at": 6})
     quiet(skipping).train()
     assert all(line["absolute_error"] is not None for line in metrics_of(skipping))
+
+
+def test_epochs_are_as_many_steps_as_their_samples_fill(job: MakeJob) -> None:
+    data = {"name": "toy_data", "samples": 50}
+    for epochs, steps in ((1.5, 10), (0.1, 1), (1.12, 7)):  # 75, 5 and 56 samples in batches of 8
+        trained = job(f"run.name=of-{epochs}", steps=None, epochs=epochs, data=data)
+        notes: list[str] = []
+        trainer = trained.build(notes.append)
+        assert trainer.train().step == trainer.total_steps == steps
+        assert any(f"{steps} steps" in note for note in notes)
+    longer = job("run.name=of-0.1", steps=None, epochs=0.32, data=data)
+    assert quiet(longer).train().step == 2
+
+
+def test_epochs_of_data_without_a_number_of_samples_are_refused(job: MakeJob) -> None:
+    endless = job(steps=None, epochs=2)
+    with pytest.raises(JobError, match=r"epochs: dataset 'toy_data' .* does not say how many samples .* as 'steps:'"):
+        quiet(endless)
+    endless.plan()  # nobody asks the data

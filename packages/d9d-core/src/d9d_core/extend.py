@@ -5,7 +5,7 @@ Everything a component itself needs is here; importing this module imports no to
 
 | seam | names |
 |---|---|
-| configuration | ``PluginConfig``, ``Named``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
+| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |

@@ -8,7 +8,9 @@ from typing import Any, Self
 
 from pydantic import PrivateAttr
 
+from d9d_core.components.instantiate import instantiate
 from d9d_core.config.document import Document
+from d9d_core.config.inner import choose
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import registry_for, validate_job
 from d9d_core.config.resolve import Resolution, resolve
@@ -19,6 +21,7 @@ from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.placement import plan_pipeline
+from d9d_core.protocols.data import DataContext, DataStream
 
 
 class JobFile(JobConfig):
@@ -82,6 +85,15 @@ class JobFile(JobConfig):
         """Take names from this registry instead of what is installed."""
         self._registry = registry
         return self
+
+    def open_data(self, context: DataContext) -> DataStream:
+        """Open the data that the job trains on, for one data-parallel rank.
+
+        Raises:
+            D9dError: it cannot be opened.
+        """
+        stream: DataStream = instantiate(choose(self.registry, "dataset", "data", self.data), self.data, context)
+        return stream
 
     def views(self) -> dict[str, ViewSpec]:
         """Views of the mesh that the loaded plugins declare, by name.

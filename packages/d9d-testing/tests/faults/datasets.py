@@ -124,6 +124,18 @@ class FactsWithTensors(Faulty):
         return {"vocab_size": torch.tensor(3)}  # type: ignore[dict-item]
 
 
+class FactsOfTheRank(Faulty):
+    @property
+    def facts(self) -> State:
+        return {**super().facts, "samples": 100 // self._context.ranks}
+
+
+class EmptyEpochs(Faulty):
+    @property
+    def facts(self) -> State:
+        return {**super().facts, "samples": 0}
+
+
 class Sound(DatasetSuite):
     target = "faulty"
     plugin = "d9d_testing.toy.plugin"
@@ -151,4 +163,6 @@ FAULTS = {
     "reuses memory of packs": ({"made_of": ReusesMemory}, "after two more packs"),
     "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
     "facts have tensors": ({"made_of": FactsWithTensors}, "must be what JSON can hold"),
+    "facts differ between ranks": ({"made_of": FactsOfTheRank}, "one rank"),
+    "epochs have no samples": ({"made_of": EmptyEpochs}, "give a whole number above 0"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from d9d_core.cli.output import console_for
+from d9d_core.cli.output import console_for, length_of
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.entries import plugin_error, shown
@@ -43,6 +43,7 @@ def check_job(job: JobFile, world_size: int | None) -> None:
     for chosen in resolution.selection.all():
         table.add_row(chosen.where, chosen.spec.name, str(chosen.entry.origin))
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
+    table.add_row("run", length_of(job))
     for verdict in resolution.verdicts:
         if verdict.satisfied is None:
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")

@@ -6,6 +6,8 @@ import sys
 
 from rich.console import Console
 
+from d9d_core.config.job import JobConfig
+
 
 def console_for() -> Console:
     """Standard output, taking all text literally: plugins' texts may hold brackets.
@@ -14,3 +16,10 @@ def console_for() -> Console:
     """
     width = None if sys.stdout.isatty() else 10_000
     return Console(width=width, markup=False, highlight=False)
+
+
+def length_of(job: JobConfig) -> str:
+    """Length of a run in words."""
+    if job.steps is not None:
+        return f"{job.steps:,} steps"
+    return f"epochs: {job.epochs:g}; the number of steps follows from the data, which was not read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from d9d_core.components.contract import check_component
@@ -13,6 +14,19 @@ from d9d_core.plugin.records import ConfiguredSpec
 
 #: How torch says that sizes, or their product, have no 64 bits.
 _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflow when unpacking|too large to convert")
+
+
+def inner_builder(chosen: Chosen) -> Callable[..., Any]:
+    """Builder of the components inside a component: a function of their config and the arguments of their kind."""
+
+    def build(config: PluginConfig, *arguments: object) -> Any:
+        same = [inner for inner, given in chosen.inner if given is config]
+        same = same or [inner for inner, given in chosen.inner if given == config]
+        if not same:
+            raise BuildError(f"{chosen.where}: {chosen.entry} builds '{config.selector}', which is not in its config")
+        return instantiate(same[0], config, *arguments)
+
+    return build
 
 
 def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
@@ -31,6 +45,8 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         build_error = BuildError(text)
         build_error.origin = error
         raise build_error from error
+    if chosen.spec.composite:
+        arguments = (*arguments, inner_builder(chosen))
     try:
         component = build(config, *arguments)
     except (TypeError, RuntimeError, OverflowError) as error:

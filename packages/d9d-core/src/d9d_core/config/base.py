@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -30,6 +31,15 @@ def closest(word: object, known: Iterable[str]) -> str | None:
 def line_error(kind: str, text: str, loc: tuple[int | str, ...] = (), value: Any = None) -> InitErrorDetails:
     """One line of a validation error, with our own text."""
     return InitErrorDetails(type=PydanticCustomError(kind, "{text}", {"text": text}), loc=loc, input=value)
+
+
+def speakable(value: Any) -> Any:
+    """Values as JSON can hold them: it has no infinity; as a string it is read back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: speakable(item) for key, item in value.items()}
+    return [speakable(item) for item in value] if isinstance(value, list) else value
 
 
 def _unfit(given: Any, read: Any, loc: tuple[int | str, ...] = ()) -> Iterator[InitErrorDetails]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from d9d_core.config.base import PluginConfig, Section
+from d9d_core.config.base import PluginConfig, Section, speakable
 from d9d_core.config.open_union import Named
 from d9d_core.plugin.policy import PluginPolicy, normalise
 
@@ -286,8 +286,10 @@ class JobConfig(Section):
     """Task to learn."""
     data: Annotated[PluginConfig, Named("dataset")]
     """Dataset of the samples."""
-    steps: PositiveInt
-    """Optimizer steps of the whole run."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the data, in place of ``steps``; 0.5 is half of one. Steps are counted when the data is open."""
+    steps: PositiveInt | None = Field(default=None, validate_default=True)
+    """Optimizer steps of the whole run; this or ``epochs``."""
     batch: Batch = Batch()
     """Samples per step."""
     parallel: list[Annotated[PluginConfig, Named("strategy")]] = []
@@ -338,6 +340,16 @@ class JobConfig(Section):
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003
         return "the job file"
 
+    @field_validator("steps")
+    @classmethod
+    def _says_how_long(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        epochs = info.data.get("epochs")
+        if steps is None and "epochs" in info.data and epochs is None:
+            raise ValueError("missing; add 'steps:' or 'epochs:' to the job file")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"'epochs: {epochs:g}' already says how long the run is; remove one of them")
+        return steps
+
     @model_validator(mode="after")
     def _batch_divides(self) -> JobConfig:
         ranks, size = self.mesh.data_parallel_size, self.batch.size
@@ -371,7 +383,7 @@ class JobConfig(Section):
 
     def resolved(self) -> dict[str, Any]:
         """All values with their defaults, as JSON can hold them; reads back to an equal job."""
-        values: dict[str, Any] = _speakable(self.model_dump(mode="json"))
+        values: dict[str, Any] = speakable(self.model_dump(mode="json"))
         return values
 
     @property
@@ -383,11 +395,3 @@ class JobConfig(Section):
     def microbatches(self) -> int:
         """Forward passes per optimizer step on one process."""
         return self.batch.size // self.mesh.data_parallel_size // self.microbatch_size
-
-
-def _speakable(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no infinity; as a string it is read back
-    if isinstance(value, dict):
-        return {key: _speakable(item) for key, item in value.items()}
-    return [_speakable(item) for item in value] if isinstance(value, list) else value

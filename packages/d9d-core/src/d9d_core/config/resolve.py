@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.inner import choose
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
@@ -41,7 +42,7 @@ class Selection:
     subscribers: Sequence[Part]
 
     def all(self) -> list[Chosen]:
-        """Every chosen record."""
+        """Every chosen record, and those of components inside of components."""
         single = (
             self.model,
             self.task,
@@ -53,7 +54,8 @@ class Selection:
             self.evaluation,
         )
         several = (self.strategies, self.metrics, self.trackers, self.subscribers)
-        return [c for c in single if c is not None] + [chosen for parts in several for chosen, _ in parts]
+        chosen = [c for c in single if c is not None] + [chosen for parts in several for chosen, _ in parts]
+        return [member for one in chosen for member in one.family()]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def select(job: JobConfig, registry: Registry) -> Selection:
     """
 
     def one(kind: str, where: str, config: PluginConfig) -> Chosen:
-        return Chosen(where, registry.find(kind, config.selector))
+        return choose(registry, kind, where, config)
 
     def maybe(kind: str, where: str, config: PluginConfig | None) -> Chosen | None:
         return None if config is None else one(kind, where, config)

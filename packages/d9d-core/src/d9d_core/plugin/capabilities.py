@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from d9d_core.plugin.entries import Entry
@@ -45,16 +45,29 @@ _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Record that the job selects, and the field that selects it."""
+    """Record that the job selects, and the field that selects it.
+
+    Attributes:
+        where: the field.
+        entry: the record, and where it comes from.
+        inner: those of the configs inside the config, with these.
+    """
 
     where: str
     entry: Entry
+    inner: Sequence[tuple[Chosen, object]] = field(default=(), compare=False)
 
     @property
     def spec(self) -> Spec:
         """Selected record; capabilities themselves are never chosen."""
         assert isinstance(self.entry.spec, Spec)
         return self.entry.spec
+
+    def family(self) -> Iterator[Chosen]:
+        """This record, and all that are inside of it, however deep."""
+        yield self
+        for inner, _ in self.inner:
+            yield from inner.family()
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,10 +98,14 @@ class ConfiguredSpec(Spec):
     Attributes:
         config: a :class:`d9d_core.config.base.PluginConfig` subclass whose ``name`` is this record's name.
         build: what makes the component from the config; its signature depends on the kind.
+        composite: whether components of other plugins are inside: fields of the config are open unions,
+            ``Annotated[PluginConfig, Named("dataset")]``. ``build`` then has a further argument, the last one: a
+            function that builds such a component of its config and the arguments of its kind.
     """
 
     config: Ref
     build: Ref
+    composite: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

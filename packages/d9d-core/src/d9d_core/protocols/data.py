@@ -39,7 +39,10 @@ class DataStream(Protocol):
 
     @property
     def facts(self) -> State:
-        """Facts about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``."""
+        """Facts about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``; alike on all ranks.
+
+        ``samples`` is the number of samples of an epoch, if there are epochs: a job with ``epochs`` needs it.
+        """
         ...
 
     def next_pack(self) -> Pack:

@@ -28,6 +28,7 @@ from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import exporter
 from d9d_engine.build.first_pass import BuiltFirstPass, build_first_pass
+from d9d_engine.build.length import count_steps
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
@@ -72,12 +73,11 @@ def build(
     """
     topology.watchdog.phase("startup")
     selection = resolve(job, registry, topology.world_size, circumstances(job, topology.device)).selection
-    subscribers = [instantiate(chosen, config) for chosen, config in selection.subscribers]
-    events = ev.Events([*subscribers, *observers])
+    events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
-    lr_schedule = build_lr_schedule(job, selection)
+    lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     own_task: Task = instantiate(selection.task, job.task)
     task = CheckedTask(selection.task, own_task)
     store = open_store(job, topology, note)
@@ -90,6 +90,8 @@ def build(
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
+    total_steps = count_steps(job, selection.dataset, stream.facts, note)
+    lr_schedule = lr_schedule or build_lr_schedule(job, selection, total_steps)
 
     published = start_weights(job, selection, assembly, topology, note)
     model = assembly.model
@@ -166,6 +168,7 @@ def build(
         topology=topology,
         model=model,
         step=step,
+        total_steps=total_steps,
         prefetcher=prefetcher,
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, first, note),

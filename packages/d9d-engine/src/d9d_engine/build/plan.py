@@ -78,7 +78,8 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     """
     resolution = resolve(job, registry, topology.world_size, circumstances)
     selection = resolution.selection
-    build_lr_schedule(job, selection)
+    if job.steps is not None:
+        build_lr_schedule(job, selection, job.steps)
     task: Task = instantiate(selection.task, job.task)
     task.check(job.model, {})  # what can be said without data
     for chosen, config in [*selection.subscribers, *selection.trackers]:
@@ -134,11 +135,11 @@ def _frozen_bytes(
         return sum(local(parameter).nbytes for parameter in frozen.model.parameters())
 
 
-def build_lr_schedule(job: JobConfig, selection: Selection) -> LrSchedule:
-    """Build the learning-rate schedule of the job; a constant one by default."""
+def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSchedule:
+    """Build the learning-rate schedule of a run of so many steps; a constant one by default."""
     if selection.lr_schedule is None or job.lr_schedule is None:
         return lambda _step: 1.0
-    schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, job.steps)
+    schedule: LrSchedule = instantiate(selection.lr_schedule, job.lr_schedule, steps)
     return schedule
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from d9d_core.cli.output import console_for
+from d9d_core.cli.output import console_for, length_of
 from d9d_core.plugin.kernels import REFERENCE
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +38,7 @@ def print_plan(job: Job, plan: Plan) -> None:
         + (f", frozen model {memory.frozen / GIB:.3f})" if memory.frozen else ")"),
     )
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")
+    table.add_row("run", length_of(job))
     if job.pipeline:
         table.add_row("pipeline", pipeline_line(job, plan))
     program = " ".join(str(action) for action in plan.program[:8])

@@ -51,6 +51,7 @@ class Trainer:
         topology: this process among others.
         model: the model, or this rank's stages of it.
         step: one training step.
+        total_steps: how many steps the whole run has.
         prefetcher: packs on the device.
         trackers: where logged values go.
         evaluator: measures the loss on other data.
@@ -67,6 +68,7 @@ class Trainer:
         topology: Topology,
         model: nn.Module,
         step: TrainStep,
+        total_steps: int,
         prefetcher: DevicePrefetcher,
         trackers: TrackerHub,
         evaluator: Evaluator | None,
@@ -80,6 +82,7 @@ class Trainer:
         self.topology = topology
         self._model = model
         self.step = step
+        self.total_steps = total_steps
         self.prefetcher = prefetcher
         self.trackers = trackers
         self.evaluator = evaluator
@@ -125,7 +128,7 @@ class Trainer:
 
     def _train(self) -> Outcome:
         progress, tracker_states = self.checkpointer.restore()
-        total = self.job.steps
+        total = self.total_steps
         if progress.step >= total:
             self.note(f"nothing left to train: the checkpoint is at step {progress.step}, the job has {total} steps")
         elif progress.step:
@@ -185,7 +188,7 @@ class Trainer:
             self.note(f"saved after step {progress.step}, for what follows: {type(error).__name__}")
 
     def _run(self, progress: Progress, bar: ProgressBar, logbook: Logbook) -> Literal["finished", "stopped"]:
-        job, total = self.job, self.job.steps
+        job, total = self.job, self.total_steps
         clock = _Clock()
         retry: int | None = None
         self.events.emit(ev.TrainingStarts(progress.step, total))
@@ -233,7 +236,7 @@ class Trainer:
         lr = self.step.optimizer.lr
         bar.issued(progress.step, lr)
         due = progress.step % self.job.logging.every == 0 or progress.step == 1
-        if not due and progress.step < self.job.steps:
+        if not due and progress.step < self.total_steps:
             logbook.record(progress.step, result, None)
             return
         logbook.record(progress.step, result, {"lr": lr}, self.step.statistics.compute(), clock.take())
@@ -273,7 +276,7 @@ class Trainer:
 
     def _run_info(self, step: int) -> RunInfo:
         run = self.job.run
-        return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.job.steps, step)
+        return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.total_steps, step)
 
 
 class _Clock:

@@ -116,10 +116,11 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     count, stages = _stages(job, selection, layouts)
     if ranks * microbatch * count > job.batch.size:  # there may not be more data
         microbatch = 1
+    batch = ranks * microbatch * count
     values |= {
         "model": _tiny(job, selection, layouts, stages).model_dump(mode="json"),
-        "steps": max(steps, job.steps),  # a learning-rate schedule may need them all
-        "batch": {"size": ranks * microbatch * count, "microbatch": microbatch},
+        **_length(job, steps, batch),  # a learning-rate schedule may need all steps
+        "batch": {"size": batch, "microbatch": microbatch},
         "checkpoint": {"trainable_only": job.checkpoint.trainable_only},
         "trackers": [],
         "subscribers": [],
@@ -131,6 +132,13 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     if values["evaluation"] is not None:
         values["evaluation"]["packs"] = min(values["evaluation"]["packs"], 2)
     return values
+
+
+def _length(job: Job, steps: int, batch: int) -> dict[str, Any]:
+    if job.steps is not None:
+        return {"steps": max(steps, job.steps)}
+    assert job.epochs is not None
+    return {"epochs": job.epochs * batch / job.batch.size}  # as many steps, of another batch
 
 
 def _stages(job: Job, selection: Selection, layouts: Sequence[Layout]) -> tuple[int, list[int]]:

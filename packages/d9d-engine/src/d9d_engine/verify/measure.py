@@ -198,7 +198,7 @@ def probe(job: Job, topology: Topology, steps: int) -> tuple[Rate, float]:
     """
     witness = Witness()
     trainer: Trainer = job.build(lambda _text: None, topology, observers=[witness])
-    schedule, last = trainer.step.lr_schedule, max(job.steps - steps, 0)
+    schedule, last = trainer.step.lr_schedule, max(trainer.total_steps - steps, 0)
     factors = {step: schedule(step) for step in range(0, last + 1, 1 + last // 1000)}
     first = next(step for step, factor in factors.items() if factor >= max(factors.values()) / 2)
     trainer.step.lr_schedule = lambda _step: 1.0

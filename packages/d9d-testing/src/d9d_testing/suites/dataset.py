@@ -204,9 +204,15 @@ class DatasetSuite(ComponentSuite):
                 assert there.state() == here.state(), f"after pack {step} the state is another with worker processes"
 
     def test_facts_are_plain_data_and_assets_are_written(self, tmp_path: Path) -> None:
-        """Tasks compare facts with the model; an exported model gets the assets."""
+        """Tasks compare facts with the model, epochs are counted by them; an exported model gets the assets."""
+        with self.opened(tmp_path, rank=1, ranks=2) as stream:
+            elsewhere = stream.facts
         with self.opened(tmp_path) as stream:
-            plain_json(stream.facts, "facts")
+            facts = plain_json(stream.facts, "facts")
+            assert facts == plain_json(elsewhere, "facts"), f"rank 1 of 2 has the facts {elsewhere}, one rank {facts}"
+            samples = facts.get("samples", 1)
+            sound = isinstance(samples, int) and samples > 0
+            assert sound, f"facts say {samples!r} samples an epoch; give a whole number above 0, or leave it out"
             assets = tmp_path / "assets"
             assets.mkdir()
             stream.save_assets(assets)

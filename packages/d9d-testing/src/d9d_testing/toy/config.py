@@ -43,6 +43,8 @@ class ToyDataConfig(PluginConfig):
     """Pack (0-based) whose target is NaN."""
     masked_at: int | None = None
     """Pack (0-based) in which no sample counts."""
+    samples: int | None = None
+    """Samples that an epoch is said to have."""
 
 
 class ToyTokensConfig(PluginConfig):

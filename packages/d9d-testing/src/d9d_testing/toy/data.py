@@ -20,8 +20,9 @@ class ToyStream:
 
     @property
     def facts(self) -> State:
-        """The width."""
-        return {"features": self._config.features}
+        """The width, and the samples of an epoch if it has any."""
+        samples = {} if self._config.samples is None else {"samples": self._config.samples}
+        return {"features": self._config.features, **samples}
 
     def next_pack(self) -> Pack:
         """The next microbatches of this rank."""

@@ -47,8 +47,7 @@ def show(
         note=lambda text: typer.echo(text, err=True),
         pretrained=pretrained,
     )
-    build = loaded.registry.find("dataset", loaded.data.selector).spec.build.load()  # type: ignore[union-attr]
-    stream = build(loaded.data, context)
+    stream = loaded.open_data(context)
     with tempfile.TemporaryDirectory() as directory:
         stream.save_assets(Path(directory))
         tokenizer = tokenizer_for(Path(directory), pretrained)
