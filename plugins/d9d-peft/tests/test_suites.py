@@ -21,6 +21,13 @@ class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     matches_nothing: ClassVar = {"exclude": ["*"]}
 
 
+class TestIa3(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "ia3"
+    config: ClassVar = {"targets": ["layers.0*"], "feedforward": ["layers.1*"]}
+    matches_nothing: ClassVar = {"targets": ["absent"]}
+
+
 class TestFullTune(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "full_tune"
