@@ -5,7 +5,7 @@ Everything a component itself needs is here; importing this module imports no to
 
 | seam | names |
 |---|---|
-| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``closest`` |
+| configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from d9d_core.config.base import ModelConfig, PluginConfig, ScheduleConfig, Section, closest
 from d9d_core.config.lookup import load_config
+from d9d_core.config.open_union import Named
 from d9d_core.errors import (
     BuildError,
     CheckpointError,
@@ -205,6 +206,7 @@ __all__ = [
     "MicrobatchAction",
     "ModelConfig",
     "ModelReady",
+    "Named",
     "NonFiniteError",
     "OpSignature",
     "OpSlot",

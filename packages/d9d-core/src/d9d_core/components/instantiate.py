@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from d9d_core.components.contract import check_component
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.open_union import inner_configs, open_fields
 from d9d_core.errors import BuildError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import ConfiguredSpec
@@ -17,6 +19,8 @@ _TOO_LARGE = re.compile(r"calculation overflowed|multiplication overflow|Overflo
 
 def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any:
     """Instantiate a component: call its record's ``build`` reference, and check what it returns.
+
+    If its config has open fields, ``build`` gets one more argument, see :func:`inner_builder`.
 
     Raises:
         BuildError: its module cannot be imported, it takes other arguments, it builds something else, or sizes in its
@@ -31,6 +35,7 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         build_error = BuildError(text)
         build_error.origin = error
         raise build_error from error
+    arguments = (*arguments, *inner_builder(chosen, config))
     try:
         component = build(config, *arguments)
     except (TypeError, RuntimeError, OverflowError) as error:
@@ -48,3 +53,22 @@ def instantiate(chosen: Chosen, config: PluginConfig, *arguments: object) -> Any
         raise
     check_component(chosen, component)
     return component
+
+
+def inner_builder(chosen: Chosen, config: PluginConfig) -> tuple[Callable[..., Any], ...]:
+    """Last argument of ``build`` for a component that is made of others; none if its config has no open fields.
+
+    Returns:
+        A function ``(inner config, *arguments of its kind's build) -> component``.
+    """
+    if not open_fields(type(config)):
+        return ()
+    parts = [(one, of) for of, (_, _, one) in zip(chosen.inner, inner_configs(config), strict=True)]
+
+    def build_inner(inner: PluginConfig, *arguments: object) -> Any:
+        found = [of for one, of in parts if one is inner]
+        if not found:
+            raise BuildError(f"{chosen.where}: {chosen.entry} builds a config that is in none of its open fields")
+        return instantiate(found[0], inner, *arguments)
+
+    return (build_inner,)

@@ -6,8 +6,8 @@ fields on dump. This marker asks the registry during validation (through the val
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationInfo
 from pydantic.json_schema import JsonSchemaValue
@@ -78,6 +78,32 @@ class Named:
                 "_distribution": entry.origin.distribution,
             }
         return config
+
+
+def open_fields(config: type[PluginConfig]) -> dict[str, str]:
+    """Open fields of a config class: name of the field -> kind of the components that it selects."""
+    found = {}
+    for name, field in config.model_fields.items():
+        kinds = [one.kind for one in (*field.metadata, *_parts(field.annotation)) if isinstance(one, Named)]
+        if kinds:
+            found[name] = kinds[0]
+    return found
+
+
+def inner_configs(config: PluginConfig) -> list[tuple[str, str, PluginConfig]]:
+    """Configs in the open fields of a config, in order: field or entry (``methods[0]``), kind, config."""
+    found = []
+    for name, kind in open_fields(type(config)).items():
+        value = getattr(config, name)
+        entries = [(f"{name}[{n}]", one) for n, one in enumerate(value)] if isinstance(value, list | tuple) else []
+        found += [(where, kind, one) for where, one in entries or [(name, value)] if isinstance(one, PluginConfig)]
+    return found
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    for part in get_args(annotation):
+        yield part
+        yield from _parts(part)
 
 
 def _dump(config: PluginConfig, info: core_schema.SerializationInfo) -> dict[str, Any]:

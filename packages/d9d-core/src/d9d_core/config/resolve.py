@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import JobConfig
+from d9d_core.config.open_union import inner_configs
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
@@ -53,7 +54,8 @@ class Selection:
             self.evaluation,
         )
         several = (self.strategies, self.metrics, self.trackers, self.subscribers)
-        return [c for c in single if c is not None] + [chosen for parts in several for chosen, _ in parts]
+        outer = [c for c in single if c is not None] + [chosen for parts in several for chosen, _ in parts]
+        return [chosen for one in outer for chosen in one.all()]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,16 @@ def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: 
     return Resolution(selection, verdicts)
 
 
+def choose(kind: str, where: str, config: PluginConfig, registry: Registry) -> Chosen:
+    """Resolve the name of a config to its record, and those of configs inside of it.
+
+    Raises:
+        PluginError: the registry does not have one.
+    """
+    inner = [choose(of, f"{where}.{field}", one, registry) for field, of, one in inner_configs(config)]
+    return Chosen(where, registry.find(kind, config.selector), tuple(inner))
+
+
 def select(job: JobConfig, registry: Registry) -> Selection:
     """Resolve every name of the job to its record.
 
@@ -98,7 +110,7 @@ def select(job: JobConfig, registry: Registry) -> Selection:
     """
 
     def one(kind: str, where: str, config: PluginConfig) -> Chosen:
-        return Chosen(where, registry.find(kind, config.selector))
+        return choose(kind, where, config, registry)
 
     def maybe(kind: str, where: str, config: PluginConfig | None) -> Chosen | None:
         return None if config is None else one(kind, where, config)

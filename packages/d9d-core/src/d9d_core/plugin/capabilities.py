@@ -45,16 +45,27 @@ _DEVICE = re.compile(r"device:([a-z]+)(?:>=(\d+)\.(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Record that the job selects, and the field that selects it."""
+    """Record that the job selects, and the field that selects it.
+
+    Attributes:
+        where: field of the job file.
+        entry: the record, and whose it is.
+        inner: records that the open fields of its config select, in their order.
+    """
 
     where: str
     entry: Entry
+    inner: tuple[Chosen, ...] = ()
 
     @property
     def spec(self) -> Spec:
         """Selected record; capabilities themselves are never chosen."""
         assert isinstance(self.entry.spec, Spec)
         return self.entry.spec
+
+    def all(self) -> list[Chosen]:
+        """This record and those inside of it."""
+        return [self, *(one for inner in self.inner for one in inner.all())]
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,9 @@ class ConfiguredSpec(Spec):
 
     Attributes:
         config: a :class:`d9d_core.config.base.PluginConfig` subclass whose ``name`` is this record's name.
-        build: what makes the component from the config; its signature depends on the kind.
+        build: what makes the component from the config; its signature depends on the kind. Where the config has open
+            fields (:class:`d9d_core.extend.Named`), its last argument is a function that makes the component of such a
+            field's config: ``(inner config, *arguments of that kind) -> component``.
     """
 
     config: Ref

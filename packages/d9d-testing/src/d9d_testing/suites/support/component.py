@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 from d9d_core.plugin import Registry, discover
-from d9d_core.testing import file_plugin
+from d9d_core.testing import choose, file_plugin, inner_builder
 
 
 def registry_of(plugin: str | None) -> Registry:
@@ -34,14 +34,17 @@ def configured(kind: str, plugin: str | None, target: str, fields: Mapping[str, 
         target: how a job file selects the component.
         fields: of its config, as a job file has them.
     """
-    spec: Any = registry_of(plugin).find(kind, target).spec
-    return spec, spec.config.load().model_validate({**fields, "name": spec.name})
+    registry = registry_of(plugin)
+    spec: Any = registry.find(kind, target).spec
+    context = {"registry": registry}
+    return spec, spec.config.load().model_validate({**fields, "name": spec.name}, context=context)
 
 
 def build_component(kind: str, plugin: str | None, target: str, fields: Mapping[str, Any], *arguments: Any) -> Any:
     """The component that a job file with these fields selects; see :func:`configured`."""
     spec, config = configured(kind, plugin, target, fields)
-    return spec.build.load()(config, *arguments)
+    chosen = choose(kind, kind, config, registry_of(plugin))
+    return spec.build.load()(config, *arguments, *inner_builder(chosen, config))
 
 
 class ComponentSuite:
