@@ -275,10 +275,26 @@ def test_what_matches_nothing_is_refused(base: Path, tmp_path: Path, method: dic
         job_of(values(base, tmp_path, peft=method), PLUGINS).plan()
 
 
-def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path) -> None:
-    job = job_of(values(base, tmp_path, peft={"name": "full_tune", "match": ["norm"]}, export="adapter"), PLUGINS)
-    with pytest.raises(JobError, match="export is 'adapter', but peft method 'full_tune' .* has no adapter files"):
+NORMS = {"name": "full_tune", "match": ["norm"]}
+STACK = {"name": "stack", "methods": [{**LORA, "targets": "q_proj"}, {**LORA, "targets": "up_proj", "r": 2}, NORMS]}
+
+
+@pytest.mark.parametrize("method", [NORMS, STACK], ids=lambda method: method["name"])
+def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path, method: dict[str, Any]) -> None:
+    job = job_of(values(base, tmp_path, peft=method, export="adapter"), PLUGINS)
+    with pytest.raises(JobError, match=f"export is 'adapter', but peft method '{method['name']}' .* no adapter files"):
         job.build(lambda _: None)
+
+
+def test_the_checkpoint_of_a_stack_is_merged_by_the_command_as_the_export_was(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_of(values(base, tmp_path, peft=STACK), PLUGINS).build(lambda _: None).train()
+    run = tmp_path / "runs" / "tuned"
+    assert convert(monkeypatch, run, tmp_path / "merged") == 0
+    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
 
 
 def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(tmp_path: Path) -> None:

@@ -25,6 +25,12 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
         build=Ref("d9d_peft.full_tune:FullTune"),
     )
     yield PeftSpec(
+        name="stack",
+        summary="Several methods on one model.",
+        config=Ref("d9d_peft.config:StackConfig"),
+        build=Ref("d9d_peft.stack:Stack"),
+    )
+    yield PeftSpec(
         name="ia3",
         summary="Learned scales of activations, one for each feature; the model itself is frozen.",
         config=Ref("d9d_peft.ia3.config:Ia3Config"),

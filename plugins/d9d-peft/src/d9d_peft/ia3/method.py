@@ -88,7 +88,9 @@ class Ia3:
     def merger(self, names: Collection[str]) -> Mapper:
         """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
         layers = [name.removesuffix(_VECTOR) for name in names if name.endswith(_VECTOR)]
-        return Parallel(*(self._fold(layer, f"{layer}{_BIAS}" in names) for layer in layers), Identity())
+        patterns = (*self._config.targets, *self._config.feedforward)
+        own = [layer for layer in layers if any(_matches(layer, pattern) for pattern in patterns)]
+        return Parallel(*(self._fold(layer, f"{layer}{_BIAS}" in names) for layer in own), Identity())
 
     @contextmanager
     def off(self, stage: nn.Module) -> Iterator[None]:
