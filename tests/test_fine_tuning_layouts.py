@@ -64,6 +64,20 @@ def test_low_rank_terms_beside_experts_train_alike_where_experts_are_spread(tabl
 
 
 @pytest.mark.thorough
+def test_learned_scales_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
+    layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
+    assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {"name": "ia3"}).compare(layouts))
+
+
+@pytest.mark.thorough
+def test_methods_on_one_model_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
+    methods = [{**LORA, "targets": ["q_proj", "down_proj"]}, {"name": "full_tune", "match": ["norm", "layers.1.ffn.*"]}]
+    peft = {"name": "stack", "methods": methods}
+    layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
+    assert_passed(harness(table, tmp_path / "corpus", table.DENSE, peft).compare(layouts))
+
+
+@pytest.mark.thorough
 def test_full_tuning_of_some_layers_is_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     peft = {"name": "full_tune", "match": ["layers.1.*", "norm"]}
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]

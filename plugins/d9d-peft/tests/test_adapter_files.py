@@ -15,6 +15,7 @@ from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from safetensors.torch import load_file
 from torch import Tensor
+from torch import distributed as dist
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -25,6 +26,10 @@ PLUGINS = (
 # The library asks transformers for what it calls otherwise by now.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 LORA = {"name": "lora", "r": 4, "alpha": 8}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "ia3": {"name": "ia3", "targets": ["k_proj", "v_proj"], "feedforward": ["down_proj"]},
+}
 TOKENS = torch.arange(12)[None] * 7
 
 
@@ -68,7 +73,7 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Whole runs, one after the other; what their adapters hold at the end."""
     for one in jobs:
         job = job_of(one, PLUGINS)
-        job.build(lambda _: None, topology_here(job)).train()
+        job.build(lambda _: None, topology_here(job) if dist.is_initialized() else None).train()
     return [load_file(Path(one["run"]["dir"]) / "tuned" / "adapter" / "adapter_model.safetensors") for one in jobs]
 
 
@@ -85,13 +90,14 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("method", METHODS)
 def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_the_merged_model_does(
-    base: Path, tmp_path: Path
+    base: Path, tmp_path: Path, method: str
 ) -> None:
     jobs = []
     for number, layout in enumerate(({}, *LAYOUTS)):
         (tmp_path / str(number)).mkdir()
-        jobs.append(values(base, tmp_path / str(number), **layout))
+        jobs.append(values(base, tmp_path / str(number), peft=METHODS[method], **layout))
     (alone,) = World(1).run(train, jobs[:1])
     spread = World(2).run(train, jobs[1:])[0]
     for one in (*alone, *spread):
@@ -109,6 +115,28 @@ def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_th
         )
         torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=1e-5)
         assert (adapted - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_the_library_saves_starts_a_run_that_computes_the_same_and_merges_from_its_checkpoint(
+    base: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (written,) = train([values(base, tmp_path, peft=METHODS[method])])
+    run = tmp_path / "runs" / "tuned"
+    library = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), run / "adapter")
+    expected = logits(library)
+    library.save_pretrained(tmp_path / "saved")
+    started = {**METHODS[method], "init_from": str(tmp_path / "saved")}
+    again = values(base, tmp_path, peft=started, run={"name": "again", "dir": str(tmp_path / "runs")})
+    stage = job_of(again, PLUGINS).build(lambda _: None).stage.eval()
+    with torch.no_grad():
+        ours = stage(tokens=TOKENS, positions=torch.arange(TOKENS.shape[1])[None])["logits"]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert load_file(tmp_path / "saved" / "adapter_model.safetensors").keys() == written.keys()
+    assert convert(monkeypatch, run, tmp_path / "merged") == 0
+    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +216,26 @@ def test_another_adapter_is_refused(base: Path, tmp_path: Path, tuned: Path, met
         job.build(lambda _: None)
 
 
+def test_an_adapter_of_another_kind_or_with_other_parts_is_refused_by_ia3(
+    base: Path, tmp_path: Path, tuned: Path
+) -> None:
+    job = values(base, tmp_path, peft={"name": "ia3", "init_from": str(tuned)})
+    with pytest.raises(CheckpointError, match="it is an adapter of the kind 'LORA', and peft is 'ia3'"):
+        job_of(job, PLUGINS).build(lambda _: None)
+    train([values(base, tmp_path, peft=METHODS["ia3"])])
+    adapter = tmp_path / "runs" / "tuned" / "adapter"
+    other = {**METHODS["ia3"], "feedforward": ["up_proj"], "init_from": str(adapter)}
+    again = {"run": {"name": "again", "dir": str(tmp_path / "runs")}}
+    with pytest.raises(CheckpointError, match="it has no base_model.model.model.layers.0.mlp.up_proj.ia3_l"):
+        job_of(values(base, tmp_path, peft=other, **again), PLUGINS).build(lambda _: None)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "modules_to_save": ["lm_head"]}))
+    with pytest.raises(CheckpointError, match=r"it has modules_to_save=\['lm_head'\], which peft 'ia3' has not"):
+        job_of(values(base, tmp_path, peft={**METHODS["ia3"], "init_from": str(adapter)}, **again), PLUGINS).build(
+            lambda _: None
+        )
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -215,6 +263,9 @@ def test_an_adapter_with_parts_that_we_lack_is_refused(
         ({"name": "lora", "targets": ["embedding"]}, "no linear layers match 'embedding'; there are: "),
         ({"name": "lora", "r": 33}, r"rank of 33 is larger than the matrix of 'layers.0.attention.q_proj' \[32, 32\]"),
         ({"name": "lora", "exclude": ["*"]}, "peft.exclude: it leaves nothing of peft.targets"),
+        ({"name": "ia3", "targets": ["k_prj"]}, "peft.targets: no linear layers match 'k_prj'; did you mean 'k_proj'?"),
+        ({"name": "ia3", "feedforward": ["a.b"]}, "peft.feedforward: no linear layers match 'a.b'; there are: "),
+        ({"name": "ia3", "feedforward": ["v_proj"]}, "'layers.0.attention.v_proj' is among peft.targets"),
         ({"name": "full_tune", "match": ["nrm"]}, "no modules or parameters match 'nrm'; did you mean 'norm'?"),
         ({"name": "full_tune", "match": ["rope"]}, "match 'rope'|rope have no parameters, so nothing would train"),
     ],
@@ -224,10 +275,26 @@ def test_what_matches_nothing_is_refused(base: Path, tmp_path: Path, method: dic
         job_of(values(base, tmp_path, peft=method), PLUGINS).plan()
 
 
-def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path) -> None:
-    job = job_of(values(base, tmp_path, peft={"name": "full_tune", "match": ["norm"]}, export="adapter"), PLUGINS)
-    with pytest.raises(JobError, match="export is 'adapter', but peft method 'full_tune' .* has no adapter files"):
+NORMS = {"name": "full_tune", "match": ["norm"]}
+STACK = {"name": "stack", "methods": [{**LORA, "targets": "q_proj"}, {**LORA, "targets": "up_proj", "r": 2}, NORMS]}
+
+
+@pytest.mark.parametrize("method", [NORMS, STACK], ids=lambda method: method["name"])
+def test_an_adapter_alone_needs_a_method_that_has_one(base: Path, tmp_path: Path, method: dict[str, Any]) -> None:
+    job = job_of(values(base, tmp_path, peft=method, export="adapter"), PLUGINS)
+    with pytest.raises(JobError, match=f"export is 'adapter', but peft method '{method['name']}' .* no adapter files"):
         job.build(lambda _: None)
+
+
+def test_the_checkpoint_of_a_stack_is_merged_by_the_command_as_the_export_was(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_of(values(base, tmp_path, peft=STACK), PLUGINS).build(lambda _: None).train()
+    run = tmp_path / "runs" / "tuned"
+    assert convert(monkeypatch, run, tmp_path / "merged") == 0
+    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert exported.keys() == merged.keys()
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
 
 
 def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(tmp_path: Path) -> None:

@@ -9,4 +9,7 @@ from d9d_testing.suites.plugin import PluginSuite
 
 class TestPlugin(PluginSuite):
     plugin = "d9d_peft.plugin"
-    examples: ClassVar = {"full_tune": {"match": ["heads.*"]}}
+    examples: ClassVar = {
+        "full_tune": {"match": ["heads.*"]},
+        "stack": {"methods": [{"name": "lora", "r": 4}, {"name": "stack", "methods": ["ia3", "lora"]}]},
+    }

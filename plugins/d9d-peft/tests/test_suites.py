@@ -6,6 +6,8 @@ from typing import ClassVar
 
 from d9d_testing.suites.peft import PeftSuite
 
+LORA_OF_THE_REST = {"name": "lora", "r": 3, "alpha": 2, "exclude": ["layers.0*", "layers.1*"]}
+
 
 class TestLora(PeftSuite):
     plugin = "d9d_peft.plugin"
@@ -19,6 +21,36 @@ class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     target = "lora"
     config: ClassVar = {"r": 3, "alpha": 4, "rs_lora": True, "exclude": "layers.1*"}
     matches_nothing: ClassVar = {"exclude": ["*"]}
+
+
+class TestIa3(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "ia3"
+    config: ClassVar = {"targets": ["layers.0*"], "feedforward": ["layers.1*"]}
+    matches_nothing: ClassVar = {"targets": ["absent"]}
+
+
+class TestStack(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "stack"
+    config: ClassVar = {
+        "methods": [
+            {"name": "lora", "r": 2, "targets": "layers.0*"},
+            {
+                "name": "stack",
+                "methods": [{"name": "ia3", "targets": "layers.1*", "feedforward": []}, LORA_OF_THE_REST],
+            },
+        ]
+    }
+    matches_nothing: ClassVar = {
+        "methods": [{"name": "full_tune", "match": "*"}, {"name": "lora", "targets": "absent"}]
+    }
+
+
+class TestStackWithParametersOfTheModel(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "stack"
+    config: ClassVar = {"methods": [LORA_OF_THE_REST, {"name": "full_tune", "match": ["layers.1*"]}]}
 
 
 class TestFullTune(PeftSuite):

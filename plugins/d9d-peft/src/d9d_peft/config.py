@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from d9d_core.extend import PluginConfig
+from d9d_core.extend import Named, PluginConfig
 from pydantic import Field, field_validator, model_validator
 
 #: Stands for all linear layers inside the model.
@@ -65,4 +65,22 @@ class FullTuneConfig(PluginConfig):
     def _something_is_wanted(self) -> Self:
         if not self.match:
             raise ValueError("match is empty; name layers, such as [heads.*]")
+        return self
+
+
+class StackConfig(PluginConfig):
+    """Several methods on one model, each beside what the others train."""
+
+    name: Literal["stack"] = "stack"
+    """Selects the plugin."""
+    methods: tuple[Annotated[PluginConfig, Named("peft method")], ...]
+    """Methods in order of injection, each as under ``peft``; one of them may be a stack. A layer takes one only."""
+
+    @model_validator(mode="after")
+    def _all_of_it_can_be_done(self) -> Self:
+        if len(self.methods) < 2:
+            raise ValueError("methods has fewer than two; write a single method under peft itself")
+        for number, method in enumerate(self.methods):
+            if getattr(method, "init_from", None) is not None:
+                raise ValueError(f"methods[{number}].init_from: a stack has no adapter files, so none can start it")
         return self

@@ -24,3 +24,16 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
         config=Ref("d9d_peft.config:FullTuneConfig"),
         build=Ref("d9d_peft.full_tune:FullTune"),
     )
+    yield PeftSpec(
+        name="stack",
+        summary="Several methods on one model.",
+        config=Ref("d9d_peft.config:StackConfig"),
+        build=Ref("d9d_peft.stack:Stack"),
+        composite=True,
+    )
+    yield PeftSpec(
+        name="ia3",
+        summary="Learned scales of activations, one for each feature; the model itself is frozen.",
+        config=Ref("d9d_peft.ia3.config:Ia3Config"),
+        build=Ref("d9d_peft.ia3.method:Ia3"),
+    )

@@ -17,10 +17,10 @@ from d9d_core.cli.options import say
 from d9d_core.cli.output import console_for
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.inner import choose
 from d9d_core.config.job import Precision
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import CheckpointError
-from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.types import TensorSpec
@@ -190,12 +190,13 @@ def _merger_of(job: Mapping[str, Any], registry: Registry, tensors: CheckpointTe
         raise CheckpointError(f"{tensors.location}: its manifest names no fine-tuning method; was it written by d9d?")
     entry = registry.find("peft method", fields["name"])
     try:
-        config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
+        given = {**fields, "name": entry.spec.key}
+        config = load_config(entry).model_validate(given, context={"registry": registry})
     except ValidationError as error:
         raise CheckpointError(
             f"{tensors.location}: the method of its manifest is none that {entry} knows: {error}"
         ) from error
-    method = instantiate(Chosen("peft", entry), config)
+    method = instantiate(choose(registry, "peft method", "peft", config), config)
     if not isinstance(method, MergesTensors):
         raise CheckpointError(
             f"{tensors.location} is of a run with peft method {entry}, which merges only in memory: "

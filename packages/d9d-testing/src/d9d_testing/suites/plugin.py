@@ -81,7 +81,7 @@ class PluginSuite:
         """A dumped config reads back as the same config: runs and checkpoints keep it that way."""
         for entry, config in self._instances():
             text = json.dumps(config.model_dump(mode="json"))
-            again = type(config).model_validate_json(text)
+            again = type(config).model_validate_json(text, context=self._names())
             assert again == config, f"{entry}: {config!r} reads back as {again!r} from {text}"
 
     def test_config_schemas_export(self) -> None:
@@ -106,6 +106,11 @@ class PluginSuite:
     def _module(self) -> Any:
         return importlib.import_module(self.plugin)
 
+    def _names(self) -> dict[str, Any]:
+        """Context in which a config inside of another is selected by name."""
+        plugins = [importlib.import_module(name) for name in (self.plugin, *self.builds_on)]
+        return {"registry": Registry.of(*plugins)}
+
     def _entries(self) -> list[Entry]:
         registry = Registry.of(self._module())
         return [entry for entry in registry.entries() if entry.origin.module == self.plugin]
@@ -121,7 +126,7 @@ class PluginSuite:
 
         for entry, config in self._configs():
             if entry.spec.key in self.examples:
-                yield entry, config.model_validate(dict(self.examples[entry.spec.key]))
+                yield entry, config.model_validate(dict(self.examples[entry.spec.key]), context=self._names())
             elif isinstance(entry.spec, ModelSpec):
                 yield entry, entry.spec.tiny.load()()
             else:

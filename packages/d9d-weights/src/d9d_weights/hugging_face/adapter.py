@@ -63,7 +63,7 @@ class MergesTensors(Protocol):
         """Mapper from the tensors of a model with the method injected to those of the model alone.
 
         Args:
-            names: of the tensors.
+            names: of the tensors; tensors that another method added pass.
         """
         ...
 

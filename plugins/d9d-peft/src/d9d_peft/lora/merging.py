@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from d9d_core.extend import TensorSpec
@@ -15,22 +15,29 @@ _LINEAR, _BANK, _TERMS = f".{LORA_A}.weight", f".{LORA_A}", ".terms."
 _Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def merger(names: Collection[str], scale: float) -> Mapper:
-    """Mapper that folds each term into the weight that it belongs to, and keeps everything else.
+def adapted_names(names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Names of the linear layers and of the banks that have terms, from those of a model's tensors."""
+    linears = [name.removesuffix(_LINEAR) for name in names if name.endswith(_LINEAR)]
+    banks = [name.removesuffix(_BANK) for name in names if name.endswith(_BANK) and _TERMS in name]
+    return linears, [".".join(name.rsplit(_TERMS, 1)) for name in banks]
+
+
+def merger(linears: Iterable[str], banks: Iterable[str], scale: float) -> Mapper:
+    """Mapper that folds terms into the weights that they belong to, and keeps everything else.
 
     Args:
-        names: of a model's tensors, terms included.
+        linears: linear layers whose terms to fold.
+        banks: banks of experts whose terms to fold.
         scale: factor of the terms.
     """
-    folded: list[Mapper] = []
-    for name in names:
-        if name.endswith(_LINEAR):
-            layer = name.removesuffix(_LINEAR)
-            folded.append(_fold(f"{layer}.weight", name, f"{layer}.{LORA_B}.weight", lambda a, b: b @ a, scale))
-        elif name.endswith(_BANK) and _TERMS in name:
-            owner, _, bank = name.removesuffix(_BANK).rpartition(_TERMS)
-            second = f"{owner}{_TERMS}{bank}.{LORA_B}"
-            folded.append(_fold(f"{owner}.{bank}", name, second, torch.bmm, scale))
+    folded = [
+        _fold(f"{layer}.weight", f"{layer}{_LINEAR}", f"{layer}.{LORA_B}.weight", lambda a, b: b @ a, scale)
+        for layer in linears
+    ]
+    for name in banks:
+        owner, _, bank = name.rpartition(".")
+        term = f"{owner}{_TERMS}{bank}"
+        folded.append(_fold(name, f"{term}{_BANK}", f"{term}.{LORA_B}", torch.bmm, scale))
     return Parallel(*folded, Identity())
 
 

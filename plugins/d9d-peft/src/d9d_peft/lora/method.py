@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from d9d_peft.config import ALL_LINEAR, LoraConfig
 from d9d_peft.lora import files
 from d9d_peft.lora.banks import GroupedTerm
 from d9d_peft.lora.linear import adapt, adapted_layers, is_adapted, merge
-from d9d_peft.lora.merging import merger
+from d9d_peft.lora.merging import adapted_names, merger
 from d9d_peft.patterns import matches, select
 
 
@@ -34,6 +34,11 @@ class Lora:
         """
         linears, banks = _linears(stage), _banks(stage)
         names = self._targets(linears.keys(), banks.keys())
+        for name in names:
+            if is_adapted(linears[name]) if name in linears else name.rpartition(".")[2] in banks[name][0]:
+                raise BuildError(
+                    f"peft.targets: '{name}' has a term of another method already; name it in peft.exclude"
+                )
         self._check_rank({name: linears[name].weight if name in linears else banks[name][1] for name in names})
         config, own = self._config, {name for name, _ in stage.named_parameters()}
         for name in names:
@@ -69,7 +74,9 @@ class Lora:
 
     def merger(self, names: Collection[str]) -> Mapper:
         """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
-        return merger(names, self._config.scale)
+        linears, banks = adapted_names(names)
+        own = [name for name in linears if self._means(name, is_linear=True)]
+        return merger(own, [name for name in banks if self._means(name, is_linear=False)], self._config.scale)
 
     @property
     def init_from(self) -> str | None:
@@ -97,20 +104,23 @@ class Lora:
             raise CheckpointError("terms of experts are in no adapter's file; export the merged model")
         return files.modules_of([name for name, _ in adapted_layers(stage)], published)
 
-    def _targets(self, linears: Iterable[str], banks: Iterable[str]) -> list[str]:
+    def _targets(self, linears: Collection[str], banks: Collection[str]) -> list[str]:
         config, names = self._config, [*linears, *banks]
         if not names:
-            raise BuildError("peft.targets: the model has no linear layers without a term")
+            raise BuildError("peft.targets: the model has no linear layers")
         patterns = [pattern for pattern in config.targets if pattern != ALL_LINEAR]
-        chosen = set(select(names, patterns, "peft.targets", "linear layers"))
-        if ALL_LINEAR in config.targets:
-            chosen |= set(linears)
+        select(names, patterns, "peft.targets", "linear layers")
         if config.exclude:
             select(names, config.exclude, "peft.exclude", "linear layers")
-        left = [n for n in names if n in chosen and not any(matches(n, pattern) for pattern in config.exclude)]
+        left = [name for name in names if self._means(name, is_linear=name in linears)]
         if not left:
             raise BuildError("peft.exclude: it leaves nothing of peft.targets; exclude less")
         return left
+
+    def _means(self, name: str, *, is_linear: bool) -> bool:
+        config = self._config
+        wanted = (is_linear and ALL_LINEAR in config.targets) or any(matches(name, p) for p in config.targets)
+        return wanted and not any(matches(name, pattern) for pattern in config.exclude)
 
     def _check_rank(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
@@ -123,17 +133,16 @@ class Lora:
 
 
 def _linears(stage: nn.Module) -> dict[str, nn.Linear]:
-    """Linear layers without a term, by name; those inside of terms are none of the model's."""
+    """Linear layers of the model, by name; those inside of terms are none of them."""
     layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
     adapted = tuple(f"{name}." for name, _ in adapted_layers(stage))
-    return {name: m for name, m in layers.items() if not is_adapted(m) and not name.startswith(adapted)}
+    return {name: module for name, module in layers.items() if not name.startswith(adapted)}
 
 
 def _banks(stage: nn.Module) -> dict[str, tuple[nn.ModuleDict, nn.Parameter]]:
-    """Banks of experts without a term, by name: where a term goes, and the bank [experts, in, out]."""
+    """Banks of experts by name: where a term goes, and the bank [experts, in, out]."""
     return {
         f"{name}.{bank}": (module.bank_terms(), parameter)
         for name, module in modules_with(stage, HasBanks).items()
         for bank, parameter in module.banks().items()
-        if bank not in module.bank_terms()
     }

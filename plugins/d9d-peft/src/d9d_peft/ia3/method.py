@@ -1,0 +1,214 @@
+"""Fine-tuning method ``ia3``. Shapes: O features out, I features in, ``...`` any leading dims."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from d9d_core.extend import BuildError, CheckpointError, TensorSpec, closest
+from d9d_weights import Compute, Identity, Mapper, Parallel, Unsqueeze
+from torch import Tensor, nn
+
+from d9d_peft.ia3.config import Ia3Config
+
+#: Child that holds a layer's scale; the ``peft`` library calls the scale itself so.
+SCALE = "ia3_l"
+_WEIGHT, _BIAS, _VECTOR = ".weight", ".bias", f".{SCALE}.weight"
+#: Before the names of a model's modules in an adapter's file.
+_PREFIX = "base_model.model."
+#: Names that an error lists.
+_SHOWN = 6
+
+
+class Scale(nn.Module):
+    """Scale ``x * weight`` of the last dim; weight [features], on the device of the layer that it belongs to.
+
+    Args:
+        like: tensor whose device and dtype the weight gets.
+        features: how many there are.
+        of_inputs: whether it scales what goes into its layer, instead of what comes out.
+    """
+
+    def __init__(self, like: Tensor, features: int, *, of_inputs: bool) -> None:
+        super().__init__()
+        self.of_inputs, self.off = of_inputs, False
+        self.weight = nn.Parameter(like.new_empty(features))
+
+    def reset_parameters(self) -> None:
+        """Fill with ones, so that the model starts as it was."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., features] to the same shape and dtype."""
+        return x if self.off else (x * self.weight).to(x.dtype)
+
+
+class Ia3:
+    """Method that scales activations feature by feature, and trains nothing else."""
+
+    def __init__(self, config: Ia3Config) -> None:
+        self._config = config
+
+    def inject(self, stage: nn.Module) -> frozenset[str]:
+        """Add the scales, which train.
+
+        Raises:
+            BuildError: a pattern matches no linear layer, or a layer is both a target and of a feed-forward block.
+        """
+        layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
+        outputs = _select(layers, self._config.targets, "peft.targets")
+        inputs = _select(layers, self._config.feedforward, "peft.feedforward")
+        if both := sorted(outputs & inputs):
+            raise BuildError(f"peft.feedforward: '{both[0]}' is among peft.targets; a layer has one scale")
+        for name in sorted(outputs | inputs):
+            layer, of_inputs = layers[name], name in inputs
+            features = layer.in_features if of_inputs else layer.out_features
+            layer.add_module(SCALE, Scale(layer.weight, features, of_inputs=of_inputs))
+            if of_inputs:
+                layer.register_forward_pre_hook(_scale_inputs)
+            else:
+                layer.register_forward_hook(_scale_outputs)
+        return frozenset(f"{name}{_VECTOR}" for name in outputs | inputs)
+
+    @torch.no_grad()
+    def merge(self, stage: nn.Module) -> None:
+        """Fold the scales into weights and biases. Collective over the ranks that share them."""
+        for layer in [owner for _, owner, _ in _scales(stage)]:
+            own = {"weight": layer.weight} | ({} if layer.bias is None else {"bias": layer.bias})
+            for name, merged in _merged(own, layer.ia3_l.weight, layer.ia3_l.of_inputs).items():
+                own[name].copy_(merged)
+            delattr(layer, SCALE)
+            for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # noqa: SLF001 - handles do not survive a copy
+                for key in [key for key, hook in hooks.items() if hook in (_scale_inputs, _scale_outputs)]:
+                    del hooks[key]
+
+    def merger(self, names: Collection[str]) -> Mapper:
+        """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
+        layers = [name.removesuffix(_VECTOR) for name in names if name.endswith(_VECTOR)]
+        patterns = (*self._config.targets, *self._config.feedforward)
+        own = [layer for layer in layers if any(_matches(layer, pattern) for pattern in patterns)]
+        return Parallel(*(self._fold(layer, f"{layer}{_BIAS}" in names) for layer in own), Identity())
+
+    @contextmanager
+    def off(self, stage: nn.Module) -> Iterator[None]:
+        """Compute without the scales inside the block; see :class:`d9d_core.extend.SwitchesOff`."""
+        before = {scale: scale.off for _, _, scale in _scales(stage)}
+        for scale in before:
+            scale.off = True
+        try:
+            yield
+        finally:
+            for scale, value in before.items():
+                scale.off = value
+
+    @property
+    def init_from(self) -> str | None:
+        """Directory of the adapter to start from."""
+        return self._config.init_from
+
+    def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
+        """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
+        modules = _modules(stage, published)
+        inputs = {name for name, _, scale in _scales(stage) if scale.of_inputs}
+        return {
+            "peft_type": "IA3",
+            "task_type": None,
+            "target_modules": sorted(modules.values()),
+            "feedforward_modules": sorted(modules[name] for name in inputs),
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+        }
+
+    def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
+        """Mapper from the names of the scales to those in the file, where they are [O, 1] or [1, I]."""
+        modules = _modules(stage, published)
+        return Parallel(
+            *(
+                Unsqueeze(f"{name}{_VECTOR}", 0 if scale.of_inputs else 1, f"{_PREFIX}{modules[name]}.{SCALE}")
+                for name, _, scale in _scales(stage)
+            )
+        )
+
+    def check_adapter(self, config_json: Mapping[str, Any]) -> None:
+        """Compare the method with the config of an adapter to start from; targets are compared with the tensors.
+
+        Raises:
+            CheckpointError: it is of another kind, or has parts that this method lacks.
+        """
+        if config_json.get("peft_type") != "IA3":
+            raise CheckpointError(f"it is an adapter of the kind {config_json.get('peft_type')!r}, and peft is 'ia3'")
+        unknown = [field for field in ("fan_in_fan_out", "modules_to_save") if config_json.get(field)]
+        if unknown:
+            values = ", ".join(f"{field}={config_json[field]!r}" for field in unknown)
+            raise CheckpointError(f"it has {values}, which peft 'ia3' has not")
+
+    def _fold(self, layer: str, has_bias: bool) -> Mapper:
+        of_inputs = any(_matches(layer, pattern) for pattern in self._config.feedforward)
+        names = {"weight": f"{layer}{_WEIGHT}"} | ({"bias": f"{layer}{_BIAS}"} if has_bias else {})
+        vector = f"{layer}{_VECTOR}"
+
+        def merged(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            own = {leaf: tensors[name] for leaf, name in names.items()}
+            return {names[leaf]: made for leaf, made in _merged(own, tensors[vector], of_inputs).items()}
+
+        def shapes(specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+            return {name: specs[name] for name in names.values()}
+
+        return Compute((*names.values(), vector), merged, shapes)
+
+
+def _scale_outputs(layer: Any, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    scaled: Tensor = layer.ia3_l(output)
+    return scaled
+
+
+def _scale_inputs(layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (layer.ia3_l(args[0]), *args[1:])
+
+
+def _scales(stage: nn.Module) -> Iterator[tuple[str, Any, Scale]]:
+    """Scales of a stage: name of the layer, the layer, its scale."""
+    for name, module in stage.named_modules():
+        if isinstance(scale := module._modules.get(SCALE), Scale):  # noqa: SLF001 - getattr finds what is no child, too
+            yield name, module, scale
+
+
+def _merged(own: Mapping[str, Tensor], vector: Tensor, of_inputs: bool) -> dict[str, Tensor]:
+    """Weight [O, I] and bias [O] with the scale in them; computed in float32 or wider."""
+
+    def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        return (tensor.to(wide) * factor.to(wide)).to(tensor.dtype)
+
+    if of_inputs:  # W (l * x) + b
+        return {"weight": scaled(own["weight"], vector.unsqueeze(0))}
+    return {leaf: scaled(one, vector.unsqueeze(1) if leaf == "weight" else vector) for leaf, one in own.items()}
+
+
+def _modules(stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
+    found = {name: published.get(f"{name}{_WEIGHT}", "") for name, _, _ in _scales(stage)}
+    if other := [name for name, there in found.items() if not there.endswith(_WEIGHT)]:
+        raise CheckpointError(
+            f"published files do not hold the weight of '{other[0]}' as it is, so an adapter's file has no place for "
+            "its scale; export the merged model, or name other layers"
+        )
+    return {name: there.removesuffix(_WEIGHT) for name, there in found.items()}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern means a layer: all of its name, or the last part if the pattern has only one part itself."""
+    return fnmatchcase(name if "." in pattern else name.rpartition(".")[2], pattern)
+
+
+def _select(names: Collection[str], patterns: Sequence[str], where: str) -> set[str]:
+    for pattern in patterns:
+        if not any(_matches(name, pattern) for name in names):
+            last = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            near = closest(pattern, last)
+            there = ", ".join(last[:_SHOWN]) + (", ..." if len(last) > _SHOWN else "")
+            hint = f"did you mean '{near}'?" if near else f"there are: {there or 'none'}"
+            raise BuildError(f"{where}: no linear layers match '{pattern}'; {hint}")
+    return {name for name in names if any(_matches(name, pattern) for pattern in patterns)}

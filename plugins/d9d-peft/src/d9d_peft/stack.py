@@ -1,0 +1,87 @@
+"""Fine-tuning method ``stack``: several methods on one model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from d9d_core.extend import BuildError, PeftMethod, PluginConfig, SwitchesOff
+from d9d_weights import Mapper, MergesTensors, Sequential
+from torch import nn
+
+from d9d_peft.config import StackConfig
+
+
+class Stack:
+    """Method that injects others in order and merges them in reverse.
+
+    It has ``off`` and ``merger`` if each of them has.
+
+    Args:
+        config: which methods.
+        build: builds one.
+    """
+
+    def __init__(self, config: StackConfig, build: Callable[[PluginConfig], PeftMethod]) -> None:
+        self._methods = [build(method) for method in config.methods]
+        switches = [method for method in self._methods if isinstance(method, SwitchesOff)]
+        if len(switches) == len(self._methods):
+            self.off = _off_of(switches)
+        mergers = [method for method in self._methods if isinstance(method, MergesTensors)]
+        if len(mergers) == len(self._methods):
+            self.merger = _merger_of(mergers)
+
+    def inject(self, stage: nn.Module) -> frozenset[str]:
+        """Inject all methods; what any of them names trains.
+
+        Raises:
+            BuildError: a method refuses the model, or two add to one layer: the results would depend on which of them
+                comes first, and merging one after the other would not give what both compute.
+        """
+        modules = {name: module for name, module in stage.named_modules() if name}
+        trained: frozenset[str] = frozenset()
+        adds_to: dict[str, int] = {}
+        for number, method in enumerate(self._methods):
+            before = {name for name, _ in stage.named_parameters()}
+            try:
+                trained |= method.inject(stage)
+            except BuildError as error:
+                # An inner stack has put its own field there by now.
+                raise BuildError(str(error).replace("peft.", f"peft.methods[{number}].")) from error
+            new = [name for name, _ in stage.named_parameters() if name not in before]
+            for layer in dict.fromkeys(_layer(name, modules) for name in new):
+                if adds_to.setdefault(layer, number) != number:
+                    raise BuildError(
+                        f"peft.methods[{number}]: it adds to '{layer}', and so does methods[{adds_to[layer]}]; "
+                        "leave that layer out of one of them"
+                    )
+        return trained
+
+    def merge(self, stage: nn.Module) -> None:
+        """Merge all methods, the last one first."""
+        for method in reversed(self._methods):
+            method.merge(stage)
+
+
+def _layer(parameter: str, modules: Mapping[str, nn.Module]) -> str:
+    """Layer of the model that an added parameter belongs to; terms of banks have a container, which is no layer."""
+    parts = parameter.split(".")
+    count = next(count for count in range(len(parts) - 1, -1, -1) if count == 0 or ".".join(parts[:count]) in modules)
+    if isinstance(modules.get(".".join(parts[:count])), nn.ModuleDict):
+        count += 1
+    return ".".join(parts[:count])
+
+
+def _off_of(methods: Sequence[SwitchesOff]) -> Callable[[nn.Module], object]:
+    @contextmanager
+    def off(stage: nn.Module) -> Iterator[None]:
+        with ExitStack() as blocks:
+            for method in methods:
+                blocks.enter_context(method.off(stage))
+            yield
+
+    return off
+
+
+def _merger_of(methods: Sequence[MergesTensors]) -> Callable[[Collection[str]], Mapper]:
+    return lambda names: Sequential(*(method.merger(names) for method in reversed(methods)))
