@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from d9d_core.config.base import PluginConfig
 from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch
 
@@ -32,7 +31,7 @@ class FirstPass:
     """
 
     by: PassModel
-    other: PluginConfig | None = None
+    other: Any = None
     where: str = "task"
 
 

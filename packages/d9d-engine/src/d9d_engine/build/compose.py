@@ -27,7 +27,7 @@ from torch import nn
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import exporter
-from d9d_engine.build.first_pass import BuiltFirstPass, build_first_pass
+from d9d_engine.build.first_pass.build import BuiltFirstPass, build_first_pass
 from d9d_engine.build.length import count_steps
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
 from d9d_engine.build.weights import start_weights

@@ -23,7 +23,7 @@ from d9d_core.tensors import local
 from torch import nn
 
 from d9d_engine.build.assemble import Assembly, assemble
-from d9d_engine.build.frozen import assemble_frozen, settle_first_pass
+from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 
