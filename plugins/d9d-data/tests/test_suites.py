@@ -104,3 +104,45 @@ class TestPreference(DatasetSuite):
         ]
         (directory / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return {"sources": [str(directory / "pairs.jsonl")], "sequence_length": 96, "tokenizer": str(directory)}
+
+
+class TestLabelled(DatasetSuite):
+    target = "labelled"
+    other: ClassVar = {"sequence_length": 8}
+    workers = None
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        records = [{"text": f"{index} " + " ".join(WORDS[: index % 7]), "label": index % 3} for index in range(60)]
+        (directory / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"sources": [str(directory / "texts.jsonl")], "sequence_length": 24}
+
+
+class TestLabelledWords(DatasetSuite):
+    target = "labelled"
+    config: ClassVar = {"per": "word"}
+    other: ClassVar = {"sequence_length": 8}
+    workers = None
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        records = [
+            {"tokens": [str(index), *WORDS[: index % 7]], "labels": ["n", *"wordwor"[: index % 7]]}
+            for index in range(60)
+        ]
+        (directory / "words.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"sources": [str(directory / "words.jsonl")], "sequence_length": 24}
+
+
+class TestPairs(DatasetSuite):
+    target = "pairs"
+    config: ClassVar = {"negatives": 1}
+    other: ClassVar = {"sequence_length": 8}
+    rows_per_sample = 3
+    workers = None
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        records = [
+            {"query": f"{index}?", "positive": " ".join(WORDS[: index % 7 + 1]), "negative": f"{index} not"}
+            for index in range(60)
+        ]
+        (directory / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return {"sources": [str(directory / "pairs.jsonl")], "sequence_length": 24}

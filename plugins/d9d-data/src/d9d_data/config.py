@@ -1,4 +1,4 @@
-"""Configs of the datasets ``text``, ``documents``, ``chat`` and ``preference``."""
+"""Configs of the datasets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from d9d_core.extend import PluginConfig, Section, closest
 from pydantic import Field, field_validator, model_validator
 
 #: Texts that every Python installation brings along.
-PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources")
+PYTHON_SOURCES = ("python:topics", "python:docstrings", "python:sources", "python:kinds")
 
 #: Ids of the largest vocabulary: sixty times that of published tokenizers. Tables have an entry for each.
 MAX_VOCABULARY = 1 << 24
@@ -27,7 +27,8 @@ class PreparedConfig(PluginConfig):
 
     sources: tuple[str, ...]
     """Files, directories, globs, fsspec addresses; ``hf:DIRECTORY`` that the library datasets saved; ``python:topics``,
-    ``python:docstrings``, ``python:sources``. A text file is a document, and so is each record of a structured one."""
+    ``python:docstrings``, ``python:sources``, ``python:kinds``. A text file is a document, and so is each record of a
+    structured one."""
     malformed: Literal["error", "skip"] = "error"
     """A record without text in ``field``, a line that is no JSON or a text that is not UTF-8: an error, or left out and
     counted."""
@@ -78,12 +79,9 @@ class PreparedConfig(PluginConfig):
         return self
 
 
-class CorpusConfig(PreparedConfig):
-    """Shared fields of all datasets over a corpus of documents."""
+class TokenizedConfig(PreparedConfig):
+    """Shared fields of all datasets that can do without a model's tokenizer."""
 
-    field: str | None = Field(default=None, min_length=1)
-    """Field of structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, saved datasets)
-    that holds the text; they need it. ``meta.text`` is the field ``text`` in the field ``meta``."""
     tokenizer: str | BpeTokenizer | None = None
     """``bytes``, the path of a ``tokenizer.json``, or ``{bpe: 2048}`` to train one on the train split's documents; if
     absent that of the model which training starts from, else ``bytes``."""
@@ -98,6 +96,14 @@ class CorpusConfig(PreparedConfig):
         if not isinstance(tokenizer, str | BpeTokenizer | None):
             raise ValueError("use 'bytes', the path of a tokenizer.json, or {bpe: 2048} to train one")  # noqa: TRY004
         return tokenizer
+
+
+class CorpusConfig(TokenizedConfig):
+    """Shared fields of all datasets over a corpus of documents."""
+
+    field: str | None = Field(default=None, min_length=1)
+    """Field of structured files (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``, ``.arrow``, saved datasets)
+    that holds the text; they need it. ``meta.text`` is the field ``text`` in the field ``meta``."""
 
 
 def check_padding(sequence_length: int, multiple: int) -> None:
@@ -115,29 +121,9 @@ def check_padding(sequence_length: int, multiple: int) -> None:
         )
 
 
-class TextConfig(CorpusConfig):
-    """Dataset of text files, tokenised once and packed into sequences of equal length."""
+class PaddedConfig(PreparedConfig):
+    """Shared fields of all datasets whose samples are padded to the longest of their microbatch."""
 
-    name: Literal["text"] = "text"
-    """Selects the plugin."""
-    packing: Literal["concat", "best_fit"] = "concat"
-    """Samples cut from all documents in a row, or filled with whole documents (best-fit decreasing), of which those
-    longer than a sample are cut. Unpacked documents are the dataset ``documents``."""
-
-
-class DocumentsConfig(CorpusConfig):
-    """Dataset of documents, tokenised once, each a sample of its own, in packs of similar length."""
-
-    name: Literal["documents"] = "documents"
-    """Selects the plugin."""
-    sources: tuple[str, ...]
-    """As for ``text``."""
-    field: str | None = Field(default=None, min_length=1)
-    """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
-    sequence_length: int = Field(ge=1)
-    """Most positions of a sample; what a document has beyond them is not used."""
-    shuffle: bool = True
-    """Visit documents, and packs within a window, in an order drawn from the seed; false keeps that of the sources."""
     bucket_window: int | None = Field(default=None, ge=1)
     """Samples sorted by length at a time, a multiple of the batch size; if absent, as many of up to 64 batches as an
     epoch has. 1 batch: no sorting beyond the pack."""
@@ -150,7 +136,32 @@ class DocumentsConfig(CorpusConfig):
         return self
 
 
-class ModelTextConfig(PreparedConfig):
+class TextConfig(CorpusConfig):
+    """Dataset of text files, tokenised once and packed into sequences of equal length."""
+
+    name: Literal["text"] = "text"
+    """Selects the plugin."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """Samples cut from all documents in a row, or filled with whole documents (best-fit decreasing), of which those
+    longer than a sample are cut. Unpacked documents are the dataset ``documents``."""
+
+
+class DocumentsConfig(PaddedConfig, CorpusConfig):
+    """Dataset of documents, tokenised once, each a sample of its own, in packs of similar length."""
+
+    name: Literal["documents"] = "documents"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """As for ``text``."""
+    field: str | None = Field(default=None, min_length=1)
+    """As for ``text``; if absent ``text`` for ``.jsonl`` files."""
+    sequence_length: int = Field(ge=1)
+    """Most positions of a sample; what a document has beyond them is not used."""
+    shuffle: bool = True
+    """Visit documents, and packs within a window, in an order drawn from the seed; false keeps that of the sources."""
+
+
+class ModelTextConfig(PaddedConfig):
     """Shared fields of datasets whose records become samples as a model's tokenizer and chat template say."""
 
     malformed: Literal["error", "skip"] = "error"
@@ -165,15 +176,6 @@ class ModelTextConfig(PreparedConfig):
     too_long: Literal["cut_end", "cut_start", "drop", "error"] = "cut_end"
     """Treatment of a text longer than a sample: it loses its end or its beginning, its record is left out, or it is an
     error."""
-    bucket_window: int | None = Field(default=None, ge=1)
-    """As for ``documents``, without packing."""
-    pad_multiple: int = Field(default=8, ge=1)
-    """As for ``documents``; packed samples are padded to ``sequence_length``."""
-
-    @model_validator(mode="after")
-    def _padding_stays_within_a_sequence(self) -> Self:
-        check_padding(self.sequence_length, self.pad_multiple)
-        return self
 
 
 class ChatConfig(ModelTextConfig):
@@ -199,5 +201,68 @@ class PreferenceConfig(ModelTextConfig):
     """Structured files, as for ``text``: records with ``chosen`` and ``rejected``, perhaps ``prompt`` and ``tools``."""
     sequence_length: int = Field(ge=1)
     """Most positions of each text of a pair: of the prompt and one completion."""
-    pad_multiple: int = Field(default=8, ge=1)
-    """As for ``documents``."""
+
+
+class LabelledConfig(PaddedConfig, CorpusConfig):
+    """Dataset of texts with one label each, or of words with a label for each word."""
+
+    name: Literal["labelled"] = "labelled"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """Structured files, as for ``text``, or ``python:kinds``."""
+    per: Literal["text", "word"] = "text"
+    """Labels of texts, or of words: records with a list of words and a list of as many labels."""
+    field: str | None = Field(default=None, min_length=1)
+    """Field of the text; if absent ``text``. Field of the words; if absent ``tokens``."""
+    pair: str | None = Field(default=None, min_length=1)
+    """Field of a second text, joined to the first as the tokenizer does."""
+    label: str | None = Field(default=None, min_length=1)
+    """Field of the label; if absent ``label``. Field of the labels of words; if absent ``labels``, or ``ner_tags``."""
+    labels: tuple[str, ...] | None = Field(default=None, min_length=2)
+    """Names of the classes, in the order of their numbers; if absent those of the data, sorted, or its numbers."""
+    sequence_length: int = Field(ge=1)
+    """Most positions of a sample; longer texts are cut, and counted."""
+
+    @property
+    def text_field(self) -> str:
+        """Field of the text or the words."""
+        return self.field or ("text" if self.per == "text" else "tokens")
+
+    @model_validator(mode="after")
+    def _fields_fit_each_other(self) -> Self:
+        if self.labels is not None and len(set(self.labels)) != len(self.labels):
+            raise ValueError("labels: a name appears twice; name each class once")
+        if self.per == "word" and self.pair is not None:
+            raise ValueError("pair: only texts with one label can be joined; leave it out, or use per: text")
+        if self.per == "word" and isinstance(self.tokenizer, BpeTokenizer):
+            raise ValueError("tokenizer: none is trained on words; use 'bytes' or the path of a tokenizer.json")
+        return self
+
+
+class PairsConfig(PaddedConfig, TokenizedConfig):
+    """Dataset of queries, each with a document that answers it, and perhaps with some that do not."""
+
+    name: Literal["pairs"] = "pairs"
+    """Selects the plugin."""
+    sources: tuple[str, ...]
+    """Structured files, as for ``text``."""
+    query: str = Field(default="query", min_length=1)
+    """Field of the query."""
+    positive: str = Field(default="positive", min_length=1)
+    """Field of the document that answers it."""
+    negatives: int = Field(default=0, ge=0, le=1024)
+    """Number of documents of each record that do not answer it, the same for all."""
+    negative: str | None = Field(default=None, min_length=1)
+    """Field of such a document, or of a list of them; if absent ``negative``, or ``negatives``."""
+    query_prefix: str = ""
+    """Text before each query, such as an instruction."""
+    document_prefix: str = ""
+    """Text before each document."""
+    sequence_length: int = Field(ge=2)
+    """Most positions of each text, its end of text included; longer texts are cut, and counted."""
+
+    @model_validator(mode="after")
+    def _no_tokenizer_to_train(self) -> Self:
+        if isinstance(self.tokenizer, BpeTokenizer):
+            raise ValueError("tokenizer: none is trained on pairs; use 'bytes' or a tokenizer.json")  # noqa: TRY004
+        return self

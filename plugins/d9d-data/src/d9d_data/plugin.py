@@ -36,6 +36,18 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         config=Ref("d9d_data.config:PreferenceConfig"),
         build=Ref("d9d_data.stream.chat:build_preference"),
     )
+    yield DatasetSpec(
+        name="labelled",
+        summary="Texts with a label each, or words with a label for each, for tasks of classification.",
+        config=Ref("d9d_data.config:LabelledConfig"),
+        build=Ref("d9d_data.stream.documents:build_documents"),
+    )
+    yield DatasetSpec(
+        name="pairs",
+        summary="Queries with documents that answer them and perhaps others, each text a row, for embeddings.",
+        config=Ref("d9d_data.config:PairsConfig"),
+        build=Ref("d9d_data.stream.documents:build_documents"),
+    )
 
 
 @hookimpl

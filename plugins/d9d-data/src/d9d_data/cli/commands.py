@@ -62,8 +62,13 @@ def show(
 
 
 def _title(number: int, sample: Sample) -> str:
-    learned = int((sample.targets >= 0).sum())
+    found = None if sample.targets is None else sample.targets >= 0
+    found = sample.marks if found is None else found
+    learned = (
+        "" if found is None else f", {int(found.sum()):,} {'learned' if sample.targets is not None else 'labelled'}"
+    )
+    label = f", label {sample.label}" if sample.label else ""
     documents = int(sample.documents[-1]) + 1
     several = f", {documents} documents" if documents > 1 else ""
     name = f" {sample.name}" if sample.name else ""
-    return f"sample {number}{name}: {len(sample.tokens):,} tokens{several}, {learned:,} learned"
+    return f"sample {number}{name}: {len(sample.tokens):,} tokens{several}{learned}{label}"

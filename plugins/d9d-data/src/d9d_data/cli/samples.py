@@ -26,15 +26,19 @@ class Sample:
 
     Attributes:
         tokens: [S] token ids.
-        targets: [S] the next tokens; -100 where none is learned.
+        targets: [S] the next tokens; -100 where none is learned. ``None`` if tokens are not predicted.
+        marks: [S] whether a token has a label.
         documents: [S] number of the document inside the sample.
         name: name of the text in a sample of several, such as ``chosen``.
+        label: class of the sample, if it has one.
     """
 
     tokens: Int64
-    targets: Int64
+    targets: Int64 | None
     documents: Int64
     name: str = ""
+    label: str = ""
+    marks: npt.NDArray[np.bool_] | None = None
 
 
 def names_of_texts(stream: DataStream) -> list[str]:
@@ -52,10 +56,27 @@ def samples_of(stream: DataStream) -> Iterator[Sample]:
             count, length = rows["tokens"].shape
             lengths = rows.get("lengths", np.full(count, length))
             documents = rows.get("documents", np.zeros((count, length), dtype=np.int64))
+            targets, labels = rows.get("targets"), rows.get("labels")
             for row in range(count):
                 kept = slice(int(lengths[row]))
-                name = texts[row % len(texts)]
-                yield Sample(rows["tokens"][row, kept], rows["targets"][row, kept], documents[row, kept], name)
+                label, marks = "", None
+                if labels is not None and labels.ndim == 1:
+                    label = _class_name(stream, int(labels[row]))
+                elif labels is not None:
+                    marks = labels[row, kept] >= 0
+                yield Sample(
+                    rows["tokens"][row, kept],
+                    None if targets is None else targets[row, kept],
+                    documents[row, kept],
+                    texts[row % len(texts)],
+                    label,
+                    marks,
+                )
+
+
+def _class_name(stream: DataStream, number: int) -> str:
+    names = stream.facts.get("labels")
+    return str(names[number]) if isinstance(names, list) and number >= 0 else str(number)
 
 
 def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer | None:
@@ -68,7 +89,8 @@ def tokenizer_for(assets: Path, pretrained: str | None) -> tokenizers.Tokenizer 
 def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = False) -> Text:
     """Text of a sample: tokens that are learned stand out, others are dim, and a line separates documents.
 
-    A token is learned where it is the target of the position before; the first of a document never is.
+    A token is learned where it is the target of the position before, or has a label; the first of a document is no
+    target.
 
     Args:
         sample: to show.
@@ -76,9 +98,12 @@ def marked(sample: Sample, tokenizer: tokenizers.Tokenizer, brackets: bool = Fal
         brackets: put what is learned between « and ».
     """
     learned = np.zeros(len(sample.tokens) + 1, dtype=np.bool_)
-    learned[1:] = sample.targets >= 0
+    if sample.targets is not None:
+        learned[1:] = sample.targets >= 0
+    elif sample.marks is not None:
+        learned[:-1] = sample.marks
     tokens, documents = sample.tokens.tolist(), sample.documents.tolist()
-    if learned[-1]:  # what the last position predicts is no input
+    if sample.targets is not None and learned[-1]:  # what the last position predicts is no input
         tokens, documents = [*tokens, int(sample.targets[-1])], [*documents, documents[-1]]
     text, before = Text(), None
     places = [(document, bool(is_learned)) for document, is_learned in zip(documents, learned, strict=False)]

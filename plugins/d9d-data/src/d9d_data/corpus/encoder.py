@@ -29,10 +29,12 @@ class Sample:
     Attributes:
         ids: token ids of each document, [tokens].
         columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
+        cut: whether the record had more than fits into a sample.
     """
 
     ids: Sequence[Ids]
     columns: Mapping[str, Sequence[npt.NDArray[Any]]]
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,16 @@ class Encoded:
         columns: values beside the tokens by the names of the encoder's columns, for each document [tokens].
         characters: about how much was read for them.
         dropped: records before or among them that gave no sample, although nothing is wrong with them.
+        cut: records among them that had more than fits into a sample.
+        labels: labels met so far in these parts of the corpus, by the numbers in the column ``labels``.
     """
 
     ids: Sequence[Ids]
     columns: Mapping[str, Sequence[npt.NDArray[Any]]]
     characters: int
     dropped: int = 0
+    cut: int = 0
+    labels: tuple[str | int, ...] = ()
 
 
 class Encoder(Protocol):
@@ -57,7 +63,8 @@ class Encoder(Protocol):
 
     Attributes:
         vocab_size: one more than the largest id.
-        columns: types of the values that stand beside each token, by name: ``weights``, whether it is learned.
+        columns: types of the values that stand beside each token, by name: ``weights``, whether it is learned;
+            ``labels``, a number of :attr:`Encoded.labels` or -100.
     """
 
     vocab_size: int
@@ -149,7 +156,7 @@ def _joined(samples: Sequence[Sample], dropped: int) -> Encoded:
     ids = [one for sample in samples for one in sample.ids]
     names = samples[0].columns if samples else ()
     columns = {name: [values for sample in samples for values in sample.columns[name]] for name in names}
-    return Encoded(ids, columns, 4 * sum(map(len, ids)), dropped)
+    return Encoded(ids, columns, 4 * sum(map(len, ids)), dropped, sum(sample.cut for sample in samples))
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

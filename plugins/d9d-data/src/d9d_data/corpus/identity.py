@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from d9d_data.config import CorpusConfig, ModelTextConfig, PreparedConfig
+from d9d_data.config import ModelTextConfig, PreparedConfig, TokenizedConfig
 from d9d_data.corpus.encoding import encoding_of, tokenizer_of
 from d9d_data.sources.document import Piece, topics_digest
 from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blocks, stat_file
@@ -57,14 +57,15 @@ def corpus_key(config: PreparedConfig, pieces: Sequence[Piece]) -> str:
 def _encoding(config: PreparedConfig) -> dict[str, Any]:
     choice, end = tokenizer_of(config)
     tokenizer = tokenizer_identity(choice)
-    if isinstance(config, CorpusConfig):
-        return {"tokenizer": tokenizer, "end_of_text": end}
+    encoding = encoding_of(config)
+    if isinstance(config, TokenizedConfig):
+        records = {} if encoding.encoder == "text" else {encoding.encoder: encoding.settings}
+        return {"tokenizer": tokenizer, "end_of_text": end, **records}
     from d9d_data.chat.template import ChatTemplate  # brings Jinja, which texts never need
 
     assert isinstance(config, ModelTextConfig)
     assert isinstance(choice, str)
     template = ChatTemplate.find(find_tokenizer_file(choice), arguments=config.template_arguments)
-    encoding = encoding_of(config)
     return {
         "tokenizer": tokenizer,
         encoding.encoder: encoding.settings,

@@ -14,9 +14,16 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, parse_json, read_regular
 
-from d9d_data.config import CorpusConfig, DocumentsConfig, ModelTextConfig, PreparedConfig
+from d9d_data.config import (
+    CorpusConfig,
+    DocumentsConfig,
+    LabelledConfig,
+    ModelTextConfig,
+    PreparedConfig,
+    TokenizedConfig,
+)
 from d9d_data.corpus.cache import cached_directory, file_digests, find_damage
-from d9d_data.corpus.encoding import Encoding, encoding_of
+from d9d_data.corpus.encoding import TEXTS, Encoding, encoding_of
 from d9d_data.corpus.identity import corpus_key
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.tokenise import FACTS, SPLITS, Split, tokenise
@@ -26,7 +33,7 @@ from d9d_data.sources.find import find_files
 from d9d_data.sources.opening import SourceFile
 from d9d_data.tokenizer.of_model import with_tokenizer
 
-C = TypeVar("C", bound=CorpusConfig | ModelTextConfig)
+C = TypeVar("C", bound=TokenizedConfig | ModelTextConfig)
 #: Files whose reading is announced.
 _MANY = 10_000
 
@@ -46,7 +53,12 @@ class Corpus:
         skipped: malformed documents that both splits together lack.
         weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
         dropped: records that both splits lack because they are too long, or have nothing left to learn.
-        texts: names of the consecutive documents that belong together, if a sample has several.
+        encoding: of the records.
+        labels: int32 [N], class of each token, -100 for none, memory-mapped; of a text with one label, at its first
+            token. ``None`` if there are none.
+        num_classes: number of classes.
+        label_names: names of the classes, if they have names.
+        cut: records of both splits that had more than fits into a sample, as far as preparation cuts them.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -59,7 +71,16 @@ class Corpus:
     skipped: int = 0
     weights: npt.NDArray[np.bool_] | None = None
     dropped: int = 0
-    texts: tuple[str, ...] = ()
+    encoding: Encoding = TEXTS
+    labels: npt.NDArray[np.int32] | None = None
+    num_classes: int = 0
+    label_names: tuple[str, ...] | None = None
+    cut: int = 0
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Names of the consecutive documents that belong together, if a sample has several."""
+        return self.encoding.texts
 
     @property
     def documents_per_sample(self) -> int:
@@ -75,6 +96,10 @@ class Corpus:
         """Documents of samples [B], those of each together: [B * documents_per_sample]."""
         together = np.arange(self.documents_per_sample)
         return (samples[:, None] * self.documents_per_sample + together).reshape(-1)
+
+    def positions_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions that documents [D] take: one less than tokens where the last is a target only."""
+        return self.starts[documents + 1] - self.starts[documents] - int(self.encoding.targets)
 
     @property
     def end_of_text(self) -> int:
@@ -140,7 +165,7 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
     files = find_files(config.sources, note)
     pieces = [Piece(file, _field_of(config, file)) for file in files]
     for piece in pieces:
-        if isinstance(config, ModelTextConfig):
+        if encoding.encoder != "text":
             check_structured(piece.file, encoding.plural)
         else:
             check_field(piece.file, piece.field)
@@ -171,6 +196,8 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
                 )
             if facts["skipped"]:
                 note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
+            if facts["cut"]:
+                note(f"cut {facts['cut']:,} {encoding.plural} to the {config.sequence_length:,} tokens of a sample")
             if facts["dropped"]:
                 note(
                     f"left out {facts['dropped']:,} {encoding.plural} that are too long, or have nothing left to learn"
@@ -181,6 +208,8 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
 
 
 def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
+    if isinstance(config, LabelledConfig):  # to train a tokenizer on
+        return config.text_field
     if file.format not in STRUCTURED or not isinstance(config, CorpusConfig):
         return None
     return config.field or ("text" if file.format == "jsonl" and isinstance(config, DocumentsConfig) else None)
@@ -211,6 +240,9 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         assets=directory / "tokenizer",
         skipped=facts["skipped"],
         dropped=facts["dropped"],
-        texts=encoding.texts,
+        encoding=encoding,
+        num_classes=facts.get("num_classes", 0),
+        label_names=None if facts.get("labels") is None else tuple(facts["labels"]),
+        cut=facts.get("cut", 0),
         **dict(zip(encoding.columns, columns, strict=True)),
     )

@@ -35,7 +35,7 @@ class FinishedShard:
         tokens: [N].
         lengths: int64 [D], tokens of each document.
         columns: values beside the tokens, [N] each.
-        facts: what was left out.
+        facts: what was left out or cut, and the labels by their numbers.
     """
 
     tokens: npt.NDArray[Any]
@@ -79,7 +79,8 @@ def write_shard(
     """
 
     def build(directory: Path) -> None:
-        skips, dropped = Skips(), 0
+        skips, dropped, cut = Skips(), 0, 0
+        labels: tuple[str | int, ...] = ()
         dtype = token_dtype(encoder.vocab_size)
         with ExitStack() as stack:
             tokens = stack.enter_context(NpyWriter(directory / TOKENS, dtype))
@@ -89,7 +90,7 @@ def write_shard(
                 for name, kind in encoder.columns.items()
             }
             for batch in encoder.encode(shard.pieces, skips if malformed == "skip" else refuse):
-                dropped += batch.dropped
+                dropped, cut, labels = dropped + batch.dropped, cut + batch.cut, batch.labels
                 if batch.ids:
                     # Ids are below the vocabulary.
                     tokens.append(np.concatenate(list(batch.ids), dtype=dtype, casting="unsafe"))
@@ -97,7 +98,13 @@ def write_shard(
                     for name, column in columns.items():
                         column.append(np.concatenate(list(batch.columns[name])))
                 advance(batch.characters)
-        facts = {"skipped": skips.count, "first_skipped": skips.first, "dropped": dropped}
+        facts = {
+            "skipped": skips.count,
+            "first_skipped": skips.first,
+            "dropped": dropped,
+            "cut": cut,
+            "labels": labels,
+        }
         (directory / FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
     files = (TOKENS, LENGTHS, FACTS, *(f"{name}.npy" for name in encoder.columns))

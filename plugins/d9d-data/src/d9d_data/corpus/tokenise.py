@@ -18,15 +18,16 @@ import numpy as np
 import numpy.typing as npt
 from d9d_core.extend import DataError
 
-from d9d_data.config import BpeTokenizer, CorpusConfig, PreparedConfig
+from d9d_data.config import BpeTokenizer, PreparedConfig, TokenizedConfig
 from d9d_data.corpus.cache import cached_directory
 from d9d_data.corpus.encoder import Encoder
-from d9d_data.corpus.encoding import encoding_of
+from d9d_data.corpus.encoding import Encoding, encoding_of
 from d9d_data.corpus.npy_writer import NpyWriter
 from d9d_data.corpus.plan import Shard
 from d9d_data.corpus.pool import default_workers, tokenise_in_processes
 from d9d_data.corpus.shards import Skips, read_shard, token_dtype, write_shard
 from d9d_data.corpus.worker import TOKENIZER, Setup
+from d9d_data.fields.label_table import Classes
 from d9d_data.sources.document import texts_of
 from d9d_data.sources.place import Reject, refuse
 from d9d_data.tokenizer.select import make_tokenizer
@@ -64,15 +65,14 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
     tokenizer.save(directory / "tokenizer")
     _tokenise_shards(config.preparation_workers, setup, encoder, shards, work)
     facts = {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.description}
-    together = len(encoding_of(config).texts) or 1
-    facts |= _join(encoder, shards, config.held_out, together, work, directory)
+    facts |= _join(encoder, shards, config.held_out, encoding_of(config), work, directory)
     (directory / FACTS).write_text(json.dumps(facts, indent=2), encoding="utf-8")
     return facts
 
 
 def _train_tokenizer(config: PreparedConfig, shards: Sequence[Shard], work: Path) -> None:
     """Train the tokenizer, if the config asks for that."""
-    if isinstance(config, CorpusConfig) and isinstance(config.tokenizer, BpeTokenizer):
+    if isinstance(config, TokenizedConfig) and isinstance(config.tokenizer, BpeTokenizer):
         choice, end = config.tokenizer, config.end_of_text
         texts = _training_texts(shards, config.held_out, Skips() if config.malformed == "skip" else refuse)
         # Training reads the whole corpus, so what it learned is kept for a start after a kill.
@@ -117,7 +117,7 @@ def _in_memory(shard: Shard) -> bool:
 
 
 def _join(
-    encoder: Encoder, shards: Sequence[Shard], held_out: float, together: int, work: Path, directory: Path
+    encoder: Encoder, shards: Sequence[Shard], held_out: float, encoding: Encoding, work: Path, directory: Path
 ) -> dict[str, Any]:
     """Write the token files of both splits from those of the shards, and return facts about them.
 
@@ -125,12 +125,14 @@ def _join(
         encoder: says which files there are.
         shards: finished ones.
         held_out: fraction of the samples that is set aside.
-        together: documents of a sample.
+        encoding: of the records.
         work: directory of the shards' directories.
         directory: where the files are written.
     """
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
-    found, skipped, first_skipped, dropped = 0, 0, "", 0
+    found, skipped, first_skipped, dropped, cut = 0, 0, "", 0, 0
+    together = len(encoding.texts) or 1
+    classes = _classes(encoder, shards, encoding, work)
     kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64, **encoder.columns}
     with ExitStack() as stack:
         writers = {
@@ -144,7 +146,7 @@ def _join(
             there = read_shard(shard, work, encoder.columns)
             skipped += there.facts["skipped"]
             first_skipped = first_skipped or there.facts["first_skipped"]
-            dropped += there.facts["dropped"]
+            dropped, cut = dropped + there.facts["dropped"], cut + there.facts["cut"]
             for place, chunk_lengths in _chunks(there.lengths):
                 chunk = there.tokens[place]
                 aside = _set_aside(np.arange(found, found + len(chunk_lengths)) // together, held_out)
@@ -156,8 +158,11 @@ def _join(
                     taken = chunk[kept]
                     starts_of[split].append(tokens_of[split].length + np.cumsum(chunk_lengths[chosen]))
                     tokens_of[split].append(taken)
-                    for name, values in there.columns.items():
-                        writers[name][split].append(values[place][kept])
+                    for name, column in there.columns.items():
+                        values = column[place][kept]
+                        if classes is not None and name == "labels":
+                            values = classes.mapped(values, there.facts["labels"])
+                        writers[name][split].append(values)
                     if split == "train":
                         counts += np.bincount(taken, minlength=len(counts))
         documents = {split: (starts.length - 1) // together for split, starts in starts_of.items()}
@@ -168,7 +173,23 @@ def _join(
         "skipped": skipped,
         "first_skipped": first_skipped,
         "dropped": dropped,
+        "cut": cut,
+        "num_classes": classes.count if classes else 0,
+        "labels": classes.names if classes else None,
     }
+
+
+def _classes(encoder: Encoder, shards: Sequence[Shard], encoding: Encoding, work: Path) -> Classes | None:
+    """Classes of the labels in all shards, if the records have labels."""
+    if "labels" not in encoder.columns:
+        return None
+    tables = [read_shard(shard, work, ()).facts["labels"] for shard in shards]
+    classes = Classes(tables, encoding.settings["names"])
+    if classes.count < 2:
+        raise DataError(
+            f"data.label: the corpus has labels of {classes.count} classes; name another field or other sources"
+        )
+    return classes
 
 
 def _chunks(lengths: npt.NDArray[np.int64]) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:

@@ -26,7 +26,7 @@ class WindowOrder:
     Args:
         order: order of samples before they are sorted.
         corpus: has the documents that the samples are.
-        longest: documents of more tokens count as of this length.
+        longest: documents of more positions count as of this length.
         window: W, a multiple of ``batch_size``.
         batch_size: b, at most the number of samples.
     """
@@ -98,9 +98,9 @@ class WindowOrder:
         return taken
 
     def _sorted(self, samples: Int64) -> Int64:
-        starts, documents = self._corpus.starts, self._corpus.documents_of(samples)
+        corpus = self._corpus
         # The longest document of a sample decides how much is padded.
-        lengths = (starts[documents + 1] - starts[documents]).reshape(len(samples), -1).max(axis=1)
+        lengths = corpus.positions_of(corpus.documents_of(samples)).reshape(len(samples), -1).max(axis=1)
         lengths = np.minimum(lengths, self._longest)
         # Stable: samples of one length stay in the order that the seed gave them.
         return samples[np.argsort(lengths, kind="stable")]

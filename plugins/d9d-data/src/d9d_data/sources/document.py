@@ -16,7 +16,7 @@ from d9d_data.sources.place import Place, Record, Reject, refuse
 from d9d_data.sources.records import columns_of, read_records, value_of
 
 #: Formats whose files have records with fields; of the others a text is not in a field.
-STRUCTURED = frozenset({"jsonl", "json", "csv", "tsv", "parquet", "arrow"})
+STRUCTURED = frozenset({"jsonl", "json", "csv", "tsv", "parquet", "arrow", "kinds"})
 #: Bytes of the largest text in a compressed file; of one that is not, whoever made it saw the size.
 MAX_COMPRESSED_TEXT = 1 << 30
 #: Formats whose fields are known before a record is read, and the same for all of them.
@@ -131,7 +131,7 @@ def check_structured(file: SourceFile, what: str) -> None:
         DataError: it is one.
     """
     if file.format not in STRUCTURED:
-        formats = ", ".join(f".{name}" for name in sorted(STRUCTURED))
+        formats = ", ".join(f".{name}" for name in sorted(STRUCTURED - {"kinds"}))
         raise DataError(
             f"data.sources: {file.name} has no records with fields, which {what} are; name files of the kinds "
             f"{formats}, or use the dataset text"

@@ -18,6 +18,7 @@ _PYTHON: Mapping[str, Callable[[], list[SourceFile]]] = {
     "python:topics": python.topics_file,
     "python:docstrings": python.docstrings,
     "python:sources": python.sources,
+    "python:kinds": python.kinds,
 }
 #: Begins the name of a directory that the library ``datasets`` saved.
 SAVED_DATASET = "hf:"

@@ -40,7 +40,7 @@ class SourceFile:
 
     Attributes:
         address: local path, or address for fsspec such as ``s3://bucket/a.jsonl``.
-        format: ``text``, ``docstrings``, ``topics`` or a value of :data:`FORMATS`: how documents are found in it.
+        format: ``text``, ``docstrings``, ``kinds``, ``topics`` or a value of :data:`FORMATS`.
         compression: a value of :data:`COMPRESSIONS`, or empty.
     """
 

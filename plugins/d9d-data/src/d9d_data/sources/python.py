@@ -50,9 +50,27 @@ def docstrings() -> list[SourceFile]:
     return [SourceFile(str(path), "docstrings") for path in _library()]
 
 
+def kinds() -> list[SourceFile]:
+    """Docstrings of the standard library as records of ``text`` and ``label``: module, class or function."""
+    return [SourceFile(str(path), "kinds") for path in _library()]
+
+
 @lru_cache(maxsize=4096)  # parsing is slow, and a corpus is read twice: to train a tokenizer, and to encode
 def docstrings_in(source: bytes, name: str) -> str:
     """Docstrings of a Python source, found without importing it, without indentation and with empty lines between.
+
+    Args:
+        source: contents of the file.
+        name: its name, for messages.
+
+    Raises:
+        DataError: it is not valid Python.
+    """
+    return "\n\n".join(text for _, _, text in kinds_in(source, name))
+
+
+def kinds_in(source: bytes, name: str) -> list[tuple[str, int, str]]:
+    """Docstrings of a Python source: what each describes (module, class, function), its line, and its text.
 
     Args:
         source: contents of the file.
@@ -67,17 +85,19 @@ def docstrings_in(source: bytes, name: str) -> str:
             tree = ast.parse(source)
         except (SyntaxError, ValueError) as error:
             raise DataError(f"data.sources: {name} is not valid Python ({error})") from error
-    texts: list[str] = []
+    found: list[tuple[str, int, str]] = []
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            texts.append(ast.get_docstring(node) or "")
+        if isinstance(node, _DEFINITIONS) and (text := ast.get_docstring(node)):
+            found.append((_KINDS.get(type(node), "function"), getattr(node, "lineno", 1), text))
         # Definitions only stand in statements, so expressions, the bulk of the tree, need no visit.
         pending += reversed([child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS)])
-    return "\n\n".join(text for text in texts if text)
+    return found
 
 
+_KINDS: dict[type[ast.AST], str] = {ast.Module: "module", ast.ClassDef: "class"}
+_DEFINITIONS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 

@@ -12,6 +12,7 @@ from d9d_core.extend import DataError, parse_json
 from d9d_data.sources.lines import csv_columns, read_csv, read_json_lines
 from d9d_data.sources.opening import SourceFile, open_content
 from d9d_data.sources.place import Place, Record, Reject, refuse
+from d9d_data.sources.python import kinds_in
 from d9d_data.sources.tables import read_table, table_columns
 
 #: Bytes of the largest ``.json`` file: it is parsed as a whole.
@@ -45,6 +46,8 @@ def read_records(
             return _read_json(file, reject)
         case "csv" | "tsv":
             return read_csv(file, reject)
+        case "kinds":
+            return _read_kinds(file)
         case "parquet" | "arrow":
             return read_table(file, begin, end, _column_of(file, field))
     raise DataError(f"data.sources: {file.name} is a text without fields; use a .jsonl, .csv or .parquet file")
@@ -89,6 +92,13 @@ def _column_of(file: SourceFile, field: str | None) -> str | None:
         return field
     top = field.partition(".")[0]
     return top if top in columns else None
+
+
+def _read_kinds(file: SourceFile) -> Iterator[Record]:
+    with open_content(file) as content:
+        found = kinds_in(content.read(), file.name)
+    for kind, line, text in found:
+        yield Record({"text": text, "label": kind}, Place(file, line))
 
 
 def _read_json(file: SourceFile, reject: Reject) -> Iterator[Record]:

@@ -28,6 +28,11 @@ def facts_of(corpus: Corpus) -> State:
     }
     if corpus.texts:
         facts |= {"texts": list(corpus.texts), "texts_per_sample": len(corpus.texts)}
+    if corpus.labels is not None:
+        names = {} if corpus.label_names is None else {"labels": list(corpus.label_names)}
+        return {**facts, "num_classes": corpus.num_classes, **names}
+    if not corpus.encoding.targets:
+        return facts
     if corpus.weights is None:
         return {**facts, "unigram_entropy": corpus.unigram_entropy}
     dropped = {"dropped": corpus.dropped} if corpus.dropped else {}

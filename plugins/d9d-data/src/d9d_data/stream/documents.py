@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, State
 
-from d9d_data.config import DocumentsConfig, ModelTextConfig
+from d9d_data.config import DocumentsConfig, LabelledConfig, PaddedConfig, PairsConfig
 from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.order.windows import WindowOrder
 from d9d_data.stream.base import CorpusStream, facts_of
-from d9d_data.stream.padding import pad
+from d9d_data.stream.padding import pad, pad_texts
 from d9d_data.stream.reader import Arrays
 
 # Batches sorted together unless the job file says otherwise: enough that the lengths in a pack differ by little.
 _WINDOW_BATCHES = 64
 
 
-def build_documents(config: DocumentsConfig, context: DataContext) -> DocumentStream:
+def build_documents(config: DocumentsConfig | LabelledConfig | PairsConfig, context: DataContext) -> DocumentStream:
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
@@ -42,7 +44,7 @@ class DocumentStream(CorpusStream):
         DataError: the batch is larger than the data, or the window cannot be.
     """
 
-    def __init__(self, config: DocumentsConfig | ModelTextConfig, context: DataContext, corpus: Corpus) -> None:
+    def __init__(self, config: PaddedConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
         samples = corpus.samples
         if layout.batch_size > samples:
@@ -52,7 +54,7 @@ class DocumentStream(CorpusStream):
             )
         order = SampleOrder(samples, context.seed, config.shuffle)
         window = _window(config.bucket_window, samples, layout.batch_size)
-        windows = WindowOrder(order, corpus, config.sequence_length + 1, window, layout.batch_size)
+        windows = WindowOrder(order, corpus, config.sequence_length, window, layout.batch_size)
         source = DocumentPacks(corpus, windows, config.sequence_length, config.pad_multiple, layout)
         identity = f"documents by epoch {corpus.digest} {config.sequence_length} {config.shuffle}"
         super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
@@ -71,11 +73,16 @@ class DocumentStream(CorpusStream):
         return {
             **facts_of(self._corpus),
             "sequence_length": self._sequence_length,
-            "cut_documents": int(np.count_nonzero(np.diff(self._corpus.starts) > self._sequence_length + 1)),
+            "cut_documents": self._corpus.cut or self._cut_here(),
             "samples": self._corpus.samples,
             "bucket_window": self._window,
             "unused_positions": self._unused,
         }
+
+    def _cut_here(self) -> int:
+        """Documents that are cut when they are read."""
+        extra = int(self._corpus.encoding.targets)
+        return int(np.count_nonzero(np.diff(self._corpus.starts) > self._sequence_length + extra))
 
     def state(self) -> State:
         """Samples consumed by all ranks together, the fingerprint of the data, and the sizes that form packs."""
@@ -130,7 +137,7 @@ class DocumentPacks:
         for consumed in range(0, samples, layout.batch_size):
             dealt = self.order(consumed).reshape(-1, layout.ranks).T.reshape(-1)  # as pack_at() does, rank by rank
             documents = corpus.documents_of(dealt)
-            lengths = np.clip(corpus.starts[documents + 1] - corpus.starts[documents] - 1, 1, self.sequence_length)
+            lengths = np.clip(corpus.positions_of(documents), 1, self.sequence_length)
             rows = lengths.reshape(-1, layout.microbatch_size * corpus.documents_per_sample)
             longest = -(-rows.max(axis=1) // self.pad_multiple) * self.pad_multiple
             used, padded = used + int(lengths.sum()), padded + int(longest.sum()) * rows.shape[1]
@@ -143,19 +150,17 @@ class DocumentPacks:
         """
         corpus, layout = self.corpus, self.layout
         mine = self.order(consumed)[layout.rank :: layout.ranks]
-        pack = []
-        for begin in range(0, layout.share, layout.microbatch_size):
-            samples = mine[begin : begin + layout.microbatch_size]
-            padded = pad(
-                corpus.tokens,
-                corpus.starts,
-                corpus.documents_of(samples),
-                self.sequence_length,
-                self.pad_multiple,
-                corpus.weights,
-            )
-            pack.append(padded if corpus.documents_per_sample == 1 else {**padded, "samples": samples})
-        return pack
+        begins = range(0, layout.share, layout.microbatch_size)
+        return [self._microbatch(corpus, mine[begin : begin + layout.microbatch_size]) for begin in begins]
+
+    def _microbatch(self, corpus: Corpus, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[np.int64]]:
+        sizes = (corpus.documents_of(samples), self.sequence_length, self.pad_multiple)
+        if corpus.encoding.targets:
+            padded = pad(corpus.tokens, corpus.starts, *sizes, corpus.weights)
+        else:
+            each = corpus.encoding.settings.get("per") == "word"
+            padded = pad_texts(corpus.tokens, corpus.starts, *sizes, corpus.labels, label_each=each)
+        return {**padded, "samples": samples} if corpus.texts else padded
 
 
 def _window(wanted: int | None, samples: int, batch_size: int) -> int:

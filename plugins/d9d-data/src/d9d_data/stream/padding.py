@@ -45,9 +45,7 @@ def pad(
         padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], positions of each sample without padding.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
-    lengths = np.clip(available - 1, 1, sequence_length)[:, None]  # [B, 1]
-    columns = np.arange(-(-int(lengths.max()) // multiple) * multiple)  # [S]
-    inside = columns < lengths  # [B, S]
+    lengths, columns, inside = _rectangle(available - 1, sequence_length, multiple)
     followed = columns < available[:, None] - 1  # [B, S]
     end = len(tokens) - 1  # the last token of all ends a document
     places = np.where(inside, first[:, None] + columns, end)
@@ -60,3 +58,50 @@ def pad(
         "documents": (~inside).astype(np.int64),
         "lengths": lengths[:, 0],
     }
+
+
+def pad_texts(
+    tokens: npt.NDArray[np.integer[Any]],
+    starts: Int64,
+    samples: Int64,
+    sequence_length: int,
+    multiple: int,
+    labels: npt.NDArray[np.int32] | None = None,
+    *,
+    label_each: bool = False,
+) -> Mapping[str, Int64]:
+    """Pad a microbatch of documents whose tokens are not predicted: one of n tokens has n positions.
+
+    Args:
+        tokens: [N] all documents.
+        starts: [D + 1] where each document starts, and N.
+        samples: [B] which documents.
+        sequence_length: most positions of a sample; a multiple of ``multiple``.
+        multiple: divisor of S.
+        labels: [N] classes, -100 for none; ``None`` if there are none.
+        label_each: whether each token has a label; otherwise that of the first is the sample's.
+
+    Returns:
+        ``tokens``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B] as :func:`pad` gives them, and with
+        labels ``labels``, [B, S] with -100 in padding, or [B].
+    """
+    first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
+    lengths, columns, inside = _rectangle(available, sequence_length, multiple)
+    places = np.where(inside, first[:, None] + columns, len(tokens) - 1)
+    padded = {
+        "tokens": np.asarray(tokens[places], dtype=np.int64),
+        "positions": np.where(inside, columns, columns - lengths),
+        "documents": (~inside).astype(np.int64),
+        "lengths": lengths[:, 0],
+    }
+    if labels is not None:
+        found = np.where(inside, labels[places], NO_TARGET) if label_each else labels[first]
+        padded["labels"] = np.asarray(found, dtype=np.int64)
+    return padded
+
+
+def _rectangle(positions: Int64, sequence_length: int, multiple: int) -> tuple[Int64, Int64, npt.NDArray[np.bool_]]:
+    """Lengths [B, 1] of samples, the columns [S] that hold the longest, and which places [B, S] a sample fills."""
+    lengths = np.clip(positions, 1, sequence_length)[:, None]
+    columns = np.arange(-(-int(lengths.max()) // multiple) * multiple)
+    return lengths, columns, columns < lengths

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from d9d_core.extend import DataError
 
-from d9d_data.config import BpeTokenizer, CorpusConfig, ModelTextConfig, PreparedConfig
+from d9d_data.config import BpeTokenizer, ModelTextConfig, PreparedConfig, TokenizedConfig
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 from d9d_data.tokenizer.select import make_tokenizer, tokenizer_identity
 
-C = TypeVar("C", bound=CorpusConfig | ModelTextConfig)
+C = TypeVar("C", bound=ModelTextConfig | TokenizedConfig)
 P = TypeVar("P", bound=PreparedConfig)
 _NEEDED = "name the tokenizer that belongs to these weights in data.tokenizer"
 
@@ -55,7 +55,7 @@ def _own(pretrained: str | None) -> Path | None:
     return file if file.is_file() else None
 
 
-def _compare(config: CorpusConfig | ModelTextConfig, own: Path) -> None:
+def _compare(config: ModelTextConfig | TokenizedConfig, own: Path) -> None:
     """Refuse a tokenizer that gives tokens of the model other ids."""
     choice = config.tokenizer
     assert choice is not None
@@ -66,7 +66,7 @@ def _compare(config: CorpusConfig | ModelTextConfig, own: Path) -> None:
         )
     if tokenizer_identity(choice) == tokenizer_identity(str(own)):
         return
-    end = config.end_of_text if isinstance(config, CorpusConfig) else None
+    end = config.end_of_text if isinstance(config, TokenizedConfig) else None
     ours, theirs = make_tokenizer(choice, end, ()), make_tokenizer(str(own), None, ())
     there, here = theirs.vocabulary(), ours.vocabulary()
     other = next((token for token, number in there.items() if here.get(token) != number), None)

@@ -1,0 +1,115 @@
+"""Labels of a corpus: their ids, and which names and numbers are labels at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from d9d_core.extend import DataError, closest
+
+#: Id that stands for no label; the loss ignores it.
+NO_LABEL = -100
+#: Most classes: a head has a row for each.
+MAX_CLASSES = 1 << 20
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,6}")
+Label = str | int
+
+
+class LabelTable:
+    """Table of labels: names that a config lists, or names and numbers in the order in which they are met.
+
+    Args:
+        names: names of the classes; ``None`` if the data has them all.
+    """
+
+    def __init__(self, names: Sequence[str] | None) -> None:
+        self._listed = None if names is None else list(names)
+        self._ids: dict[Label, int] = {name: number for number, name in enumerate(names or ())}
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        """Labels by their ids in this table."""
+        return tuple(self._ids)
+
+    def check(self, value: Any, where: str) -> Label:
+        """Label of a record's value.
+
+        Args:
+            value: a name, a number, or -100 for none.
+            where: place of the value, for messages.
+
+        Raises:
+            DataError: it is no label, or no class of those that are listed.
+        """
+        if isinstance(value, float) and value.is_integer():  # columns of numbers with gaps are read as such
+            value = int(value)
+        if isinstance(value, bool):
+            value = int(value)
+        if not isinstance(value, str | int) or value == "":
+            shown = "empty" if value is None or value == "" else f"a {type(value).__name__}"
+            raise DataError(f"{where} is {shown}; give the name or the number of a class, or -100 for none")
+        if value == NO_LABEL:
+            return NO_LABEL
+        if isinstance(value, int):
+            most = MAX_CLASSES if self._listed is None else len(self._listed)
+            if not 0 <= value < most:
+                raise DataError(f"{where} is {value}; the numbers of classes are 0 to {most - 1:,}, and -100 is none")
+        elif self._listed is not None and value not in self._ids:
+            near = closest(value, self._listed)
+            known = f"did you mean '{near}'?" if near else f"data.labels has {', '.join(self._listed[:20])}"
+            raise DataError(f"{where} is the unknown name {value[:80]!r}; {known}")
+        return value
+
+    def id_of(self, label: Label) -> int:
+        """Id of a checked label in this table; it is added if it is new."""
+        if label == NO_LABEL:
+            return NO_LABEL
+        if self._listed is not None and isinstance(label, int):
+            return label
+        return self._ids.setdefault(label, len(self._ids))
+
+
+class Classes:
+    """Classes of a whole corpus, from the tables of its parts.
+
+    Names get ids in sorted order; if all are numbers, as CSV files have them, they are the ids.
+
+    Args:
+        tables: labels of each part by their ids there.
+        listed: names of the classes, if a config lists them; then all tables have their ids.
+
+    Raises:
+        DataError: some labels are names and others are numbers.
+    """
+
+    def __init__(self, tables: Sequence[Sequence[Label]], listed: Sequence[str] | None) -> None:
+        labels = {label for table in tables for label in table}
+        numeric = all(isinstance(label, int) or _NUMBER.fullmatch(label) for label in labels)
+        #: Names by id; ``None`` if the labels are numbers.
+        self.names: tuple[str, ...] | None = None
+        self._ids: dict[Label, int]
+        if listed is not None:
+            self.names, self._ids = tuple(listed), {name: number for number, name in enumerate(listed)}
+        elif numeric:
+            self._ids = {label: int(label) for label in labels}
+        else:
+            numbers = [label for label in labels if isinstance(label, int)]
+            names = sorted(label for label in labels if isinstance(label, str))
+            if numbers:
+                raise DataError(
+                    f"data.label: some labels are names ({names[0]!r}) and others numbers ({min(numbers)}); write them "
+                    "alike, or list the names in data.labels"
+                )
+            self.names, self._ids = tuple(names), {name: number for number, name in enumerate(names)}
+        #: Number of classes, one more than the largest id.
+        self.count = len(self.names) if self.names is not None else max(self._ids.values(), default=-1) + 1
+
+    def mapped(self, values: npt.NDArray[np.int32], table: Sequence[Label]) -> npt.NDArray[np.int32]:
+        """Ids of the corpus for those of a part's table."""
+        # The last entry is what -1 reads, so that "no label" stays that.
+        ids = np.asarray([*(self._ids[label] for label in table), NO_LABEL], dtype=np.int32)
+        mapped: npt.NDArray[np.int32] = ids[np.where(values == NO_LABEL, -1, values)]
+        return mapped

@@ -1,0 +1,146 @@
+"""Encoder of labelled records: texts with one label each, or lists of words with a label for each word."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from d9d_core.extend import DataError
+
+from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.fields.label_table import NO_LABEL, LabelTable
+from d9d_data.sources.document import Piece
+from d9d_data.sources.place import Record, Reject
+from d9d_data.sources.records import value_of
+from d9d_data.tokenizer.base import TextTokenizer
+
+#: Fields of the labels of words in published data sets, unless a config names one.
+_OF_WORDS = ("labels", "ner_tags")
+
+
+class LabelledEncoder:
+    """Encoder of texts or words with labels, which stand beside the tokens.
+
+    Token ids are those that the tokenizer gives to transformers, its special tokens included. The label of a text
+    stands at its first token. Words are joined by spaces; the label of a word stands at the first token that holds a
+    character of it.
+
+    Args:
+        tokenizer: makes the ids.
+        per: ``text`` or ``word``.
+        field: holds the text, or the list of words.
+        pair: holds a second text, which the tokenizer joins to the first; ``None`` if there is none.
+        label: holds the label, or the list of labels; ``None`` for the usual names.
+        names: of the classes; ``None`` to take those of the data.
+        longest: most tokens of a sample; longer ones are cut.
+    """
+
+    columns: Mapping[str, npt.DTypeLike] = {"labels": np.int32}
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        per: str,
+        field: str,
+        pair: str | None,
+        label: str | None,
+        names: Sequence[str] | None,
+        longest: int,
+    ) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self._backend = tokenizers.Tokenizer.from_str(tokenizer.serialised())
+        self._backend.encode_special_tokens = True  # what a text quotes is text
+        self._backend.no_padding()
+        self._backend.enable_truncation(longest)
+        self._per, self._field, self._pair, self._label, self._names = per, field, pair, label, names
+
+    @classmethod
+    def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
+        """Make an encoder from what can be sent to another process.
+
+        Args:
+            tokenizer: makes the ids.
+            file: its ``tokenizer.json``, if it has one.
+            settings: the other arguments of the class.
+        """
+        return cls(tokenizer, **settings)
+
+    def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
+        """Encode records; one without text or with a wrong label is rejected."""
+        table = LabelTable(self._names)
+        sample = partial(self._of_text if self._per == "text" else self._of_words, table)
+        for batch in encode_samples(pieces, reject, sample):
+            yield replace(batch, labels=table.labels)
+
+    def _of_text(self, table: LabelTable, record: Record) -> Sample:
+        where = str(record.place)
+        text = self._text(record, self._field)
+        pair = None if self._pair is None else self._text(record, self._pair)
+        field = self._label or "label"
+        if field not in record.values and value_of(record, field) is None:
+            raise _without(record, "label", field)
+        label = table.check(value_of(record, field), f"{where}: {field}")
+        encoding = self._backend.encode(text, pair)
+        labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
+        if not len(labels):
+            raise DataError(f"{where}: the tokenizer finds nothing in {self._field}; leave the record out")
+        labels[0] = table.id_of(label)
+        return _sample(encoding, labels)
+
+    def _of_words(self, table: LabelTable, record: Record) -> Sample:
+        where = str(record.place)
+        words = value_of(record, self._field)
+        if not isinstance(words, list):
+            raise _without(record, "list of words", self._field)
+        for number, word in enumerate(words):
+            if not isinstance(word, str) or not word.strip():
+                shown = "empty" if isinstance(word, str) else f"a {type(word).__name__}"
+                raise DataError(f"{where}: {self._field}[{number}] is {shown}; give a text")
+        choices = _OF_WORDS if self._label is None else (self._label,)
+        field = next((name for name in choices if value_of(record, name) is not None), choices[0])
+        values = value_of(record, field)
+        if not isinstance(values, list):
+            raise _without(record, "list of labels", field)
+        if len(values) != len(words) or not words:
+            raise DataError(
+                f"{where} has {len(words)} words in {self._field} and {len(values)} labels in {field}; give as many, "
+                "and at least one"
+            )
+        checked = [table.check(value, f"{where}: {field}[{number}]") for number, value in enumerate(values)]
+        encoding = self._backend.encode(" ".join(words))
+        labels = np.full(len(encoding.ids), NO_LABEL, dtype=np.int32)
+        starts = np.cumsum([0, *(len(word) + 1 for word in words)])  # of each word, and of one more
+        word = 0  # next one whose first token is looked for
+        for token, (_, end) in enumerate(encoding.offsets):
+            if word < len(words) and end > starts[word]:
+                labels[token] = table.id_of(checked[word])
+                word = int(np.searchsorted(starts, end, side="left"))
+        return _sample(encoding, labels)
+
+    def _text(self, record: Record, field: str) -> str:
+        text = value_of(record, field)
+        if not isinstance(text, str) or not text.strip():
+            raise _without(record, "text", field)
+        return text
+
+
+def _sample(encoding: tokenizers.Encoding, labels: npt.NDArray[np.int32]) -> Sample:
+    ids = np.asarray(encoding.ids, dtype=np.int64)
+    return Sample([ids], {"labels": [labels]}, cut=bool(encoding.overflowing))
+
+
+def _without(record: Record, what: str, field: str) -> DataError:
+    """Error about a record whose field does not hold what it should."""
+    has = ", ".join(str(name)[:40] for name in list(record.values)[:20]) or "none"
+    found = value_of(record, field)
+    there = f"; it is a {type(found).__name__} there" if found is not None and not isinstance(found, str) else ""
+    return DataError(
+        f"{record.place} has no {what} in a field {field!r} (it has {has}){there}; name another field in the job file, "
+        "or leave such records out with 'data.malformed: skip'"
+    )

@@ -1,0 +1,101 @@
+"""Encoder of queries with the documents that answer them, and with others that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from d9d_core.extend import DataError
+
+from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
+from d9d_data.sources.document import Piece
+from d9d_data.sources.place import Record, Reject
+from d9d_data.sources.records import value_of
+from d9d_data.tokenizer.base import TextTokenizer
+
+#: Fields of negatives, unless a config names one.
+_NEGATIVES = ("negative", "negatives")
+
+
+class PairsEncoder:
+    """Encoder of a query, a positive and n negatives, each followed by the end-of-text token.
+
+    Args:
+        tokenizer: makes the ids.
+        query: field of the query.
+        positive: field of the document that answers it.
+        negative: field of a document that does not, or of a list of them; ``None`` for the usual names.
+        negatives: n, the same for all records.
+        query_prefix: text before each query.
+        document_prefix: text before each document.
+        longest: most tokens of a text with its end; longer ones are cut before the end.
+    """
+
+    columns: Mapping[str, npt.DTypeLike] = {}
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        query: str,
+        positive: str,
+        negative: str | None,
+        negatives: int,
+        query_prefix: str,
+        document_prefix: str,
+        longest: int,
+    ) -> None:
+        self.vocab_size = tokenizer.vocab_size
+        self._tokenizer = tokenizer
+        self._query, self._positive, self._negative, self._negatives = query, positive, negative, negatives
+        self._prefixes = (query_prefix, *[document_prefix] * (1 + negatives))
+        self._longest = longest
+
+    @classmethod
+    def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:  # noqa: ARG003
+        """Make an encoder from what can be sent to another process.
+
+        Args:
+            tokenizer: makes the ids.
+            file: its ``tokenizer.json``, if it has one.
+            settings: the other arguments of the class.
+        """
+        return cls(tokenizer, **settings)
+
+    def encode(self, pieces: Iterable[Piece], reject: Reject) -> Iterator[Encoded]:
+        """Encode records; one that lacks a text is rejected."""
+        return encode_samples(pieces, reject, self._sample)
+
+    def _sample(self, record: Record) -> Sample:
+        texts = {self._query: value_of(record, self._query), self._positive: value_of(record, self._positive)}
+        if self._negatives:
+            texts |= self._negatives_of(record)
+        for name, text in texts.items():
+            if not isinstance(text, str) or not text.strip():
+                has = ", ".join(str(field)[:40] for field in list(record.values)[:20]) or "none"
+                raise DataError(
+                    f"{record.place} has no text in {name} (it has {has}); write records such as "
+                    '{"query": "...", "positive": "..."}, or name the fields in the job file'
+                )
+        if texts[self._query] == texts[self._positive]:
+            raise DataError(f"{record.place}: query and positive are equal, so there is nothing to find; leave it out")
+        whole = self._tokenizer.encode([a + b for a, b in zip(self._prefixes, texts.values(), strict=True)])
+        end = np.asarray([self._tokenizer.end_of_text_id])
+        ids = [np.concatenate([one[: self._longest - 1], end]) for one in whole]
+        return Sample(ids, {}, cut=any(len(one) >= self._longest for one in whole))
+
+    def _negatives_of(self, record: Record) -> dict[str, Any]:
+        """Negatives by what messages call them."""
+        choices = _NEGATIVES if self._negative is None else (self._negative,)
+        field = next((name for name in choices if value_of(record, name) is not None), choices[0])
+        found = value_of(record, field)
+        if not isinstance(found, list):
+            found = [] if found is None else [found]
+        if len(found) != self._negatives:
+            raise DataError(
+                f"{record.place} has {len(found)} negatives in {field}, and data.negatives is {self._negatives}; give "
+                "each record as many"
+            )
+        return {f"{field}[{number}]": text for number, text in enumerate(found)}
