@@ -1,4 +1,4 @@
-"""Declaration of the datasets ``text``, ``documents`` and ``chat``, and of the command ``d9d data``."""
+"""Declaration of the datasets, and of the command ``d9d data``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         summary="Conversations, rendered by the model's chat template; the assistant's tokens are learned.",
         config=Ref("d9d_data.config:ChatConfig"),
         build=Ref("d9d_data.stream.chat:build_chat"),
+    )
+    yield DatasetSpec(
+        name="mixture",
+        summary="Samples of several datasets, in exact proportions at any moment.",
+        config=Ref("d9d_data.mixture.config:MixtureConfig"),
+        build=Ref("d9d_data.mixture.stream:build_mixture"),
+        composite=True,
     )
 
 
