@@ -132,7 +132,8 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
 
     weighted: bool = isinstance(config, ChatConfig)
     required = [FACTS, *(name for split in SPLITS for name in _files_of(split, weighted))]
-    if find_damage(cache_dir / key, required) is None:
+    full = config.digest == "full"
+    if find_damage(cache_dir / key, required, full) is None:
         return _open(cache_dir / key, config.split, weighted)
     shards = plan_shards(pieces)
 
@@ -157,7 +158,7 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
                 note(f"left out {facts['dropped']:,} conversations that are too long, or have nothing left to learn")
             note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
-        return _open(cached_directory(cache_dir, key, build, note, required), config.split, weighted)
+        return _open(cached_directory(cache_dir, key, build, note, required, full), config.split, weighted)
 
 
 def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:
