@@ -26,7 +26,7 @@ DECLARED = (
     *("d9d_core.plugin", "d9d_core.extend", "d9d_core.testing"),
     "d9d_weights",
     *("d9d_engine.api", "d9d_engine.extend", "d9d_engine.testing"),
-    *("d9d_data.config", "d9d_data.stream.text"),
+    *("d9d_data.config", "d9d_data.mixture.config", "d9d_data.stream.text"),
     "d9d_deepep.config",
     *("d9d_moe.balancing.balancers", "d9d_moe.balancing.config"),
     *("d9d_moe.dispatch.async_exchange", "d9d_moe.dispatch.local", "d9d_moe.dispatch.permutation"),

@@ -56,6 +56,44 @@ def test_second_call_does_not_build(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
+@pytest.mark.parametrize(
+    ("place", "found"), [(0, True), (-1, True), ((1 << 20) // 5 + 100, True), ((1 << 20) // 10, False)]
+)
+def test_a_start_finds_damage_in_the_sampled_blocks_of_a_large_file_and_a_full_check_all(
+    tmp_path: Path, place: int, found: bool
+) -> None:
+    content = bytearray(1 << 20)
+
+    def large(directory: Path) -> None:
+        (directory / "a").write_bytes(content)
+
+    target = cached_directory(tmp_path, "key", large, print)
+    assert find_damage(target, full=True) is None
+    content[place] ^= 1
+    (target / "a").write_bytes(content)
+    assert (find_damage(target) is not None) == found
+    assert find_damage(target, full=True) == "a has another checksum than when it was written"
+    (target / "a").write_bytes(content[:-1])
+    assert find_damage(target) == "a has 1,048,575 bytes, not the 1,048,576 that were written"
+
+
+def test_a_check_reads_no_more_of_a_larger_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sparse(directory: Path) -> None:
+        with (directory / "a").open("wb") as file:
+            file.truncate(1 << 24)
+
+    target = cached_directory(tmp_path, "key", sparse, print)
+    monkeypatch.setattr("d9d_data.corpus.cache._sha256", lambda path: pytest.fail(f"read all of {path}"))
+    assert find_damage(target) is None
+
+
+@pytest.mark.parametrize("manifest", ["[]", '{"a": "x"}', '{"a": {"size": "1", "sha256": "x", "sample": "x"}}'])
+def test_a_manifest_of_another_form_is_damage(tmp_path: Path, manifest: str) -> None:
+    target = ensure(tmp_path)
+    (target / MANIFEST).write_text(manifest)
+    assert find_damage(target) == f"ValueError: {MANIFEST} is no table of sizes and checksums"
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "missing", "manifest", "empty"])
 def test_damage_is_reported_and_repaired(tmp_path: Path, damage: str) -> None:
     target = ensure(tmp_path)

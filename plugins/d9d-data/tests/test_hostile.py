@@ -102,7 +102,7 @@ def test_a_cached_directory_whose_manifest_leads_outside_is_damaged(tmp_path: Pa
     (tmp_path / "outside").write_text("x")
     (tmp_path / "entry").mkdir()
     os.mkfifo(tmp_path / "entry" / "pipe")
-    (tmp_path / "entry" / "manifest.json").write_text(json.dumps({name: "0" * 64}))
+    (tmp_path / "entry" / "manifest.json").write_text(json.dumps({name: {"size": 1, "sha256": "0", "sample": "0"}}))
     damage = cache.find_damage(tmp_path / "entry")
     assert damage is not None
     assert "no regular file" in damage or "which is no file of it" in damage
@@ -118,7 +118,7 @@ def test_a_cached_directory_with_a_manifest_that_is_none_is_damaged(tmp_path: Pa
 def test_a_manifest_without_checksums_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "a").write_text("x")
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(ValueError, match="manifest.json is no table of checksums"):
+    with pytest.raises(ValueError, match="manifest.json is no table of sizes and checksums"):
         cache.file_digests(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Declaration of the datasets and of the command ``d9d data``."""
+"""Declaration of the datasets, and of the command ``d9d data``."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         summary="Queries with documents that answer them and perhaps others, each text a row, for embeddings.",
         config=Ref("d9d_data.config:PairsConfig"),
         build=Ref("d9d_data.stream.documents:build_documents"),
+    )
+    yield DatasetSpec(
+        name="mixture",
+        summary="Samples of several datasets, in exact proportions at any moment.",
+        config=Ref("d9d_data.mixture.config:MixtureConfig"),
+        build=Ref("d9d_data.mixture.stream:build_mixture"),
+        composite=True,
     )
 
 

@@ -245,6 +245,10 @@ def _unique(chosen: Chosen, parts: Any) -> str:
 
 def _facts(stream: DataStream) -> str:
     def say(value: Any) -> str:
+        if isinstance(value, list):
+            return "; ".join(map(say, value))
+        if isinstance(value, dict):
+            return ", ".join(f"{name.replace('_', ' ')} {say(fact)}" for name, fact in value.items())
         return f"{value:,}" if isinstance(value, int) else f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    return ", ".join(f"{name.replace('_', ' ')} {say(value)}" for name, value in stream.facts.items())
+    return say(dict(stream.facts))

@@ -1,8 +1,8 @@
 """Cache of prepared data on disk; an entry is complete or absent.
 
-A directory is built under another name and renamed. Its manifest, written last, holds a checksum of every file. So a
-killed process leaves nothing that looks finished, two processes can build the same thing at once, and damage is found
-and repaired.
+A directory is built under another name and renamed. Its manifest, written last, holds size and checksums of every file.
+So a killed process leaves nothing that looks finished, two processes can build the same thing at once, and damage is
+found and repaired. Unless all bytes are asked for, a check reads a sample of each file, however large it is.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from d9d_core.extend import DataError, parse_json, read_regular
 
 MANIFEST = "manifest.json"
+#: Bytes of a block of a file's sample, and how many it has: the first, the last, and others at equal distances.
+SAMPLE_BLOCK, SAMPLE_BLOCKS = 1 << 14, 6
 _ABANDONED_AFTER = 24 * 3600  # seconds
 
 
 def cached_directory(
-    root: Path, key: str, build: Callable[[Path], None], note: Callable[[str], None], files: Collection[str] = ()
+    root: Path,
+    key: str,
+    build: Callable[[Path], None],
+    note: Callable[[str], None],
+    files: Collection[str] = (),
+    full: bool = False,
 ) -> Path:
     """Directory ``root/key`` of the cache, built if it is absent or damaged.
 
@@ -34,12 +42,13 @@ def cached_directory(
         build: fills an empty directory.
         note: told about damage.
         files: names that it must have.
+        full: look for damage in all bytes, not in a sample of them.
 
     Raises:
         DataError: ``root`` cannot be written.
     """
     target = root / key
-    problem = find_damage(target, files)
+    problem = find_damage(target, files, full)
     if problem is None:
         return target
     if target.exists():
@@ -52,7 +61,7 @@ def cached_directory(
         try:
             build(temporary)
             _write_manifest(temporary)
-            _publish(temporary, target, files)
+            _publish(temporary, target, files, full)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except OSError as error:
@@ -70,25 +79,51 @@ def file_digests(directory: Path) -> dict[str, str]:
         OSError: the manifest cannot be read.
         ValueError: it is no such table, or names what is not in the directory.
     """
+    return {name: written.sha256 for name, written in _read_manifest(directory).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """File as it was written: its bytes, and SHA-256 of all and of a sample."""
+
+    size: int
+    sha256: str
+    sample: str
+
+
+def _read_manifest(directory: Path) -> dict[str, _Written]:
     manifest = parse_json(read_regular(directory / MANIFEST), strict=True)
-    if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
-        raise ValueError(f"{MANIFEST} is no table of checksums")
+    kinds = {"size": int, "sha256": str, "sample": str}
+    if not isinstance(manifest, dict) or not all(
+        isinstance(entry, dict) and {key: type(value) for key, value in entry.items()} == kinds
+        for entry in manifest.values()
+    ):
+        raise ValueError(f"{MANIFEST} is no table of sizes and checksums")
     for name in manifest:
         if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or "\0" in name:
             raise ValueError(f"{MANIFEST} names {name[:80]!r}, which is no file of it")
         if not (directory / name).is_file():
             raise FileNotFoundError(errno.ENOENT, "it is not there, or no regular file", name)
-    return manifest
+    return {name: _Written(**entry) for name, entry in manifest.items()}
 
 
-def find_damage(directory: Path, files: Collection[str] = ()) -> str | None:
-    """Damage of a cached directory, which has these files among others, in words, or ``None``."""
+def find_damage(directory: Path, files: Collection[str] = (), full: bool = False) -> str | None:
+    """Damage of a cached directory, in words, or ``None``.
+
+    Args:
+        directory: of the cache.
+        files: names that it must have.
+        full: read all bytes. Else only the size of each file and a sample are compared, so damage that keeps the size
+            and lies between the blocks of the sample goes unnoticed.
+    """
     try:
-        digests = file_digests(directory)
-        if lacking := sorted(set(files) - digests.keys()):
+        manifest = _read_manifest(directory)
+        if lacking := sorted(set(files) - manifest.keys()):
             return f"{MANIFEST} lacks {', '.join(lacking)}"
-        for name, digest in digests.items():
-            if _sha256(directory / name) != digest:
+        for name, written in manifest.items():
+            if (size := (directory / name).stat().st_size) != written.size:
+                return f"{name} has {size:,} bytes, not the {written.size:,} that were written"
+            if _sample(directory / name) != written.sample or (full and _sha256(directory / name) != written.sha256):
                 return f"{name} has another checksum than when it was written"
     except (OSError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
@@ -97,11 +132,18 @@ def find_damage(directory: Path, files: Collection[str] = ()) -> str | None:
 
 def _write_manifest(directory: Path) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
-    digests = {path.relative_to(directory).as_posix(): _sha256(path) for path in files}
-    (directory / MANIFEST).write_text(json.dumps(digests, indent=2), encoding="utf-8")
+    table = {
+        path.relative_to(directory).as_posix(): {
+            "size": path.stat().st_size,
+            "sha256": _sha256(path),
+            "sample": _sample(path),
+        }
+        for path in files
+    }
+    (directory / MANIFEST).write_text(json.dumps(table, indent=2), encoding="utf-8")
 
 
-def _publish(temporary: Path, target: Path, files: Collection[str]) -> None:
+def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) -> None:
     for _ in range(10):
         try:
             temporary.rename(target)
@@ -112,7 +154,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str]) -> None:
             return
         try:
             seen = target.stat().st_ino
-            if find_damage(target, files) is None:
+            if find_damage(target, files, full) is None:
                 return  # another process was first; both built the same
             if target.stat().st_ino != seen:
                 continue  # another process repaired it during the check
@@ -133,6 +175,19 @@ def _sweep(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
         except FileNotFoundError:
             continue  # its owner finished just now
+
+
+def _sample(path: Path) -> str:
+    """SHA-256 of a sample of a file: of all of it, if it is no larger than that."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with path.open("rb") as file:
+        if size <= SAMPLE_BLOCK * SAMPLE_BLOCKS:
+            digest.update(file.read())
+            return digest.hexdigest()
+        for number in range(SAMPLE_BLOCKS):
+            file.seek((size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1))
+            digest.update(file.read(SAMPLE_BLOCK))
+    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -175,7 +175,8 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
     key = corpus_key(config, pieces)
 
     required = [FACTS, *(name for split in SPLITS for name in _files_of(split, encoding))]
-    if find_damage(cache_dir / key, required) is None:
+    full = config.digest == "full"
+    if find_damage(cache_dir / key, required, full) is None:
         return _open(cache_dir / key, config.split, encoding)
     shards = plan_shards(pieces)
 
@@ -204,7 +205,7 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
                 )
             note(f"tokenised in {time.perf_counter() - begin:.1f} s with {facts['tokenizer']}")
 
-        return _open(cached_directory(cache_dir, key, build, note, required), config.split, encoding)
+        return _open(cached_directory(cache_dir, key, build, note, required, full), config.split, encoding)
 
 
 def _field_of(config: PreparedConfig, file: SourceFile) -> str | None:

@@ -1,4 +1,4 @@
-"""Base of streams of packs over a corpus."""
+"""Bases of streams of packs, and of those over a corpus."""
 
 from __future__ import annotations
 
@@ -39,35 +39,29 @@ def facts_of(corpus: Corpus) -> State:
     return {**facts, "learned_tokens": int(np.count_nonzero(corpus.weights)), **dropped}
 
 
-class CorpusStream:
+class PackStream:
     """Base of the streams of packs; see :class:`d9d_core.protocols.data.DataStream`.
 
     Its state is the number of samples consumed by all ranks together, and what identifies the data: the source builds
     any pack from that number alone.
 
     Args:
-        corpus: the documents.
         source: builds this rank's part of any pack.
         batch_size: samples of a pack, over all ranks.
         workers: processes that build packs ahead.
         identity: everything that decides which samples come when, apart from the seed; as words.
-        settings: the fields of the job file behind that, for messages.
+        needs: that in words, for messages.
+
+    Attributes:
+        source: the same; a mixture reads single samples from it.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        source: PackSource,
-        batch_size: int,
-        workers: int,
-        identity: str,
-        settings: Sequence[str],
-    ) -> None:
-        self._corpus = corpus
+    def __init__(self, source: PackSource, batch_size: int, workers: int, identity: str, needs: str) -> None:
+        self.source = source
         self._batch_size = batch_size
         self._reader = PackReader(source, batch_size, workers)
         self._consumed = 0
-        self._settings = settings
+        self._needs = needs
         self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def next_pack(self) -> Pack:
@@ -95,10 +89,9 @@ class CorpusStream:
         if fingerprint != self._fingerprint:
             raise DataError(
                 f"the checkpoint's data position belongs to other data (its fingerprint is {fingerprint}, now it is "
-                f"{self._fingerprint}); the contents of the sources, tokenizer, split, held_out, "
-                f"{', '.join(self._settings[:-1])} and {self._settings[-1]} must be as they were; to train on other "
-                "data, start a new run from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then "
-                "'model.pretrained: DIRECTORY' and another run.name"
+                f"{self._fingerprint}); {self._needs} must be as they were; to train on other data, start a new run "
+                "from the saved weights: 'd9d state convert CHECKPOINT DIRECTORY', then 'model.pretrained: DIRECTORY' "
+                "and another run.name"
             )
         if not isinstance(consumed, int) or consumed < 0:
             raise DataError(
@@ -106,10 +99,33 @@ class CorpusStream:
             )
         self._consumed = consumed
 
-    def save_assets(self, directory: Path) -> None:
-        """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
-        self._corpus.save_assets(directory)
-
     def close(self) -> None:
         """End the worker processes, if there are any; otherwise they end with the stream."""
         self._reader.close()
+
+
+class CorpusStream(PackStream):
+    """Base of the streams over a corpus.
+
+    Args:
+        corpus: the documents.
+        source, batch_size, workers, identity: see :class:`PackStream`.
+        settings: the fields of the job file behind the identity, besides those of the corpus, for messages.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        source: PackSource,
+        batch_size: int,
+        workers: int,
+        identity: str,
+        settings: Sequence[str],
+    ) -> None:
+        *others, last = ("the contents of the sources", "tokenizer", "split", "held_out", *settings)
+        super().__init__(source, batch_size, workers, identity, f"{', '.join(others)} and {last}")
+        self._corpus = corpus
+
+    def save_assets(self, directory: Path) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json`` as transformers reads them."""
+        self._corpus.save_assets(directory)

@@ -1,0 +1,1 @@
+"""Mixtures of datasets in exact proportions."""

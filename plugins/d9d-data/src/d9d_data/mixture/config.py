@@ -1,0 +1,30 @@
+"""Config of the dataset ``mixture``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from d9d_core.extend import Named, PluginConfig, Section
+from pydantic import Field
+
+
+class MixturePart(Section):
+    """Part of a mixture."""
+
+    weight: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Share of the samples, relative to the weights of the other parts."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over this part's samples, after which the others go on without it; null repeats it without end."""
+    data: Annotated[PluginConfig, Named("dataset")]
+    """Dataset of the part."""
+
+
+class MixtureConfig(PluginConfig):
+    """Dataset of samples of several datasets, in exact proportions at any moment."""
+
+    name: Literal["mixture"] = "mixture"
+    """Selects the plugin."""
+    parts: tuple[MixturePart, ...] = Field(min_length=1)
+    """Datasets with their weights."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""

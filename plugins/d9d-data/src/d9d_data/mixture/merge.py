@@ -1,0 +1,65 @@
+"""Microbatches of samples that come from several datasets, padded to one length.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from d9d_data.stream.packing import NO_TARGET
+
+Sample = Mapping[str, npt.NDArray[Any]]
+LENGTHS = "lengths"
+
+
+def merge(samples: Sequence[Sample]) -> Sample:
+    """Merge samples into a microbatch, each tensor padded to the longest there.
+
+    Padding follows a sample as another document, with positions of its own and without targets; where the sample ends
+    in padding already, that goes on.
+
+    Args:
+        samples: arrays [1, ...] by name, the same names in all; more rows where a sample has several texts.
+
+    Returns:
+        Arrays [B, S, ...], or [B] where they have one dimension.
+    """
+    return {name: np.concatenate(_padded(name, samples)) for name in samples[0]}
+
+
+def with_lengths(sample: Sample) -> Sample:
+    """Sample that says how many positions are no padding: all of them, if it did not say."""
+    if LENGTHS in sample:
+        return sample
+    rows, positions = sample["tokens"].shape
+    return {**sample, LENGTHS: np.full(rows, positions, dtype=np.int64)}
+
+
+def _padded(name: str, samples: Sequence[Sample]) -> list[npt.NDArray[Any]]:
+    arrays = [sample[name] for sample in samples]
+    if arrays[0].ndim == 1:
+        return arrays
+    longest = max(array.shape[1] for array in arrays)
+    return [
+        array if array.shape[1] == longest else np.concatenate([array, _fill(name, sample, longest)], axis=1)
+        for array, sample in zip(arrays, samples, strict=True)
+    ]
+
+
+def _fill(name: str, sample: Sample, longest: int) -> npt.NDArray[Any]:
+    """Padding of an array up to ``longest`` positions."""
+    array = sample[name]
+    rows, length = array.shape[:2]
+    ends = sample[LENGTHS] if LENGTHS in sample else np.full(rows, length)  # [rows]
+    if name == "positions":
+        return np.arange(length, longest, dtype=array.dtype)[None, :] - ends[:, None]
+    if name == "documents":
+        last = array[:, -1:] + (ends == length)[:, None]
+        return np.repeat(last, longest - length, axis=1)
+    value = NO_TARGET if name == "targets" else 0
+    return np.full((rows, longest - length, *array.shape[2:]), value, dtype=array.dtype)

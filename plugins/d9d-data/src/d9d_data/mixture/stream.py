@@ -1,0 +1,223 @@
+"""Stream of the dataset ``mixture``."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from d9d_core.extend import DataContext, DataError, DataStream, State
+
+from d9d_data.mixture.config import MixtureConfig, MixturePart
+from d9d_data.mixture.merge import LENGTHS, Sample, merge, with_lengths
+from d9d_data.mixture.order import MixtureOrder
+from d9d_data.order.layout import Layout
+from d9d_data.stream.base import PackStream
+from d9d_data.stream.reader import Arrays, PackSource
+from d9d_data.tokenizer.base import TOKENIZER_FILE
+
+#: Fields of parts that would change nothing: a mixture forms the packs, in its own processes.
+_UNUSED = {"workers": "data.workers", "bucket_window": "nothing, since packs are formed of all parts"}
+
+
+def build_mixture(
+    config: MixtureConfig, context: DataContext, build_inner: Callable[[Any, DataContext], DataStream]
+) -> MixtureStream:
+    """Open the datasets of all parts, and mix them.
+
+    Raises:
+        DataError: the parts cannot be mixed; the text says what to change.
+    """
+    streams = []
+    for index, part in enumerate(config.parts):
+        _check_fields(part, index)
+        seed = int.from_bytes(hashlib.sha256(f"seed {context.seed} part {index}".encode()).digest()[:6], "big")
+        # One sample a pack, so that the part gives any sample on its own.
+        own = replace(context, seed=seed, batch_size=1, microbatch_size=1, rank=0, ranks=1)
+        streams.append(build_inner(part.data, own))
+    return MixtureStream(config, context, streams)
+
+
+class MixtureStream(PackStream):
+    """Stream of samples of several datasets. A pack is the next ``batch_size`` samples of one global order.
+
+    Rank r of R takes the r-th of R equal runs of it, cut into microbatches, each as long as its longest sample.
+
+    Args:
+        config: weights and epochs of the parts.
+        context: of the job.
+        streams: of the parts, one sample a pack; they have a ``source`` that builds any of these.
+
+    Raises:
+        DataError: the parts cannot be mixed.
+    """
+
+    def __init__(self, config: MixtureConfig, context: DataContext, streams: Sequence[Any]) -> None:
+        layout = Layout.of(context)
+        parts = list(zip(config.parts, streams, strict=True))
+        sources = [_source(stream, part, index) for index, (part, stream) in enumerate(parts)]
+        limits = [_limit(part, stream.facts, index) for index, (part, stream) in enumerate(parts)]
+        self._streams = streams
+        self._parts = config.parts
+        self._order = MixtureOrder([part.weight for part in config.parts], limits)
+        samples = [int(stream.facts.get("samples", 0)) for stream in streams]
+        firsts = [source.pack_at(0)[0] for source in sources]
+        uneven = len({first["tokens"].shape[1:] for first in firsts if "tokens" in first}) > 1
+        lengths = uneven or any(LENGTHS in first for first in firsts)
+        offsets = tuple(sum(samples[:index]) for index in range(len(samples)))
+        source = MixturePacks(tuple(sources), self._order, layout, lengths, offsets)
+        _check_alike([source.completed(first, 0) for first in firsts], config.parts)
+        self._check_tokenizers()
+        fingerprints = [stream.state()["fingerprint"] for stream in streams]
+        identity = f"mixture {[(p.weight, p.epochs, f) for p, f in zip(config.parts, fingerprints, strict=True)]}"
+        needs = "the order, weight and epochs of the parts, and all that the samples of each part depend on,"
+        super().__init__(source, layout.batch_size, config.workers, identity, needs)
+
+    @property
+    def facts(self) -> State:
+        """What the parts have in common, and under ``parts`` the facts of each.
+
+        ``samples`` is there if all parts have an end.
+        """
+        all_facts = [stream.facts for stream in self._streams]
+        common: dict[str, Any] = {}
+        if lengths := [facts["sequence_length"] for facts in all_facts if "sequence_length" in facts]:
+            common["sequence_length"] = max(lengths)
+        for name in ("vocab_size", "tokenizer"):
+            if values := [facts[name] for facts in all_facts if name in facts]:
+                common[name] = max(values) if name == "vocab_size" else values[0]
+        if self._order.samples is not None:
+            common["samples"] = self._order.samples
+        parts = [
+            {
+                "dataset": part.data.selector,
+                "weight": part.weight,
+                **({"epochs": part.epochs} if part.epochs else {}),
+                **facts,
+            }
+            for part, facts in zip(self._parts, all_facts, strict=True)
+        ]
+        return {**common, "parts": parts}
+
+    def save_assets(self, directory: Path) -> None:
+        """Write the tokenizer's files; those of the first part, if several have them."""
+        for stream in reversed(self._streams):
+            stream.save_assets(directory)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        super().close()
+        for stream in self._streams:
+            if hasattr(stream, "close"):
+                stream.close()
+
+    def _check_tokenizers(self) -> None:
+        found: dict[int, bytes] = {}
+        for index, stream in enumerate(self._streams):
+            with tempfile.TemporaryDirectory() as directory:
+                stream.save_assets(Path(directory))
+                file = Path(directory) / TOKENIZER_FILE
+                if file.is_file():
+                    found[index] = file.read_bytes()
+        for index, content in found.items():
+            first = next(iter(found))
+            if content != found[first]:
+                raise DataError(
+                    f"data.parts: parts[{first}] and parts[{index}] have different tokenizers, so the same token would "
+                    "mean two things; give both the same 'tokenizer', such as the path of a tokenizer.json"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class MixturePacks:
+    """Source of one rank's part of any pack of a mixture; see :class:`MixtureStream`.
+
+    Attributes:
+        sources: of the parts, one sample a pack.
+        order: assigns samples to parts.
+        layout: of the packs.
+        lengths: whether microbatches say how long their samples are.
+        offsets: what is added to the numbers of each part's samples, if these have numbers, so that all differ.
+    """
+
+    sources: tuple[PackSource, ...]
+    order: MixtureOrder
+    layout: Layout
+    lengths: bool
+    offsets: tuple[int, ...]
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Microbatches of [B, S] each, each of its own S."""
+        layout = self.layout
+        first = consumed + layout.rank * layout.share
+        return [
+            merge([self._sample(number) for number in range(begin, begin + layout.microbatch_size)])
+            for begin in range(first, first + layout.share, layout.microbatch_size)
+        ]
+
+    def completed(self, sample: Sample, part: int) -> Sample:
+        """Sample of a part as the mixture gives it."""
+        if self.lengths and "tokens" in sample:
+            sample = with_lengths(sample)
+        return {**sample, "samples": sample["samples"] + self.offsets[part]} if "samples" in sample else sample
+
+    def _sample(self, number: int) -> Sample:
+        part, place = self.order(number)
+        return self.completed(self.sources[part].pack_at(place)[0], part)
+
+
+def _check_fields(part: MixturePart, index: int) -> None:
+    for field, instead in _UNUSED.items():
+        if (
+            field in type(part.data).model_fields
+            and getattr(part.data, field) != type(part.data).model_fields[field].default
+        ):
+            raise DataError(
+                f"data.parts[{index}].data.{field}: has no effect in a mixture; remove it, and use {instead}"
+            )
+
+
+def _source(stream: Any, part: MixturePart, index: int) -> PackSource:
+    source: PackSource | None = getattr(stream, "source", None)
+    if source is None or not hasattr(source, "pack_at"):
+        raise DataError(
+            f"data.parts[{index}].data: dataset '{part.data.selector}' cannot be mixed: its stream has no 'source' "
+            "with pack_at(consumed), which builds the sample after any number of others"
+        )
+    return source
+
+
+def _limit(part: MixturePart, facts: State, index: int) -> int | None:
+    """Samples that a part gives before it ends."""
+    if part.epochs is None:
+        return None
+    samples = facts.get("samples")
+    if not isinstance(samples, int):
+        raise DataError(
+            f"data.parts[{index}].epochs: dataset '{part.data.selector}' does not say how many samples an epoch has; "
+            "remove epochs"
+        )
+    return math.ceil(Fraction(str(part.epochs)) * samples)
+
+
+def _check_alike(samples: Sequence[Sample], parts: Sequence[MixturePart]) -> None:
+    """Compare what the parts give: tensors of the same names and kinds."""
+
+    def kinds(sample: Sample) -> dict[str, tuple[object, ...]]:
+        return {name: (np.asarray(a).dtype.str, a.ndim, *a.shape[2:], len(a)) for name, a in sorted(sample.items())}
+
+    first = kinds(samples[0])
+    for index, sample in enumerate(samples):
+        own = kinds(sample)
+        if differing := sorted(name for name in {*own, *first} if own.get(name) != first.get(name)):
+            raise DataError(
+                f"data.parts: parts[0] ('{parts[0].data.selector}') gives {', '.join(first)}, and parts[{index}] "
+                f"('{parts[index].data.selector}') gives {', '.join(own)}; {', '.join(differing)} cannot be in one "
+                "microbatch with what the other gives; mix datasets of the same kind"
+            )
