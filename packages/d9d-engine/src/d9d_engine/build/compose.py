@@ -28,7 +28,7 @@ from d9d_core.tensors import local
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from d9d_engine.build.adapter import load_adapter
+from d9d_engine.build.adapter import start_method
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.export import exporter
 from d9d_engine.build.initialise import initialise
@@ -106,7 +106,7 @@ def build(
         if pretrained is not None:
             pretrained.load(model, job, topology, note)
             beside_weights, kept_fields = pretrained.others, pretrained.kept
-    load_adapter(job, selection, assembly, topology, note)
+    start_method(job, selection, assembly, topology, note)
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
     ties.copy_values()
