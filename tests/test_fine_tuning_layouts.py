@@ -64,6 +64,18 @@ def test_low_rank_terms_beside_experts_train_alike_where_experts_are_spread(tabl
 
 
 @pytest.mark.thorough
+def test_terms_and_magnitudes_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
+    layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
+    assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {**LORA, "name": "dora"}).compare(layouts))
+
+
+@pytest.mark.slow
+def test_magnitudes_start_alike_where_shards_are_replicated(table: ModuleType, tmp_path: Path) -> None:
+    hsdp = Layout("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ["hsdp"], ("batch.microbatch=2",))
+    assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {**LORA, "name": "dora"}).compare([hsdp]))
+
+
+@pytest.mark.thorough
 def test_learned_scales_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {"name": "ia3"}).compare(layouts))

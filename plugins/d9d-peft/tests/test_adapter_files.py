@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is d
 LORA = {"name": "lora", "r": 4, "alpha": 8}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": LORA,
+    "dora": {"name": "dora", "r": 4, "alpha": 6, "exclude": ["o_proj"]},
     "ia3": {"name": "ia3", "targets": ["k_proj", "v_proj"], "feedforward": ["down_proj"]},
 }
 TOKENS = torch.arange(12)[None] * 7

@@ -6,14 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_peft.config import LoraConfig
+from d9d_peft.config import DoraConfig, LoraConfig
+from d9d_peft.ia3.config import Ia3Config
+from d9d_peft.ia3.method import Ia3
+from d9d_peft.lora.dora import Dora
 from d9d_peft.lora.method import Lora
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from torch import Tensor, nn
 
 PLUGINS = ("d9d_testing.toy.plugin", "d9d_parallel.plugin", "d9d_peft.plugin")
-LORA = {"name": "lora", "r": 2}
+METHODS = (
+    (LoraConfig(r=2), Lora),
+    (DoraConfig(r=2), Dora),
+    (Ia3Config(targets=("layers.0*",), feedforward=("layers.1*",)), Ia3),
+)
 JOB: dict[str, Any] = {
     "steps": 2,
     "device": "cpu",
@@ -35,26 +42,28 @@ def forward(stage: nn.Module) -> Tensor:
     return out
 
 
-def outputs(directory: str) -> list[Tensor]:
-    """What the model computes; then, with terms: after training, switched off, and in the end."""
-    run = {"run": {"dir": directory}}
+def outputs(directory: str) -> list[list[Tensor]]:
+    """For each method: what the model computes; then, adapted, switched off, and in the end."""
+    run, found = {"run": {"dir": directory}}, []
     plain = job_of({**JOB, **run}, PLUGINS)
     topology = topology_here(plain)
-    found = [forward(plain.build(lambda _: None, topology).stage)]
-    trainer = job_of({**JOB, **run, "peft": LORA}, PLUGINS).build(lambda _: None, topology)
-    for name, parameter in trainer.stage.named_parameters():
-        if "lora_B" in name:
-            nn.init.constant_(parameter, 0.5)
-    found.append(forward(trainer.stage))
-    method = Lora(LoraConfig.model_validate(LORA))
-    with method.off(trainer.stage):
-        found.append(forward(trainer.stage))
-    return [*found, forward(trainer.stage)]
+    expected = forward(plain.build(lambda _: None, topology).stage)
+    for config, kind in METHODS:
+        stage = job_of({**JOB, **run, "peft": config.model_dump()}, PLUGINS).build(lambda _: None, topology).stage
+        for name, parameter in stage.named_parameters():
+            if name.endswith(("lora_B.weight", "ia3_l.weight")):
+                nn.init.constant_(parameter, 0.5)
+        adapted = forward(stage)
+        with kind(config).off(stage):
+            off = forward(stage)
+        found.append([expected, adapted, off, forward(stage)])
+    return found
 
 
 @pytest.mark.thorough
 def test_a_sharded_and_compiled_model_computes_as_before_while_its_terms_are_off(tmp_path: Any) -> None:
-    for plain, adapted, off, again in World(2).run(outputs, str(tmp_path)):
-        torch.testing.assert_close(off, plain)
-        torch.testing.assert_close(again, adapted)
-        assert (adapted - plain).abs().max() > 0.01
+    for of_rank in World(2).run(outputs, str(tmp_path)):
+        for plain, adapted, off, again in of_rank:
+            torch.testing.assert_close(off, plain)
+            torch.testing.assert_close(again, adapted)
+            assert (adapted - plain).abs().max() > 0.01

@@ -23,6 +23,13 @@ class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     matches_nothing: ClassVar = {"exclude": ["*"]}
 
 
+class TestDora(PeftSuite):
+    plugin = "d9d_peft.plugin"
+    target = "dora"
+    config: ClassVar = {"r": 2}
+    matches_nothing: ClassVar = {"targets": ["absent"]}
+
+
 class TestIa3(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "ia3"

@@ -13,7 +13,7 @@ Everything a component itself needs is here; importing this module imports no to
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
-| fine-tuning | ``PeftMethod``, ``SwitchesOff`` |
+| fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``StageMetric``, ``Table`` |
 | tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
@@ -104,7 +104,7 @@ from d9d_core.protocols.health import Health
 from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
-from d9d_core.protocols.peft import PeftMethod, SwitchesOff
+from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.task import StageInputs, Task
@@ -243,6 +243,7 @@ __all__ = [
     "StageInputs",
     "StageMetric",
     "StageRunner",
+    "StartsFromWeights",
     "State",
     "StepEnds",
     "StepResult",

@@ -16,11 +16,9 @@ def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class LoraConfig(PluginConfig):
-    """Method of low-rank terms beside linear layers (Hu et al. 2021, "LoRA")."""
+class LowRankConfig(PluginConfig):
+    """Base of the methods that add low-rank terms."""
 
-    name: Literal["lora"] = "lora"
-    """Selects the plugin."""
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Layers that get a term: ``all-linear``, last parts of names (``q_proj``), or patterns over whole names
     (``layers.1?.attention.*``). Banks of experts count where a pattern names them."""
@@ -49,6 +47,20 @@ class LoraConfig(PluginConfig):
     def scale(self) -> float:
         """Factor of the terms."""
         return self.alpha / (self.r**0.5 if self.rs_lora else self.r)
+
+
+class LoraConfig(LowRankConfig):
+    """Method of low-rank terms beside linear layers (Hu et al. 2021, "LoRA")."""
+
+    name: Literal["lora"] = "lora"
+    """Selects the plugin."""
+
+
+class DoraConfig(LowRankConfig):
+    """Method of low-rank terms that turn rows of weights, and magnitudes that scale them (Liu et al. 2024, "DoRA")."""
+
+    name: Literal["dora"] = "dora"
+    """Selects the plugin."""
 
 
 class FullTuneConfig(PluginConfig):

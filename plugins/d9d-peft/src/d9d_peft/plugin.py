@@ -19,6 +19,12 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
         build=Ref("d9d_peft.lora.method:Lora"),
     )
     yield PeftSpec(
+        name="dora",
+        summary="Low-rank terms for the directions of weights, and trained magnitudes; the model itself is frozen.",
+        config=Ref("d9d_peft.config:DoraConfig"),
+        build=Ref("d9d_peft.lora.dora:Dora"),
+    )
+    yield PeftSpec(
         name="full_tune",
         summary="All parameters of some layers; the others are frozen.",
         config=Ref("d9d_peft.config:FullTuneConfig"),

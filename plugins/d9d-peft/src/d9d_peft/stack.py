@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-from d9d_core.extend import BuildError, PeftMethod, PluginConfig, SwitchesOff
+from d9d_core.extend import BuildError, PeftMethod, PluginConfig, StartsFromWeights, SwitchesOff
 from d9d_weights import Mapper, MergesTensors, Sequential
 from torch import nn
 
@@ -56,6 +56,12 @@ class Stack:
                         "leave that layer out of one of them"
                     )
         return trained
+
+    def start(self, stage: nn.Module) -> None:
+        """Start those methods that begin from the model's weights. Collective over the ranks that share these."""
+        for method in self._methods:
+            if isinstance(method, StartsFromWeights):
+                method.start(stage)
 
     def merge(self, stage: nn.Module) -> None:
         """Merge all methods, the last one first."""

@@ -30,6 +30,22 @@ class PeftMethod(Protocol):
 
 
 @runtime_checkable
+class StartsFromWeights(Protocol):
+    """Start of a fine-tuning method whose tensors begin as functions of the model's weights."""
+
+    def start(self, stage: nn.Module) -> None:
+        """Fill what was added, from the model's weights as training starts from them.
+
+        Called once, when these are there, drawn or pretrained; an adapter or a checkpoint is loaded afterwards.
+        Parameters may be sharded. Collective over the ranks that share them.
+
+        Args:
+            stage: a stage with the method injected, or several as one module.
+        """
+        ...
+
+
+@runtime_checkable
 class SwitchesOff(Protocol):
     """Switch of a fine-tuning method that only adds to a model; one that trains the model's own parameters has none.
 
@@ -41,7 +57,7 @@ class SwitchesOff(Protocol):
 
         It holds for a forward without gradients, or with its backward inside the block too; also where blocks are
         compiled (once more for this case) or parameters are sharded. Blocks may nest. Names, tensors and what trains
-        stay as they are.
+        stay as they are. An attribute that a forward reads is enough; in a hook, compiled code would not see it change.
 
         Args:
             stage: a stage with the method injected, or several as one module.

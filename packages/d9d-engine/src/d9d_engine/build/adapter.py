@@ -11,6 +11,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.plugin.records import ModelSpec
+from d9d_core.protocols.peft import StartsFromWeights
 from d9d_core.types import TensorSpec
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.adapter import ADAPTER_FILES, AdapterFormat, published_names
@@ -64,10 +65,10 @@ def save_adapter(
     return save
 
 
-def load_adapter(
+def start_method(
     job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
 ) -> None:
-    """Fill the fine-tuning method's tensors from the adapter that it is to start from, if any.
+    """Fill the fine-tuning method's tensors from the model's weights, or from the adapter that it is to start from.
 
     Collective over all ranks.
 
@@ -75,6 +76,8 @@ def load_adapter(
         CheckpointError: the adapter is absent, of another kind or of another model, on any rank.
     """
     method: object = assembly.peft
+    if isinstance(method, StartsFromWeights):
+        method.start(assembly.model)
     if not isinstance(method, AdapterFormat) or method.init_from is None:
         return
     location = method.init_from

@@ -11,7 +11,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
 from torch import Tensor, nn
 
-from d9d_engine.build.adapter import load_adapter
+from d9d_engine.build.adapter import start_method
 from d9d_engine.build.assemble import Assembly
 from d9d_engine.build.initialise import initialise
 from d9d_engine.build.pretrained import pretrained_weights
@@ -46,7 +46,7 @@ def start_weights(
         if pretrained is not None:
             pretrained.load(assembly.model, job, topology, note)
             published = Published(pretrained.others, pretrained.kept)
-    load_adapter(job, selection, assembly, topology, note)
+    start_method(job, selection, assembly, topology, note)
     return published
 
 

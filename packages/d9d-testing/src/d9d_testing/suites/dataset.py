@@ -205,11 +205,14 @@ class DatasetSuite(ComponentSuite):
 
     def test_facts_are_plain_data_and_assets_are_written(self, tmp_path: Path) -> None:
         """Tasks compare facts with the model, epochs are counted by them; an exported model gets the assets."""
-        with self.opened(tmp_path, rank=1, ranks=2) as stream:
-            elsewhere = stream.facts
+        with self.opened(tmp_path, rank=0, ranks=2) as first, self.opened(tmp_path, rank=1, ranks=2) as second:
+            here, there = (plain_json(stream.facts, "facts") for stream in (first, second))
+            assert here == there, f"rank 0 of 2 has the facts {here}, rank 1 of 2 {there}"
         with self.opened(tmp_path) as stream:
             facts = plain_json(stream.facts, "facts")
-            assert facts == plain_json(elsewhere, "facts"), f"rank 1 of 2 has the facts {elsewhere}, one rank {facts}"
+            for name in ("samples", "vocab_size", "sequence_length"):
+                alone, of_two = facts.get(name), here.get(name)
+                assert alone == of_two, f"the fact {name} is {alone} on one rank and {of_two} on two"
             samples = facts.get("samples", 1)
             sound = isinstance(samples, int) and samples > 0
             assert sound, f"facts say {samples!r} samples an epoch; give a whole number above 0, or leave it out"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import BuildError, Stage, SwitchesOff
+from d9d_core.extend import BuildError, HasBlocks, Stage, StartsFromWeights, SwitchesOff
 from d9d_core.plugin import ModelSpec
 from d9d_engine.api import Layout
 from d9d_engine.testing import initialise
@@ -135,7 +135,10 @@ class PeftSuite(ComponentSuite):
         assert not torch.allclose(expected, base), f"random values in {sorted(named)} do not change the output"
         if compiled:
             torch.compiler.reset()
-            stage.compile(backend="eager", fullgraph=True)
+            # Block by block, as strategies compile: so alike blocks share what was compiled, adapted or not.
+            blocks = stage.blocks().values() if isinstance(stage, HasBlocks) else [stage]
+            for block in blocks:
+                block.compile(backend="eager", fullgraph=True)
             assert_close_values(self.forward(stage), expected, what="the output of the compiled model")
         with method.off(stage):
             what = "the output inside off(), against that of the model"
@@ -233,6 +236,8 @@ class PeftSuite(ComponentSuite):
             for tensor in (*stage.parameters(), *stage.buffers()):
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 0)
         initialise(stage, 0, torch.device("cpu"))
+        if isinstance(method, StartsFromWeights):
+            method.start(stage)
         return stage, named
 
     def forward(self, stage: nn.Module) -> Tensor:

@@ -51,6 +51,8 @@ class Ia3:
 
     def __init__(self, config: Ia3Config) -> None:
         self._config = config
+        # Equal layers must be of one class, so that what is compiled for one of them serves the others.
+        self._classes: dict[type, type] = {}
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
         """Add the scales, which train.
@@ -67,10 +69,10 @@ class Ia3:
             layer, of_inputs = layers[name], name in inputs
             features = layer.in_features if of_inputs else layer.out_features
             layer.add_module(SCALE, Scale(layer.weight, features, of_inputs=of_inputs))
-            if of_inputs:
-                layer.register_forward_pre_hook(_scale_inputs)
-            else:
-                layer.register_forward_hook(_scale_outputs)
+            own = type(layer)
+            if own not in self._classes:
+                self._classes[own] = _scaled_class(own)
+            layer.__class__ = self._classes[own]
         return frozenset(f"{name}{_VECTOR}" for name in outputs | inputs)
 
     @torch.no_grad()
@@ -81,9 +83,7 @@ class Ia3:
             for name, merged in _merged(own, layer.ia3_l.weight, layer.ia3_l.of_inputs).items():
                 own[name].copy_(merged)
             delattr(layer, SCALE)
-            for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # noqa: SLF001 - handles do not survive a copy
-                for key in [key for key, hook in hooks.items() if hook in (_scale_inputs, _scale_outputs)]:
-                    del hooks[key]
+            layer.__class__ = layer.ia3_base
 
     def merger(self, names: Collection[str]) -> Mapper:
         """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
@@ -160,13 +160,20 @@ class Ia3:
         return Compute((*names.values(), vector), merged, shapes)
 
 
-def _scale_outputs(layer: Any, _args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    scaled: Tensor = layer.ia3_l(output)
-    return scaled
+def _scaled_class(base: type) -> type:
+    """Class of a layer with a scale. A hook would do, but compiled code does not see what changes inside of hooks."""
 
+    class Scaled(base):  # type: ignore[misc]
+        ia3_base = base
+        ia3_l: Scale
 
-def _scale_inputs(layer: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (layer.ia3_l(args[0]), *args[1:])
+        def forward(self, x: Tensor) -> Tensor:
+            if self.ia3_l.of_inputs:
+                return super().forward(self.ia3_l(x))  # type: ignore[no-any-return]
+            return self.ia3_l(super().forward(x))  # type: ignore[no-any-return]
+
+    Scaled.__name__ = Scaled.__qualname__ = f"Scaled{base.__name__}"
+    return Scaled
 
 
 def _scales(stage: nn.Module) -> Iterator[tuple[str, Any, Scale]]:

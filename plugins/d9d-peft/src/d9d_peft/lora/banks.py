@@ -62,10 +62,14 @@ class GroupedTerm(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, bank: nn.Parameter) -> None:
-        """Fold the term into its bank; computed in float32 or wider. Collective over the ranks that share the bank."""
-        wide = torch.promote_types(bank.dtype, torch.float32)
-        term = torch.bmm(self.lora_A.to(wide), self.lora_B.to(wide))
-        bank.copy_((bank.to(wide) + self.lora_scale * term).to(bank.dtype))
+        """Fold the term into its bank. Collective over the ranks that share the bank."""
+        bank.copy_(merged_bank(bank, self.lora_A, self.lora_B, self.lora_scale))
+
+
+def merged_bank(bank: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Bank ``W[e] + scale * A[e] B[e]`` [E, I, O] in the dtype of W; computed in float32 or wider."""
+    wide = torch.promote_types(bank.dtype, torch.float32)
+    return (bank.to(wide) + scale * torch.bmm(a.to(wide), b.to(wide))).to(bank.dtype)
 
 
 def _product(features_in: int, features_out: int, experts: int) -> OpSlot:

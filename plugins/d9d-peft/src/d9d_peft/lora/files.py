@@ -8,11 +8,11 @@ from typing import Any
 from d9d_core.extend import CheckpointError
 from d9d_weights import Mapper, Parallel, Rename
 
-from d9d_peft.config import LoraConfig
+from d9d_peft.config import LowRankConfig
 from d9d_peft.lora.linear import LORA_A, LORA_B
 
 #: Before the names of a model's modules in an adapter's file.
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _WEIGHT = ".weight"
 
 
@@ -31,7 +31,7 @@ def modules_of(layers: Iterable[str], published: Mapping[str, str]) -> dict[str,
     return {layer: name.removesuffix(_WEIGHT) for layer, name in found.items()}
 
 
-def config_json(config: LoraConfig, modules: Mapping[str, str]) -> dict[str, Any]:
+def config_json(config: LowRankConfig, modules: Mapping[str, str]) -> dict[str, Any]:
     """Contents of ``adapter_config.json``; modules as :func:`modules_of` names them."""
     return {
         "peft_type": "LORA",
@@ -51,30 +51,35 @@ def exporter(modules: Mapping[str, str]) -> Mapper:
     """Mapper from our names to those in the file."""
     return Parallel(
         *(
-            Rename(f"{ours}.{factor}{_WEIGHT}", f"{_PREFIX}{theirs}.{factor}{_WEIGHT}")
+            Rename(f"{ours}.{factor}{_WEIGHT}", f"{PREFIX}{theirs}.{factor}{_WEIGHT}")
             for ours, theirs in modules.items()
             for factor in (LORA_A, LORA_B)
         )
     )
 
 
-def check_config(config: LoraConfig, data: Mapping[str, Any]) -> None:
+def check_config(config: LowRankConfig, data: Mapping[str, Any], use_dora: bool = False) -> None:
     """Compare a config with an ``adapter_config.json``.
 
     Raises:
-        CheckpointError: the adapter is no LoRA, has another rank or scale, or parts that we do not have.
+        CheckpointError: the adapter is none of low rank, has another rank or scale, lacks magnitudes, or has parts that
+            we do not have.
     """
     if data.get("peft_type") != "LORA":
-        raise CheckpointError(f"it is an adapter of the kind {data.get('peft_type')!r}, and peft is 'lora'")
+        raise CheckpointError(f"it is an adapter of the kind {data.get('peft_type')!r}, and peft is '{config.name}'")
+    if use_dora and not data.get("use_dora"):
+        raise CheckpointError("it has no magnitudes (use_dora), and peft is 'dora'; start 'lora' from it")
     wanted = {"r": config.r, "lora_alpha": config.alpha, "use_rslora": config.rs_lora}
     names = {"r": "r", "lora_alpha": "alpha", "use_rslora": "rs_lora"}
     there = {field: data.get(field, False) for field in wanted}
     if other := [names[field] for field, value in wanted.items() if there[field] != value]:
         values = ", ".join(f"peft.{names[field]}: {value!r}" for field, value in there.items())
         raise CheckpointError(f"its {', '.join(other)} differ from the job's; the adapter has {values}")
-    unknown = [field for field, harmless in _MUST_BE.items() if data.get(field) not in harmless]
+    known = {"use_dora"} if use_dora else set()
+    unknown = [field for field, harmless in _MUST_BE.items() if data.get(field) not in harmless and field not in known]
     if unknown:
-        raise CheckpointError(f"it has {', '.join(f'{f}={data[f]!r}' for f in unknown)}, which peft 'lora' has not")
+        values = ", ".join(f"{field}={data[field]!r}" for field in unknown)
+        raise CheckpointError(f"it has {values}, which peft '{config.name}' has not")
 
 
 #: Fields of the library that change what is computed -> values with which they do not.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from d9d_nn.linear import Linear
@@ -32,9 +32,14 @@ class Up(Linear):
         nn.init.zeros_(self.weight)
 
 
-class _Adapted:
-    """Part of the class of an adapted layer that does not depend on what the layer is."""
+class Adapted:
+    """Part of the class of an adapted layer that does not depend on what the layer is.
 
+    Attributes:
+        lora_children: children that a term adds.
+    """
+
+    lora_children: ClassVar[tuple[str, ...]] = (LORA_A, LORA_B)
     lora_A: Down  # noqa: N815 - as the peft library calls it
     lora_B: Up  # noqa: N815
     lora_dropout: float
@@ -47,16 +52,38 @@ class _Adapted:
         """Dropout, if there is any."""
         return layout_dependence(self.lora_dropout)
 
+    def lora_added(self) -> None:
+        """Add what a subclass has besides the factors."""
+
     def lora_term(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]: ``scale * B A dropout(x)`` (section 4.1)."""
         training = self.training  # type: ignore[attr-defined]
         term: Tensor = self.lora_B(self.lora_A(dropped(x, self.lora_dropout, training)))
         return term * self.lora_scale
 
+    def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
+        """Output [..., O] of the layer with its term.
+
+        Args:
+            own: [..., O], that of the layer alone.
+            x: [..., I].
+        """
+        return own + self.lora_term(x)
+
+    def lora_merged(self, weight: Tensor) -> Tensor:
+        """Weight [O, I] with the term in it, of the same dtype."""
+        return merged_weight(weight, self.lora_A.weight, self.lora_B.weight, self.lora_scale)
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Weight ``W + scale * B A`` [O, I] in the dtype of W; computed in float32 or wider."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether a module has a low-rank term."""
-    return isinstance(module, _Adapted)
+    return isinstance(module, Adapted)
 
 
 def adapted_layers(stage: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -64,7 +91,14 @@ def adapted_layers(stage: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in stage.named_modules() if is_adapted(module))
 
 
-def adapt(layer: nn.Linear, kinds: dict[type, type], *, rank: int, scale: float, dropout: float) -> None:
+def adapt(
+    layer: nn.Linear,
+    kinds: dict[type, type],
+    rank: int,
+    scale: float,
+    dropout: float,
+    how: type[Adapted] = Adapted,
+) -> None:
     """Add a term to a layer, in place: its own parameters keep their names, and its class becomes a subclass.
 
     Args:
@@ -73,17 +107,19 @@ def adapt(layer: nn.Linear, kinds: dict[type, type], *, rank: int, scale: float,
         rank: r.
         scale: factor of the term.
         dropout: fraction of the term's inputs that is dropped while training.
+        how: how the layer and the term make the output.
     """
     with torch.device(layer.weight.device):
         down = Down(layer.in_features, rank, std=0.0).to(layer.weight.dtype)
         up = Up(rank, layer.out_features, std=0.0).to(layer.weight.dtype)
     own = type(layer)
     if own not in kinds:
-        kinds[own] = _adapted_class(own)
+        kinds[own] = _adapted_class(own, how)
     layer.__class__ = kinds[own]
     layer.add_module(LORA_A, down)
     layer.add_module(LORA_B, up)
     layer.lora_scale, layer.lora_dropout, layer.lora_off = scale, dropout, False  # type: ignore[assignment]
+    layer.lora_added()  # type: ignore[operator]
     layer.train(layer.training)
 
 
@@ -91,25 +127,22 @@ def adapt(layer: nn.Linear, kinds: dict[type, type], *, rank: int, scale: float,
 def merge(layer: Any) -> None:
     """Fold the term into the layer's weight, and make it a layer of its own class again.
 
-    The product is computed in float32 or wider. Collective over the ranks that share the layer.
+    Collective over the ranks that share the layer.
     """
-    weight = layer.weight
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    term = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
-    weight.copy_((weight.to(wide) + layer.lora_scale * term).to(weight.dtype))
-    for child in (LORA_A, LORA_B):
+    layer.weight.copy_(layer.lora_merged(layer.weight))
+    for child in layer.lora_children:
         delattr(layer, child)
     del layer.lora_scale, layer.lora_dropout, layer.lora_off
     layer.__class__ = layer.lora_base
 
 
-def _adapted_class(base: type) -> type:
-    class Adapted(_Adapted, base):  # type: ignore[misc]
+def _adapted_class(base: type, how: type[Adapted]) -> type:
+    class AdaptedLayer(how, base):  # type: ignore[misc, valid-type]
         lora_base = base
 
         def forward(self, x: Tensor) -> Tensor:
             own: Tensor = super().forward(x)
-            return own if self.lora_off else own + self.lora_term(x)
+            return own if self.lora_off else self.lora_output(own, x)
 
-    Adapted.__name__ = Adapted.__qualname__ = f"Lora{base.__name__}"
-    return Adapted
+    AdaptedLayer.__name__ = AdaptedLayer.__qualname__ = f"Lora{base.__name__}"
+    return AdaptedLayer

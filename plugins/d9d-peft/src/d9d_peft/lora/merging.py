@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-import torch
 from d9d_core.extend import TensorSpec
 from d9d_weights import Compute, Identity, Mapper, Parallel
 from torch import Tensor
 
-from d9d_peft.lora.linear import LORA_A, LORA_B
+from d9d_peft.lora.banks import merged_bank
+from d9d_peft.lora.linear import LORA_A, LORA_B, merged_weight
 
 _LINEAR, _BANK, _TERMS = f".{LORA_A}.weight", f".{LORA_A}", ".terms."
-_Product = Callable[[Tensor, Tensor], Tensor]
 
 
 def adapted_names(names: Collection[str]) -> tuple[list[str], list[str]]:
@@ -31,24 +30,36 @@ def merger(linears: Iterable[str], banks: Iterable[str], scale: float) -> Mapper
         scale: factor of the terms.
     """
     folded = [
-        _fold(f"{layer}.weight", f"{layer}{_LINEAR}", f"{layer}.{LORA_B}.weight", lambda a, b: b @ a, scale)
+        fold(f"{layer}.weight", factors_of(layer), lambda weight, a, b: merged_weight(weight, a, b, scale))
         for layer in linears
     ]
     for name in banks:
         owner, _, bank = name.rpartition(".")
         term = f"{owner}{_TERMS}{bank}"
-        folded.append(_fold(name, f"{term}{_BANK}", f"{term}.{LORA_B}", torch.bmm, scale))
+        folded.append(
+            fold(name, (f"{term}{_BANK}", f"{term}.{LORA_B}"), lambda weight, a, b: merged_bank(weight, a, b, scale))
+        )
     return Parallel(*folded, Identity())
 
 
-def _fold(weight: str, first: str, second: str, product: _Product, scale: float) -> Mapper:
-    def merged(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        own = tensors[weight]
-        wide = torch.promote_types(own.dtype, torch.float32)
-        term = product(tensors[first].to(wide), tensors[second].to(wide))
-        return {weight: (own.to(wide) + scale * term).to(own.dtype)}
+def factors_of(layer: str) -> tuple[str, str]:
+    """Names of the factors of a linear layer's term."""
+    return f"{layer}{_LINEAR}", f"{layer}.{LORA_B}.weight"
+
+
+def fold(weight: str, added: tuple[str, ...], merged: Callable[..., Tensor]) -> Mapper:
+    """Mapper that replaces a weight and what a method added to it by what both amount to.
+
+    Args:
+        weight: its name, before and afterwards.
+        added: names of what goes away.
+        merged: function of the weight and these, in order.
+    """
+
+    def function(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {weight: merged(tensors[weight], *(tensors[name] for name in added))}
 
     def shapes(specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return {weight: specs[weight]}
 
-    return Compute((weight, first, second), merged, shapes)
+    return Compute((weight, *added), function, shapes)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from d9d_core.extend import BuildError, CheckpointError, HasBanks, modules_with
 from d9d_weights import Mapper
 from torch import Tensor, nn
 
-from d9d_peft.config import ALL_LINEAR, LoraConfig
+from d9d_peft.config import ALL_LINEAR, LowRankConfig
 from d9d_peft.lora import files
 from d9d_peft.lora.banks import GroupedTerm
-from d9d_peft.lora.linear import adapt, adapted_layers, is_adapted, merge
+from d9d_peft.lora.linear import Adapted, adapt, adapted_layers, is_adapted, merge
 from d9d_peft.lora.merging import adapted_names, merger
 from d9d_peft.patterns import matches, select
 
 
 class Lora:
-    """Method that adds low-rank terms to linear layers and banks of experts, and trains nothing else."""
+    """Method that adds low-rank terms to linear layers and banks of experts, and trains nothing else.
 
-    def __init__(self, config: LoraConfig) -> None:
+    Attributes:
+        how: how an adapted layer computes.
+    """
+
+    how: ClassVar[type[Adapted]] = Adapted
+
+    def __init__(self, config: LowRankConfig) -> None:
         self._config = config
         self._kinds: dict[type, type] = {}
 
@@ -32,7 +38,7 @@ class Lora:
             BuildError: a pattern matches nothing that could have a term, nothing is left of what they match, or the
                 rank is larger than a matrix.
         """
-        linears, banks = _linears(stage), _banks(stage)
+        linears, banks = _linears(stage), self._banks(stage)
         names = self._targets(linears.keys(), banks.keys())
         for name in names:
             if is_adapted(linears[name]) if name in linears else name.rpartition(".")[2] in banks[name][0]:
@@ -43,7 +49,7 @@ class Lora:
         config, own = self._config, {name for name, _ in stage.named_parameters()}
         for name in names:
             if name in linears:
-                adapt(linears[name], self._kinds, rank=config.r, scale=config.scale, dropout=config.dropout)
+                adapt(linears[name], self._kinds, config.r, config.scale, config.dropout, self.how)
             else:
                 terms, bank = banks[name]
                 terms[name.rpartition(".")[2]] = GroupedTerm(bank, config.r, config.scale, config.dropout)
@@ -76,7 +82,7 @@ class Lora:
         """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
         linears, banks = adapted_names(names)
         own = [name for name in linears if self._means(name, is_linear=True)]
-        return merger(own, [name for name in banks if self._means(name, is_linear=False)], self._config.scale)
+        return self._merger(own, [name for name in banks if self._means(name, is_linear=False)])
 
     @property
     def init_from(self) -> str | None:
@@ -98,6 +104,17 @@ class Lora:
             CheckpointError: it is of another kind, rank or scale.
         """
         files.check_config(self._config, config_json)
+
+    def _merger(self, linears: Sequence[str], banks: Sequence[str]) -> Mapper:
+        return merger(linears, banks, self._config.scale)
+
+    def _banks(self, stage: nn.Module) -> dict[str, tuple[nn.ModuleDict, nn.Parameter]]:
+        """Banks of experts by name: where a term goes, and the bank [experts, in, out]."""
+        return {
+            f"{name}.{bank}": (module.bank_terms(), parameter)
+            for name, module in modules_with(stage, HasBanks).items()
+            for bank, parameter in module.banks().items()
+        }
 
     def _modules(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
         if any(isinstance(module, GroupedTerm) for module in stage.modules()):
@@ -137,12 +154,3 @@ def _linears(stage: nn.Module) -> dict[str, nn.Linear]:
     layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
     adapted = tuple(f"{name}." for name, _ in adapted_layers(stage))
     return {name: module for name, module in layers.items() if not name.startswith(adapted)}
-
-
-def _banks(stage: nn.Module) -> dict[str, tuple[nn.ModuleDict, nn.Parameter]]:
-    """Banks of experts by name: where a term goes, and the bank [experts, in, out]."""
-    return {
-        f"{name}.{bank}": (module.bank_terms(), parameter)
-        for name, module in modules_with(stage, HasBanks).items()
-        for bank, parameter in module.banks().items()
-    }
