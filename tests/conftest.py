@@ -57,7 +57,7 @@ CHAT_TEMPLATE = (
 def published() -> Callable[..., Path]:
     """Write a tiny Qwen3 with random weights, its tokenizer and its chat template, as transformers saves them."""
 
-    def write(directory: Path, **sizes: int) -> Path:
+    def write(directory: Path, padded_vocabulary: int | None = None, **sizes: int) -> Path:
         transformers = pytest.importorskip("transformers")
         import torch
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -77,7 +77,7 @@ def published() -> Callable[..., Path]:
             "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3, **sizes,
         }  # fmt: skip
         config = transformers.Qwen3Config(
-            vocab_size=len(tokenizer),
+            vocab_size=padded_vocabulary or len(tokenizer),
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             **values,

@@ -16,6 +16,7 @@ PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
     "d9d_qwen3.plugin",
 )  # fmt: skip
+EXAMPLE = Path(__file__).parents[1] / "examples" / "distillation" / "job.yaml"
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_positions": 32,
@@ -74,6 +75,22 @@ def test_a_student_comes_closer_to_its_teacher(teacher: Path, tmp_path: Path, ta
     assert any(note.startswith("task.teacher: a frozen model of") for note in notes)
     lines = [json.loads(line) for line in (tmp_path / "runs/student/metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
+
+
+def test_the_example_distils_into_a_published_model(teacher: Path, tmp_path: Path, published: Any) -> None:
+    """Both have one tokenizer, and matrices of different sizes."""
+    student = published(tmp_path / "student")
+    larger = published(tmp_path / "teacher", hidden_size=80, padded_vocabulary=264)
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "number {n} " }}\n' for n in range(200)))
+    overrides = [
+        f"model.pretrained={student}", f"task.teacher.pretrained={larger}", f"data.sources=[{tmp_path}/texts.jsonl]",
+        f"run.dir={tmp_path}/runs", "device=cpu", "data.sequence_length=16", "batch={size: 4, microbatch: 2}",
+        "steps=8", "optimizer.lr=0.003", "logging.every=1", "trackers=[{name: jsonl, picture: false}]",
+    ]  # fmt: skip
+    Job.load(EXAMPLE, overrides=overrides).build(lambda _: None).train()
+    lines = [json.loads(line) for line in (tmp_path / "runs/distillation/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert (tmp_path / "runs/distillation/model/model.safetensors").is_file()
 
 
 @pytest.mark.thorough
