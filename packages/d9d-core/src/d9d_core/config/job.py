@@ -206,6 +206,8 @@ class Timeouts(Section):
 class Loading(Section):
     """Reading of the weights that the model starts from (``model.pretrained``)."""
 
+    weights: bool = True
+    """Start from these weights; false takes their sizes, tokenizer and settings only, and draws all weights."""
     threads: PositiveInt = 4
     """Reads at a time, on each process."""
     read: Literal["each", "once"] = "each"

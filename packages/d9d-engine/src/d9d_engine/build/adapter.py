@@ -78,7 +78,7 @@ def start_method(
     method: object = assembly.peft
     if isinstance(method, StartsFromWeights):
         method.start(assembly.model)
-    if not isinstance(method, AdapterFormat) or method.init_from is None:
+    if not isinstance(method, AdapterFormat) or method.init_from is None or not job.loading.weights:
         return
     location = method.init_from
 

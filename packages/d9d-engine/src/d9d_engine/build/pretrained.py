@@ -37,18 +37,20 @@ class Pretrained:
 
     Attributes:
         directory: where they lie, opened.
-        graph: from their names and layouts to the model's.
+        graph: from their names and layouts to the model's; ``None`` if the weights are not wanted.
         others: files beside the weights that an export keeps, such as ``generation_config.json``; on the main rank.
         kept: fields of its ``config.json`` that an export keeps.
     """
 
     directory: ModelDirectory
-    graph: StateGraph
+    graph: StateGraph | None
     others: Mapping[str, bytes]
     kept: Mapping[str, Any]
 
     def summary(self) -> str:
         """Summary of what would be read, and what would be drawn anew."""
+        if self.graph is None:
+            return f"all drawn; sizes and tokenizer of {self.directory.location}"
         anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
         return f"{len(self.graph.outputs)} tensors from {self.directory.location} fit{anew}"
 
@@ -58,6 +60,9 @@ class Pretrained:
         Raises:
             CheckpointError: something cannot be read, on any rank.
         """
+        if self.graph is None:
+            note(f"pretrained: sizes and tokenizer of {self.directory.location}; all weights are drawn")
+            return
         targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
         started = time.perf_counter()
         once = job.loading.read == "once" and topology.world_size > 1
@@ -109,8 +114,11 @@ def pretrained_weights(
 
     def open_and_compare() -> Pretrained:
         directory = opened.enter_context(ModelDirectory.open(location))
-        graph = StateGraph(layout.importer(job.model, layout.config_from_json(directory.config())), directory.specs)
-        graph.check(_expected(stage, injected))
+        graph = None
+        if job.loading.weights:
+            importer = layout.importer(job.model, layout.config_from_json(directory.config()))
+            graph = StateGraph(importer, directory.specs)
+            graph.check(_expected(stage, injected))
         others = directory.other_files() if topology.is_main else ()
         kept = layout.kept_fields(directory.config(), job.model) if isinstance(layout, KeepsFields) else {}
         return Pretrained(directory, graph, {name: directory.read_file(name) for name in others}, kept)
@@ -134,7 +142,7 @@ def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
     with torch.device("meta"):
         stage = instantiate(selection.model, job.model, Stage())
     with pretrained_weights(job, selection, stage, frozenset(), Topology()) as pretrained:
-        if pretrained is not None:
+        if pretrained is not None and pretrained.graph is not None:
             return pretrained.graph
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout")

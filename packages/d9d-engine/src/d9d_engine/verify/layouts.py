@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import PluginConfig
+from d9d_core.config.base import ModelConfig, PluginConfig
 from d9d_core.config.resolve import Selection, select
 from d9d_core.errors import BuildError, D9dError, JobError
 from d9d_core.grid import AXES
@@ -125,6 +125,7 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
         "trackers": [],
         "subscribers": [],
         "export": False,
+        "loading": {"weights": False},  # they would not fit; the tokenizer beside them does
         "plugins": _plugins(job),
     }
     if values["pipeline"] is not None:
@@ -206,8 +207,6 @@ def _tiny(job: Job, selection: Selection, layouts: Sequence[Layout], stages: Seq
     spec = selection.model.spec
     assert isinstance(spec, ModelSpec)
     mine, tiny = job.model.model_dump(), spec.tiny.load()().model_dump()
-    if "pretrained" in mine:  # small models start from drawn weights
-        mine["pretrained"] = None
     facts = _facts(job, selection)
     # A size that the data states too, such as the vocabulary's, is theirs, whether or not the task compares it.
     own = [name for name in mine if name not in facts]
@@ -242,7 +241,11 @@ def _is_size(value: Any) -> bool:
 
 def _facts(job: Job, selection: Selection) -> State:
     context = DataContext(
-        seed=job.seed, batch_size=job.batch.size, microbatch_size=job.microbatch_size, cache_dir=job.run.cache
+        seed=job.seed,
+        batch_size=job.batch.size,
+        microbatch_size=job.microbatch_size,
+        cache_dir=job.run.cache,
+        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
     )
     stream: DataStream = instantiate(selection.dataset, job.data, context)
     return stream.facts
