@@ -119,7 +119,7 @@ class PluginConfig(Section):
 class ModelConfig(PluginConfig):
     """Base of the configs of models that can start from published weights.
 
-    With ``pretrained``, fields that the job file leaves out are those of the ``config.json`` there.
+    With ``pretrained``, fields that the job file leaves out are those of the ``config.json`` or checkpoint there.
 
     Attributes:
         free_on_resume: fields that a resumed run may change, because no saved tensor depends on them.
@@ -128,7 +128,8 @@ class ModelConfig(PluginConfig):
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
 
     pretrained: str | None = None
-    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; null draws them."""
+    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a run,
+    or one of its checkpoints; null draws them."""
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
         """Refuse values of the free fields with which this model could not take over the tensors of the saved one.

@@ -14,6 +14,9 @@ from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.untrusted import MAX_JSON_BYTES, parse_json, read_regular
 
+#: File that a training checkpoint ends with.
+_MANIFEST = "manifest.json"
+
 
 def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a model with ``pretrained``: those of the job file, and for all others those of the published model.
@@ -36,6 +39,9 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         raise plugin_error(text, error) from error
     location = str(fields["pretrained"])
     try:
+        manifest = find_manifest(location)
+        if manifest is not None:
+            return {**_sizes_of_checkpoint(spec.key, manifest), **fields}
         stored = layout.config_from_json(read_config_json(location))
     except PluginError:
         raise
@@ -45,6 +51,36 @@ def with_stored_sizes(entry: Entry, fields: Mapping[str, Any]) -> dict[str, Any]
         text = f"model {entry}: its Hugging Face format failed to read the config.json of {location}: {error!r}"
         raise plugin_error(text, error) from error
     return {**stored.model_dump(), **fields}
+
+
+def find_manifest(location: str) -> Path | None:
+    """Find the manifest of a training checkpoint of this machine: of the newest one, if it is a run's directory.
+
+    Args:
+        location: a checkpoint's folder, a folder of checkpoints, or a run's directory; or something else.
+    """
+    given = Path(location)
+    if "://" in location or (given / "config.json").exists():
+        return None
+    if (given / _MANIFEST).is_file():
+        return given / _MANIFEST
+    below = given / "checkpoints" if (given / "checkpoints").is_dir() else given
+    return max(below.glob(f"step-*/{_MANIFEST}"), default=None)
+
+
+def _sizes_of_checkpoint(name: str, manifest: Path) -> dict[str, Any]:
+    """Fields of the model of a training checkpoint, without where that one started."""
+    try:
+        content = parse_json(read_regular(manifest, links="none"), strict=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{manifest.name} of its newest checkpoint cannot be read: {error}") from error
+    job = content.get("job") if isinstance(content, dict) else None
+    stored = job.get("model") if isinstance(job, dict) else None
+    if not isinstance(stored, dict):
+        raise CheckpointError(f"{manifest.name} of its newest checkpoint does not say which model it is of")
+    if stored.get("name") != name:
+        raise CheckpointError(f"its checkpoint is of model {str(stored.get('name'))[:80]!r}; set model.name to that")
+    return {field: value for field, value in stored.items() if field not in ("name", "pretrained")}
 
 
 def read_config_json(location: str) -> dict[str, Any]:

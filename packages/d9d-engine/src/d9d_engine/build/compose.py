@@ -93,7 +93,7 @@ def build(
     total_steps = count_steps(job, selection.dataset, stream.facts, note)
     lr_schedule = lr_schedule or build_lr_schedule(job, selection, total_steps)
 
-    published = start_weights(job, selection, assembly, topology, note)
+    published = start_weights(job, selection, registry, assembly, topology, note)
     model = assembly.model
     accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)

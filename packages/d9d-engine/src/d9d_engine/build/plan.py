@@ -86,7 +86,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         instantiate(chosen, config)
     metrics = [(chosen, instantiate(chosen, config)) for chosen, config in selection.metrics]
     assembly = assemble(job, selection, registry, topology, circumstances)
-    with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as weights:
+    with pretrained_weights(job, selection, registry, assembly.full_model, assembly.injected, topology) as weights:
         pretrained = None if weights is None else weights.summary()
     for chosen, metric in metrics:
         if isinstance(metric, StageMetric):
@@ -131,7 +131,7 @@ def _frozen_bytes(
     if by not in ("copy", "other"):
         return 0
     frozen_job, selection, frozen = assemble_frozen(job, registry, topology, around, task.first_pass, by)
-    with pretrained_weights(frozen_job, selection, frozen.full_model, frozen.injected, topology):
+    with pretrained_weights(frozen_job, selection, registry, frozen.full_model, frozen.injected, topology):
         return sum(local(parameter).nbytes for parameter in frozen.model.parameters())
 
 

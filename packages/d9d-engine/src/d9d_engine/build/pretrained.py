@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.model import Stage
 from d9d_core.tensors import local
 from d9d_core.types import TensorSpec
+from d9d_weights.graph.base import Mapper
+from d9d_weights.graph.expressions import TensorSource
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import KeepsFields
@@ -27,6 +30,8 @@ from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import nn
 
+from d9d_engine.checkpoint.stored_model import merger_of, model_of
+from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.progress import ByteBar
 
@@ -36,13 +41,15 @@ class Pretrained:
     """Pretrained weights, checked against the model.
 
     Attributes:
-        directory: where they lie, opened.
+        source: where they lie, opened.
+        location: its path or address.
         graph: from their names and layouts to the model's; ``None`` if the weights are not wanted.
         others: files beside the weights that an export keeps, such as ``generation_config.json``; on the main rank.
         kept: fields of its ``config.json`` that an export keeps.
     """
 
-    directory: ModelDirectory
+    source: TensorSource
+    location: str
     graph: StateGraph | None
     others: Mapping[str, bytes]
     kept: Mapping[str, Any]
@@ -50,9 +57,9 @@ class Pretrained:
     def summary(self) -> str:
         """Summary of what would be read, and what would be drawn anew."""
         if self.graph is None:
-            return f"all drawn; sizes and tokenizer of {self.directory.location}"
+            return f"all drawn; sizes and tokenizer of {self.location}"
         anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
-        return f"{len(self.graph.outputs)} tensors from {self.directory.location} fit{anew}"
+        return f"{len(self.graph.outputs)} tensors from {self.location} fit{anew}"
 
     def load(self, stage: nn.Module, job: JobConfig, topology: Topology, note: Callable[[str], None]) -> None:
         """Fill the model's tensors from the files. Collective over all ranks.
@@ -61,7 +68,7 @@ class Pretrained:
             CheckpointError: something cannot be read, on any rank.
         """
         if self.graph is None:
-            note(f"pretrained: sizes and tokenizer of {self.directory.location}; all weights are drawn")
+            note(f"pretrained: sizes and tokenizer of {self.location}; all weights are drawn")
             return
         targets = {name: tensor for name, tensor in model_tensors(stage).items() if name in self.graph.outputs}
         started = time.perf_counter()
@@ -71,7 +78,7 @@ class Pretrained:
             copies = topology.axes_group("dp_replicate", "dp_shard", "cp", "tp") if once else None
             load_tensors(
                 self.graph,
-                self.directory,
+                self.source,
                 targets,
                 threads=job.loading.threads,
                 once=once,
@@ -81,22 +88,29 @@ class Pretrained:
             )
         seconds = time.perf_counter() - started
         read = f"{bar.done / 2**30:,.2f} GiB in {seconds:.1f} s, {bar.done / 2**30 / max(seconds, 1e-9):.2f} GiB/s"
-        note(f"pretrained: {len(targets)} tensors from {self.directory.location} ({read}{' here' if copies else ''})")
+        note(f"pretrained: {len(targets)} tensors from {self.location} ({read}{' here' if copies else ''})")
         if self.graph.fresh:
             note(f"pretrained: not in it, drawn anew: {', '.join(sorted(self.graph.fresh))}")
 
 
 @contextmanager
 def pretrained_weights(
-    job: JobConfig, selection: Selection, stage: nn.Module, injected: frozenset[str], topology: Topology
+    job: JobConfig,
+    selection: Selection,
+    registry: Registry,
+    stage: nn.Module,
+    injected: frozenset[str],
+    topology: Topology,
 ) -> Iterator[Pretrained | None]:
     """Open what ``model.pretrained`` names, and compare it with the model before anything is read or allocated.
 
-    Collective over all ranks.
+    A training checkpoint is read as the model that its run would export, merged if it was fine-tuned. Collective over
+    all ranks.
 
     Args:
         job: validated.
         selection: the job's records.
+        registry: has the fine-tuning methods that a checkpoint may be of.
         stage: the model, on any device.
         injected: names of the tensors that the fine-tuning method added; they are in no checkpoint.
         topology: the ranks.
@@ -113,18 +127,44 @@ def pretrained_weights(
     location = job.model.pretrained
 
     def open_and_compare() -> Pretrained:
+        if is_checkpoint(location):
+            tensors = opened.enter_context(CheckpointTensors(location, "model/"))
+            of_run, stored = model_of(tensors, registry)
+            published = merger_of(tensors, registry) >> of_run.exporter(stored)
+            graph = fitting(published >> layout.importer(job.model, stored), tensors.specs)
+            exported = _export_of(location)
+            if exported is None:
+                return Pretrained(tensors, tensors.location, graph, {}, {})
+            return Pretrained(
+                tensors, tensors.location, graph, *beside(opened.enter_context(ModelDirectory.open(exported)))
+            )
         directory = opened.enter_context(ModelDirectory.open(location))
-        graph = None
-        if job.loading.weights:
-            importer = layout.importer(job.model, layout.config_from_json(directory.config()))
-            graph = StateGraph(importer, directory.specs)
-            graph.check(_expected(stage, injected))
+        graph = fitting(layout.importer(job.model, layout.config_from_json(directory.config())), directory.specs)
+        return Pretrained(directory, directory.location, graph, *beside(directory))
+
+    def beside(directory: ModelDirectory) -> tuple[dict[str, bytes], Mapping[str, Any]]:
         others = directory.other_files() if topology.is_main else ()
         kept = layout.kept_fields(directory.config(), job.model) if isinstance(layout, KeepsFields) else {}
-        return Pretrained(directory, graph, {name: directory.read_file(name) for name in others}, kept)
+        return {name: directory.read_file(name) for name in others}, kept
+
+    def fitting(mapper: Mapper, specs: Mapping[str, TensorSpec]) -> StateGraph | None:
+        if not job.loading.weights:
+            return None
+        graph = StateGraph(mapper, specs)
+        graph.check(_expected(stage, injected))
+        return graph
 
     with ExitStack() as opened:
         yield on_all(open_and_compare, None if topology.simulated else topology.world)
+
+
+def _export_of(location: str) -> Path | None:
+    """Model that the run of a checkpoint has exported, with its tokenizer; ``None`` if it has not, or not here."""
+    if "://" in location:
+        return None
+    given = Path(location)
+    run = next((parent.parent for parent in (given, given.parent) if parent.name == "checkpoints"), given)
+    return run / "model" if (run / "model" / "config.json").is_file() else None
 
 
 def _expected(stage: nn.Module, injected: frozenset[str]) -> dict[str, TensorSpec]:
@@ -141,7 +181,7 @@ def job_state_graph(job: JobConfig, registry: Registry) -> StateGraph:
     spec = selection.model.spec
     with torch.device("meta"):
         stage = instantiate(selection.model, job.model, Stage())
-    with pretrained_weights(job, selection, stage, frozenset(), Topology()) as pretrained:
+    with pretrained_weights(job, selection, registry, stage, frozenset(), Topology()) as pretrained:
         if pretrained is not None and pretrained.graph is not None:
             return pretrained.graph
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:

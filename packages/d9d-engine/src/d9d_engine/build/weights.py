@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
+from d9d_core.plugin.registry import Registry
 from torch import Tensor, nn
 
 from d9d_engine.build.adapter import start_method
@@ -32,7 +33,12 @@ class Published:
 
 
 def start_weights(
-    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
+    job: JobConfig,
+    selection: Selection,
+    registry: Registry,
+    assembly: Assembly,
+    topology: Topology,
+    note: Callable[[str], None],
 ) -> Published:
     """Give a rank's stages their memory and the values that a run starts with. Collective over all ranks.
 
@@ -40,7 +46,7 @@ def start_weights(
         CheckpointError: published weights or an adapter cannot be read or do not fit, on any rank.
     """
     published = Published()
-    with pretrained_weights(job, selection, assembly.full_model, assembly.injected, topology) as pretrained:
+    with pretrained_weights(job, selection, registry, assembly.full_model, assembly.injected, topology) as pretrained:
         for stage in assembly.stages.values():
             materialise(stage, assembly.on_host, job.seed, topology.device)
         if pretrained is not None:

@@ -15,13 +15,9 @@ from typing import Any
 import torch
 from d9d_core.cli.options import say
 from d9d_core.cli.output import console_for
-from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import PluginConfig
-from d9d_core.config.inner import choose
 from d9d_core.config.job import Precision
-from d9d_core.config.lookup import load_config
 from d9d_core.errors import CheckpointError
-from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.types import TensorSpec
 from d9d_weights.files.open import open_directory
@@ -29,7 +25,6 @@ from d9d_weights.graph.base import Mapper, Parallel
 from d9d_weights.graph.graph import StateGraph
 from d9d_weights.graph.mappers import Cast, Identity
 from d9d_weights.graph.pictures import Line, graph_mermaid, graph_text, tensor_lines
-from d9d_weights.hugging_face.adapter import MergesTensors
 from d9d_weights.hugging_face.convert import convert, deviation
 from d9d_weights.hugging_face.directory import ModelDirectory
 from d9d_weights.hugging_face.format import HuggingFaceFormat, KeepsFields
@@ -37,6 +32,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from d9d_engine.build.pretrained import job_state_graph
+from d9d_engine.checkpoint.stored_model import job_of, merger_of, model_of
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.job import Job
 from d9d_engine.run.progress import ByteBar
@@ -160,11 +156,9 @@ def _described(
             name = _dtype_name(asked.dtype)
             config |= {key: name for key in ("dtype", "torch_dtype") if key in config} or {"dtype": name}
         return Identity(), config, {name: tensors.read_file(name) for name in tensors.other_files()}
-    job = tensors.manifest.get("job")
-    if job is None:
-        raise CheckpointError(f"{tensors.location} does not say which model it is of: no job saved it")
-    merger = _merger_of(job, registry, tensors)
-    layout, model = _model_of(job, registry, tensors.location)
+    job = job_of(tensors)
+    merger = merger_of(tensors, registry)
+    layout, model = model_of(tensors, registry)
     if asked.dtype is not None:
         dtype = _dtype_name(asked.dtype)
     else:
@@ -174,35 +168,6 @@ def _described(
             raise CheckpointError(f"{tensors.location}: precision in its manifest cannot be: {error}") from error
     kept, others = _taken_over(job, asked.keep_from, layout, model)
     return merger >> layout.exporter(model), {**layout.config_json(model, dtype), **kept}, others
-
-
-def _merger_of(job: Mapping[str, Any], registry: Registry, tensors: CheckpointTensors) -> Mapper:
-    """Mapper that merges what the run's fine-tuning method added."""
-    fields = job.get("peft")
-    if tensors.manifest.get("left_out"):
-        raise CheckpointError(
-            f"{tensors.location} is of a fine-tuning run and holds no full model (checkpoint.trainable_only): "
-            "resume the run with export: true, which merges and writes it"
-        )
-    if not fields:
-        return Identity()
-    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
-        raise CheckpointError(f"{tensors.location}: its manifest names no fine-tuning method; was it written by d9d?")
-    entry = registry.find("peft method", fields["name"])
-    try:
-        given = {**fields, "name": entry.spec.key}
-        config = load_config(entry).model_validate(given, context={"registry": registry})
-    except ValidationError as error:
-        raise CheckpointError(
-            f"{tensors.location}: the method of its manifest is none that {entry} knows: {error}"
-        ) from error
-    method = instantiate(choose(registry, "peft method", "peft", config), config)
-    if not isinstance(method, MergesTensors):
-        raise CheckpointError(
-            f"{tensors.location} is of a run with peft method {entry}, which merges only in memory: "
-            "resume the run with export: true, which merges and writes it"
-        )
-    return method.merger(tensors.specs.keys())
 
 
 def _taken_over(
@@ -217,24 +182,6 @@ def _taken_over(
     with ModelDirectory.open(keep_from) as source:
         kept = layout.kept_fields(source.config(), model) if isinstance(layout, KeepsFields) else {}
         return kept, {name: source.read_file(name) for name in source.other_files()}
-
-
-def _model_of(job: Mapping[str, Any], registry: Registry, location: str) -> tuple[HuggingFaceFormat, PluginConfig]:
-    fields = job.get("model")
-    if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
-        raise CheckpointError(f"{location}: its manifest names no model; was it written by d9d train?")
-    # The checkpoint has the weights, and the job all sizes.
-    fields = {name: value for name, value in fields.items() if name != "pretrained"}
-    entry = registry.find("model", fields["name"])
-    spec = entry.spec
-    if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
-        raise CheckpointError(f"{location} is of model {entry}, which has no Hugging Face layout")
-    try:
-        config = load_config(entry).model_validate({**fields, "name": entry.spec.key})
-    except ValidationError as error:
-        raise CheckpointError(f"{location}: the model of its manifest is none that {entry} knows: {error}") from error
-    layout: HuggingFaceFormat = spec.hugging_face.load()()
-    return layout, config
 
 
 def diff_states(left: str, right: str, tolerance: float, as_json: bool) -> bool:

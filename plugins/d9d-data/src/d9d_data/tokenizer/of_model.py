@@ -48,11 +48,14 @@ def _taking(config: P, tokenizer: str) -> P:
 
 
 def _own(pretrained: str | None) -> Path | None:
+    """Tokenizer beside a model's weights, or beside the model that the run of a checkpoint has exported."""
     if pretrained is None or "://" in pretrained:
         return None
     given = Path(pretrained).expanduser()
-    file = (given if given.is_dir() else given.parent) / TOKENIZER_FILE
-    return file if file.is_file() else None
+    beside = given if given.is_dir() else given.parent
+    run = next((parent.parent for parent in (beside, beside.parent) if parent.name == "checkpoints"), beside)
+    found = (directory / TOKENIZER_FILE for directory in (beside, run / "model"))
+    return next((file for file in found if file.is_file()), None)
 
 
 def _compare(config: ModelTextConfig | TokenizedConfig, own: Path) -> None:

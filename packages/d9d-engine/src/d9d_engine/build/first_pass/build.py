@@ -91,7 +91,9 @@ def build_first_pass(
         frozen_job, frozen_selection, frozen = assemble_frozen(
             job, registry, topology, circumstances(job, topology.device), chosen, by
         )
-        start_weights(frozen_job, frozen_selection, frozen, topology, lambda text: note(f"{chosen.where}: {text}"))
+        start_weights(
+            frozen_job, frozen_selection, registry, frozen, topology, lambda text: note(f"{chosen.where}: {text}")
+        )
         find_ties(frozen.stages, frozen.shared, frozen.trainable, frozen.pipeline, topology).copy_values()
         frozen.model.eval()
         count = sum(parameter.numel() for parameter in frozen.full_model.parameters())
