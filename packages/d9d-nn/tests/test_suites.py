@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from d9d_core.extend import OpSignature
-from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
+import torch
+from d9d_core.extend import Microbatch, OpSignature
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.suites.metric import MetricSuite
 from d9d_testing.suites.support.ops import Call
 from d9d_testing.suites.task import TaskSuite
+from torch import Tensor
 
 
 class TestPerplexity(MetricSuite):
@@ -37,6 +39,24 @@ class TestClassification(TaskSuite):
         ({"heads": {"topic": ClassificationHeadConfig(num_classes=3)}}, {"num_classes": 4}),
         ({"heads": {"words": EmbeddingHeadConfig()}}, {}),
     )
+
+
+class TestTokenClassification(TaskSuite):
+    target = "token_classification"
+    observes = ("class_logits", "labels")
+    accepts = ({"heads": {"tags": TokenClassificationHeadConfig(num_classes=3)}}, {"num_classes": 3})
+    rejects = (
+        ({"heads": {"tags": TokenClassificationHeadConfig(num_classes=3)}}, {"num_classes": 4}),
+        ({"heads": {"topic": ClassificationHeadConfig(num_classes=3)}}, {}),
+    )
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        found = dict(super().microbatch(samples, counted=counted))
+        return {**found, "labels": torch.where(found["targets"] >= 0, found["targets"] % 5, -100)}
+
+    def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
+        classes = torch.arange(1.0, 6)
+        return {"class_logits": (microbatch["tokens"].float()[..., None] * classes).sin() * scale}
 
 
 class TestSdpa(KernelSuite):

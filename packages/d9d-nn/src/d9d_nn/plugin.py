@@ -28,6 +28,13 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         observes=frozenset({"class_logits", "labels"}),
         # Which heads a model has is its config's choice, not its record's: the task's check looks there.
     )
+    yield TaskSpec(
+        name="token_classification",
+        summary="One label per token; one loss term, cross_entropy.",
+        config=Ref("d9d_nn.classification.config:TokenClassificationConfig"),
+        build=Ref("d9d_nn.classification.task:TokenClassification"),
+        observes=frozenset({"class_logits", "labels"}),
+    )
 
 
 @hookimpl
