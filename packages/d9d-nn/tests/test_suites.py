@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import Microbatch, OpSignature
+from d9d_nn.causal_lm.config import CausalLMConfig
+from d9d_nn.causal_lm.task import CausalLM
 from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.suites.metric import MetricSuite
@@ -29,6 +31,28 @@ class TestCausalLM(TaskSuite):
         ({"vocab_size": 8}, {"vocab_size": 9}),
         ({"max_positions": 4}, {"sequence_length": 5}),
     )
+
+
+class TestWeightedCausalLM(TaskSuite):
+    target = "causal_lm"
+    observes = ("token_loss", "targets")
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        found = dict(super().microbatch(samples, counted=counted))
+        return {**found, "weights": (found["tokens"] % 4) / 2}
+
+
+def test_each_token_counts_with_its_weight() -> None:
+    task = CausalLM(CausalLMConfig())
+    loss = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
+    batch = {"targets": torch.tensor([[3, 4, 5, -100]]), "weights": torch.tensor([[1.0, 0.5, 0.0, 7.0]])}
+    assert task.losses({"token_loss": loss}, batch)["cross_entropy"] == 2
+    assert task.weights(batch)["cross_entropy"] == 1.5
+    assert torch.equal(task.observations({"token_loss": loss}, batch)["token_loss"], loss)
+    same = batch | {"weights": torch.ones(1, 4)}
+    del batch["weights"]
+    assert task.weights(same) == task.weights(batch)
+    assert task.losses({"token_loss": loss}, same) == task.losses({"token_loss": loss}, batch)
 
 
 class TestClassification(TaskSuite):
