@@ -31,7 +31,7 @@ def test_the_kind_selects_the_config() -> None:
     ("heads", "text"),
     [
         ({}, "at least 1"),
-        ({"a": {"kind": "causal"}}, "'causal_lm', 'classification', 'embedding'"),
+        ({"a": {"kind": "causal"}}, "'causal_lm', 'classification', 'token_classification', 'embedding'"),
         ({"a": {"num_classes": 3}}, "kind"),
         ({"a.b": {"kind": "causal_lm"}}, "pattern"),
         ({"a/b": {"kind": "causal_lm"}}, "pattern"),

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 from d9d_core.extend import Microbatch, OpSignature, PluginConfig
-from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig
+from d9d_nn.causal_lm.config import CausalLMConfig
+from d9d_nn.causal_lm.task import CausalLM
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.suites.metric import MetricSuite
 from d9d_testing.suites.support import observations
@@ -41,6 +43,28 @@ class TestCausalLM(TaskSuite):
         ({"vocab_size": 8}, {"vocab_size": 9}),
         ({"max_positions": 4}, {"sequence_length": 5}),
     )
+
+
+class TestWeightedCausalLM(TaskSuite):
+    target = "causal_lm"
+    observes = ("token_loss", "targets")
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        found = dict(super().microbatch(samples, counted=counted))
+        return {**found, "weights": (found["tokens"] % 4) / 2}
+
+
+def test_each_token_counts_with_its_weight() -> None:
+    task = CausalLM(CausalLMConfig())
+    loss = torch.tensor([[1.0, 2.0, 4.0, 0.0]])
+    batch = {"targets": torch.tensor([[3, 4, 5, -100]]), "weights": torch.tensor([[1.0, 0.5, 0.0, 7.0]])}
+    assert task.losses({"token_loss": loss}, batch)["cross_entropy"] == 2
+    assert task.weights(batch)["cross_entropy"] == 1.5
+    assert torch.equal(task.observations({"token_loss": loss}, batch)["token_loss"], loss)
+    same = batch | {"weights": torch.ones(1, 4)}
+    del batch["weights"]
+    assert task.weights(same) == task.weights(batch)
+    assert task.losses({"token_loss": loss}, same) == task.losses({"token_loss": loss}, batch)
 
 
 class TestClassification(TaskSuite):
@@ -75,7 +99,8 @@ class TestDistillation(TaskSuite):
 
     def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
         rows = observations.microbatch(samples, counted=counted)
-        return {**rows, "teacher_logits": _logits(rows["tokens"] + 1)}
+        weights = (rows["tokens"] % 3).float()
+        return {**rows, "teacher_logits": _logits(rows["tokens"] + 1), "weights": weights}
 
     def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
         return {"logits": _logits(microbatch["tokens"]) * scale}
@@ -117,6 +142,24 @@ class TestPreference(MetricSuite):
 
 def _logits(tokens: Tensor) -> Tensor:
     return (tokens.unsqueeze(-1) * torch.arange(1.0, 14)).sin()
+
+
+class TestTokenClassification(TaskSuite):
+    target = "token_classification"
+    observes = ("class_logits", "labels")
+    accepts = ({"heads": {"tags": TokenClassificationHeadConfig(num_classes=3)}}, {"num_classes": 3})
+    rejects = (
+        ({"heads": {"tags": TokenClassificationHeadConfig(num_classes=3)}}, {"num_classes": 4}),
+        ({"heads": {"topic": ClassificationHeadConfig(num_classes=3)}}, {}),
+    )
+
+    def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
+        found = dict(super().microbatch(samples, counted=counted))
+        return {**found, "labels": torch.where(found["targets"] >= 0, found["targets"] % 5, -100)}
+
+    def outputs(self, microbatch: Microbatch, scale: Tensor) -> Mapping[str, Tensor]:
+        classes = torch.arange(1.0, 6)
+        return {"class_logits": (microbatch["tokens"].float()[..., None] * classes).sin() * scale}
 
 
 class TestSdpa(KernelSuite):

@@ -248,3 +248,54 @@ def test_pieces_cover_each_document_and_only_the_last_is_short(lengths: list[int
     short = pieces.firsts[pieces.lengths < 16] + pieces.lengths[pieces.lengths < 16]
     assert {int(end) for end in short} <= ends
     assert pieces.lengths.min(initial=1) > 0
+
+
+def weighted(*weights: float | None) -> dict[str, Any]:
+    """Conversation of one-letter replies with these weights."""
+    record = chat(*[text for number in range(len(weights)) for text in ("q", "abcdef"[number])])
+    for message, weight in zip(record["messages"][1::2], weights, strict=True):
+        message.update({} if weight is None else {"weight": weight})
+    return record
+
+
+@pytest.mark.parametrize("packing", ["none", "concat", "best_fit"])
+def test_messages_have_weights_that_their_tokens_get(model: Path, stream: Open, packing: str) -> None:
+    reader = stream(weighted(0.5, None, 0), weighted(2), packing=packing, sequence_length=72)
+    found: dict[str, float] = {}
+    for _ in range(reader.facts["samples"]):
+        (batch,) = reader.next_pack()
+        assert batch["weights"].dtype == torch.float32
+        assert batch["weights"].shape == batch["targets"].shape
+        assert ((batch["weights"] > 0) == (batch["targets"] >= 0)).all()
+        for weight in batch["weights"].unique().tolist():
+            text = text_of(model, batch["targets"][batch["weights"] == weight].tolist()) if weight else ""
+            for letter in text.replace("<|im_end|>", ""):
+                found[f"{letter}{weight}"] = weight
+    assert found == ({"a0.5": 0.5, "b1.0": 1, "a2.0": 2} if packing != "concat" else {"a0.5": 0.5, "b1.0": 1})
+
+
+def test_weights_of_nought_and_one_are_what_is_learned_and_no_field(model: Path, stream: Open) -> None:
+    (batch,) = stream(weighted(0, 1), sequence_length=96).next_pack()
+    assert "weights" not in batch
+    assert learned(model, batch) == "b<|im_end|>"
+    (plain,) = stream(weighted(None, None), sequence_length=96).next_pack()
+    (ones,) = stream(weighted(1, 1.0), sequence_length=96).next_pack()
+    assert plain.keys() == ones.keys()
+    assert all(torch.equal(plain[name], ones[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "message"),
+    [
+        (weighted(-1), {}, r"messages\[1\].weight is '-1'; give a number"),
+        (weighted(True), {}, r"weight is 'True'; give a number"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}, {"role": "assistant", "content": "b"}]}, {},
+         r"messages\[0\] of role 'user' has a weight"),
+        (weighted(0.5), {"loss": "all"}, "has a message with a weight, and all tokens are learned"),
+    ],
+)  # fmt: skip
+def test_weights_that_mean_nothing_are_refused(
+    stream: Open, record: dict[str, Any], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=f"data.jsonl:1.*{message}"):
+        stream(record, **fields)

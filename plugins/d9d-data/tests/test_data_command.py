@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +91,26 @@ def test_samples_are_shown_as_the_job_packs_them(job: Path, tmp_path: Path, caps
     assert lines == expected
     show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data.packing=best_fit"])
     assert "documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("records", "fields", "expected"),
+    [
+        ([{"text": "ab", "label": "x"}, {"text": "c", "label": "y"}], "name: labelled",
+         ["=== sample 1: 2 tokens, label x", "ab"]),
+        ([{"tokens": ["ab", "c"], "labels": [0, 1]}, {"tokens": ["d"], "labels": [1]}], "name: labelled, per: word",
+         ["=== sample 1: 4 tokens, 2 labelled", "«a»b «c»"]),
+        ([{"query": "a?", "positive": "b"}, {"query": "c?", "positive": "d"}], "name: pairs",
+         ["=== sample 1 query: 3 tokens", "a?<|endoftext|>", "=== sample 1 positive: 2 tokens", "b<|endoftext|>"]),
+    ],
+)  # fmt: skip
+def test_labels_and_texts_of_a_sample_are_named(
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: Any, fields: str, expected: list[str]
+) -> None:
+    (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = f"{{{fields}, sources: [{tmp_path}/records.jsonl], sequence_length: 8, shuffle: false, bucket_window: 1}}"
+    show(job, count=2, plugin=[tmp_path / "plugin.py"], overrides=["batch.size=1", f"data={data}"])
+    assert capsys.readouterr().out.splitlines()[: len(expected)] == expected
 
 
 def test_a_dataset_without_text_is_refused(job: Path, tmp_path: Path) -> None:

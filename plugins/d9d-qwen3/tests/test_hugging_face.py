@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import CheckpointError
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, EmbeddingHeadConfig
+from d9d_nn.heads.config import (
+    CausalLMHeadConfig,
+    ClassificationHeadConfig,
+    EmbeddingHeadConfig,
+    TokenClassificationHeadConfig,
+)
 from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
@@ -175,6 +180,25 @@ def test_classifiers_agree_on_padded_samples(dtype: torch.dtype, tmp_path: Path,
         return gradients_of(model)
 
     assert_gradients_agree(ours, theirs, exact, config, dtype)
+
+
+@BOTH
+def test_classifiers_of_tokens_agree_and_come_back(dtype: torch.dtype, tmp_path: Path, transformers: Any) -> None:
+    config = changed(heads={"tags": TokenClassificationHeadConfig(num_classes=3)})
+    ours = random_model(config, dtype)
+    with torch.no_grad():
+        ours.get_parameter("heads.tags.bias").normal_()
+    export_to(tmp_path, FORMAT, config, ours, str(dtype).removeprefix("torch."))
+    theirs = loaded(transformers.AutoModelForTokenClassification, tmp_path, dtype).eval()
+    assert type(theirs).__name__ == "Qwen3ForTokenClassification"
+    tokens = torch.randint(config.vocab_size, (3, 9), generator=torch.Generator().manual_seed(1))
+    expected = theirs(tokens).logits
+    assert_near(ours(tokens=tokens)["class_logits"], expected.float(), dtype)
+    theirs.save_pretrained(tmp_path / "theirs")
+    stored = FORMAT.config_from_json(json.loads((tmp_path / "theirs" / "config.json").read_text()))
+    assert [(head.kind, head.num_classes) for head in stored.heads.values()] == [("token_classification", 3)]
+    again, _ = into_model(tmp_path / "theirs", stored)
+    assert torch.equal(again.to(dtype)(tokens=tokens)["class_logits"], ours(tokens=tokens)["class_logits"])
 
 
 @BOTH
@@ -352,7 +376,7 @@ def test_a_window_without_details_is_that_of_transformers() -> None:
     ("changes", "text"),
     [
         ({"model_type": "llama"}, "model_type is 'llama', expected 'qwen3'"),
-        ({"architectures": ["Qwen3ForTokenClassification"]}, "architecture Qwen3ForTokenClassification is not one"),
+        ({"architectures": ["Qwen3ForQuestionAnswering"]}, "architecture Qwen3ForQuestionAnswering is not one"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "longrope", "factor": 2.0}}, "rope_parameters"),
         ({"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

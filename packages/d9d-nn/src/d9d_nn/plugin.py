@@ -51,6 +51,13 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         build=Ref("d9d_nn.contrastive.task:Embedding"),
         observes=frozenset({"contrastive_loss", "retrieval_hits"}),
     )
+    yield TaskSpec(
+        name="token_classification",
+        summary="One label per token; one loss term, cross_entropy.",
+        config=Ref("d9d_nn.classification.config:TokenClassificationConfig"),
+        build=Ref("d9d_nn.classification.task:TokenClassification"),
+        observes=frozenset({"class_logits", "labels"}),
+    )
 
 
 @hookimpl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_nn.heads.config import ClassificationHeadConfig
+from d9d_nn.heads.config import ClassificationHeadConfig, TokenClassificationHeadConfig
 
 from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
 
@@ -11,11 +11,11 @@ def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> fl
     """Operations of one token, forward and backward: ``6 x matmul parameters + 12 x layers x heads x head_dim x keys``.
 
     A matmul parameter costs one multiply and one add, once forward and twice backward. The embedding look-up is no
-    matmul; each causal_lm head is one, tied or not. Of the experts of a layer, those of one token count, and the
-    router. A classification head works once per sample, an embedding head has no matmul. The second term is the scores
-    and the mixing of values (Chowdhery et al. 2022, "PaLM", appendix B); keys are what a token sees on average: half of
-    the sequence, less with a sliding window. Recomputation is not counted. With several heads, the count is that of a
-    step that trains them all.
+    matmul; each causal_lm or token_classification head is one, tied or not. Of the experts of a layer, those of one
+    token count, and the router. A classification head works once per sample, an embedding head has no matmul. The
+    second term is the scores and the mixing of values (Chowdhery et al. 2022, "PaLM", appendix B); keys are what a
+    token sees on average: half of the sequence, less with a sliding window. Recomputation is not counted. With several
+    heads, the count is that of a step that trains them all.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
     keys = sum(_keys(config.window(layer), sequence_length) for layer in range(config.num_layers))
@@ -32,7 +32,8 @@ def head_parameters(config: AnyQwen3Config, sequence_length: int) -> float:
     """Matmul parameters of all heads that one token uses; a share of those that work once per sample."""
     words = sum(config.vocab_size for head in config.heads.values() if head.kind == "causal_lm")
     classes = sum(head.num_classes for head in config.heads.values() if isinstance(head, ClassificationHeadConfig))
-    return config.hidden_size * (words + classes / sequence_length)
+    tags = sum(head.num_classes for head in config.heads.values() if isinstance(head, TokenClassificationHeadConfig))
+    return config.hidden_size * (words + tags + classes / sequence_length)
 
 
 def _feed_forward(config: AnyQwen3Config) -> int:

@@ -71,8 +71,9 @@ class Qwen3(Qwen3Backbone):
         Returns:
             Before the last stage what :meth:`boundary` names. From the last one, if it has one head:
             ``{"token_loss": float32 [B, S]}`` with targets, else ``{"logits": [B, S, V]}``, or
-            ``{"class_logits": float32 [B, C]}``, or ``{"embedding": float32 [B, D]}``. Several heads answer as
-            ``"<head>/<name>"``, causal_lm heads among them only with targets.
+            ``{"class_logits": float32 [B, C]}``, of a token_classification head [B, S, C], or
+            ``{"embedding": float32 [B, D]}``. Several heads answer as ``"<head>/<name>"``, causal_lm heads among them
+            only with targets.
 
         Raises:
             ValueError: the first stage got no tokens, or a later one not all that the previous one returned.

@@ -128,8 +128,8 @@ class ModelConfig(PluginConfig):
     free_on_resume: ClassVar[frozenset[str]] = frozenset()
 
     pretrained: str | None = None
-    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a run,
-    or one of its checkpoints; null draws them."""
+    """Start from these weights: a directory in Hugging Face layout, or an fsspec address of one; the directory of a
+    run, or one of its checkpoints; null draws them."""
 
     def check_resume(self, saved: Mapping[str, Any]) -> None:
         """Refuse values of the free fields with which this model could not take over the tensors of the saved one.

@@ -11,6 +11,7 @@ from d9d_core.config.resolve import Selection
 from d9d_core.errors import SaveError
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols.data import DataStream
+from d9d_core.types import State
 from d9d_weights.graph.graph import StateGraph, specs_of
 from d9d_weights.hugging_face.export import ModelFiles, export_model
 from d9d_weights.hugging_face.writer import ModelWriter
@@ -55,6 +56,7 @@ def exporter(
             tensors = model_tensors(assembly.model)
             graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
             config = {**layout.config_json(job.model, job.precision.parameters), **kept_fields}
+            config |= _names_of_classes(config, stream.facts)
             files = ModelFiles(config, beside_weights, stream.save_assets)
             writer = ModelWriter(directory, graph.specs)
             export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
@@ -75,3 +77,14 @@ def exporter(
                 ) from error
 
     return export
+
+
+def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
+    """Fields of ``config.json`` for the classes that the data names, if the model has just as many."""
+    names, classes = facts.get("labels"), config.get("id2label")
+    if not isinstance(names, list) or not isinstance(classes, Mapping) or len(names) != len(classes):
+        return {}
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {str(name): number for number, name in enumerate(names)},
+    }

@@ -22,6 +22,9 @@ _TERM = "cross_entropy"
 class CausalLM:
     """Next-token prediction with one loss term, ``cross_entropy``: the mean negative log-likelihood of the targets.
 
+    Microbatches with ``weights`` float32 [B, S], not negative, weight the targets; then the mean is a weighted one.
+    Either all microbatches of a batch have them or none.
+
     Microbatches hold ``tokens`` and ``targets``, and may hold ``positions`` and ``documents``, all int64 [B, S]; with
     right-padded samples also ``lengths`` int64 [B]. The model's last stage returns ``token_loss`` float32 [B, S], as
     ``<head>/token_loss`` if it has several heads.
@@ -54,8 +57,11 @@ class CausalLM:
         return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets that are predicted."""
-        return {_TERM: (microbatch["targets"] != IGNORE).sum(dtype=torch.float32)}
+        """Number of targets that are predicted, or the sum of their weights."""
+        predicted = microbatch["targets"] != IGNORE
+        if "weights" in microbatch:
+            return {_TERM: (microbatch["weights"] * predicted).sum(dtype=torch.float32)}
+        return {_TERM: predicted.sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
@@ -63,15 +69,16 @@ class CausalLM:
         shared = {name: microbatch[name] for name in names if name in microbatch}
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
-    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
-        """Sum of the token losses; ignored targets have none.
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Sum of the token losses, each times its weight; ignored targets have none.
 
         Raises:
             JobError: the model has no such output.
         """
-        return {_TERM: read_output(outputs, "token_loss", self.config.head).sum()}
+        loss = read_output(outputs, "token_loss", self.config.head)
+        return {_TERM: (loss * microbatch["weights"]).sum() if "weights" in microbatch else loss.sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations ``token_loss`` and ``targets``."""
+        """Observations ``token_loss``, without weights, and ``targets``."""
         loss = read_output(outputs, "token_loss", self.config.head)
         return {"token_loss": loss.detach(), "targets": microbatch["targets"]}

@@ -1,4 +1,4 @@
-"""Config of the task ``classification``."""
+"""Configs of the tasks ``classification`` and ``token_classification``."""
 
 from __future__ import annotations
 
@@ -15,3 +15,13 @@ class ClassificationConfig(PluginConfig):
 
     head: str | None = None
     """The model's head to train, of kind classification; needed if the model has several heads."""
+
+
+class TokenClassificationConfig(PluginConfig):
+    """Task of classification with one label per token."""
+
+    name: Literal["token_classification"] = "token_classification"
+    """Selects the plugin."""
+
+    head: str | None = None
+    """The model's head to train, of kind token_classification; needed if the model has several heads."""

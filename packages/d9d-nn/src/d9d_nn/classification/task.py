@@ -1,4 +1,4 @@
-"""Task ``classification``: predict the label of each sample.
+"""Tasks ``classification`` and ``token_classification``: predict the label of each sample, or of each token.
 
 Shapes: B samples, S positions, C classes.
 """
@@ -13,7 +13,7 @@ from d9d_core.extend import JobError, Microbatch, StageInputs, State
 from torch import Tensor
 from torch.nn import functional
 
-from d9d_nn.classification.config import ClassificationConfig
+from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
@@ -31,7 +31,10 @@ class Classification:
         config: config with the head's name.
     """
 
-    def __init__(self, config: ClassificationConfig) -> None:
+    #: Kind of head that the task trains.
+    kind = "classification"
+
+    def __init__(self, config: ClassificationConfig | TokenClassificationConfig) -> None:
         self.config = config
 
     @property
@@ -45,7 +48,7 @@ class Classification:
         Raises:
             JobError: the head cannot be found, or the data has classes, token ids or positions that the model has not.
         """
-        head = choose_head(model, "classification", self.config.head)
+        head = choose_head(model, self.kind, self.config.head)
         problems = exceeded(model, facts)
         have, need = getattr(head, "num_classes", None), facts.get("num_classes")
         if isinstance(have, int) and isinstance(need, int) and need > have:
@@ -69,16 +72,31 @@ class Classification:
         return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sum of the samples' losses, computed in float32 or wider; ignored labels have none.
+        """Sum of the losses of all labels, computed in float32 or wider; ignored labels have none.
 
         Raises:
             JobError: the model has no such output.
         """
         logits = read_output(outputs, "class_logits", self.config.head)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return {_TERM: functional.cross_entropy(wide, microbatch["labels"], ignore_index=IGNORE, reduction="sum")}
+        labels = microbatch["labels"].flatten()
+        loss = functional.cross_entropy(wide.flatten(0, -2), labels, ignore_index=IGNORE, reduction="sum")
+        return {_TERM: loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Observations ``class_logits`` and ``labels``."""
         logits = read_output(outputs, "class_logits", self.config.head)
         return {"class_logits": logits.detach(), "labels": microbatch["labels"]}
+
+
+class TokenClassification(Classification):
+    """Classification of tokens with one loss term, ``cross_entropy``: the mean over all labels of all samples.
+
+    As :class:`Classification`, but ``labels`` are int64 [B, S], -100 where a token has none, and the model
+    returns ``class_logits`` [B, S, C].
+
+    Args:
+        config: config with the head's name.
+    """
+
+    kind = "token_classification"

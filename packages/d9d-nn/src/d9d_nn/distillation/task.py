@@ -26,7 +26,7 @@ _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 class Distillation:
     """Distillation with the loss term ``divergence``, the mean over the targets; maybe also ``cross_entropy``.
 
-    Microbatches are those of ``causal_lm``: positions without a target do not count. The models' last stages return
+    Microbatches are those of ``causal_lm``, weights included: positions without a target do not count. The models' last stages return
     ``logits`` [B, S, V].
 
     Args:
@@ -71,8 +71,10 @@ class Distillation:
         return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets, for each term."""
-        return dict.fromkeys(self.coefficients, (microbatch["targets"] != IGNORE).sum(dtype=torch.float32))
+        """Number of targets, or the sum of their weights, for each term."""
+        counted = microbatch["targets"] != IGNORE
+        weights = microbatch["weights"] * counted if "weights" in microbatch else counted
+        return dict.fromkeys(self.coefficients, weights.sum(dtype=torch.float32))
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage, without targets: tokens enter the first one; all else reaches every stage."""
@@ -103,7 +105,7 @@ class Distillation:
         return kept
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Sums over the targets.
+        """Sums over the targets, each times its weight.
 
         Raises:
             JobError: the model has no such output.
@@ -114,10 +116,12 @@ class Distillation:
         teacher = microbatch[_LOGITS].flatten(0, 1)
         words = microbatch[_WORDS].flatten(0, 1) if _WORDS in microbatch else None
         soft = divergence(logits, teacher, words, counted, self.config.temperature)
-        sums = {_SOFT: soft.sum()}
+        weights = microbatch["weights"].flatten() if "weights" in microbatch else 1.0
+        sums = {_SOFT: (soft * weights).sum()}
         if self.config.hard_weight:
             one = torch.zeros(len(targets), 1, device=logits.device)  # all of the probability is the target's
-            sums[_HARD] = divergence(logits, one, targets.clamp(min=0).unsqueeze(1), counted).sum()
+            hard = divergence(logits, one, targets.clamp(min=0).unsqueeze(1), counted)
+            sums[_HARD] = (hard * weights).sum()
         return sums
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002

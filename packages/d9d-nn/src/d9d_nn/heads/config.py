@@ -36,6 +36,20 @@ class ClassificationHeadConfig(Section):
     last layer."""
 
 
+class TokenClassificationHeadConfig(Section):
+    """Head that classifies each position. Gives ``class_logits`` float [B, S, C]."""
+
+    kind: Literal["token_classification"] = "token_classification"
+    """Selects the head."""
+
+    num_classes: int = Field(ge=2)
+    """Number of classes, C."""
+
+    layers: Layers | None = None
+    """Read the mean of these layers' normalised outputs, counted from 0, or from the end if negative; null reads the
+    last layer."""
+
+
 class EmbeddingHeadConfig(Section):
     """Embedding head. Gives ``embedding`` float [B, D]; has no parameters."""
 
@@ -56,7 +70,10 @@ class EmbeddingHeadConfig(Section):
     last layer."""
 
 
-HeadConfig = Annotated[CausalLMHeadConfig | ClassificationHeadConfig | EmbeddingHeadConfig, Field(discriminator="kind")]
+HeadConfig = Annotated[
+    CausalLMHeadConfig | ClassificationHeadConfig | TokenClassificationHeadConfig | EmbeddingHeadConfig,
+    Field(discriminator="kind"),
+]
 HeadName = Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")]
 Heads = Annotated[dict[HeadName, HeadConfig], Field(min_length=1)]
 

@@ -9,9 +9,16 @@ from torch import Tensor, nn
 
 from d9d_nn.heads.causal_lm import CausalLMHead
 from d9d_nn.heads.classification import ClassificationHead
-from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, HeadConfig, head_layers
+from d9d_nn.heads.config import (
+    ClassificationHeadConfig,
+    EmbeddingHeadConfig,
+    HeadConfig,
+    TokenClassificationHeadConfig,
+    head_layers,
+)
 from d9d_nn.heads.embedding import EmbeddingHead
 from d9d_nn.heads.layer_mean import Layers
+from d9d_nn.heads.token_classification import TokenClassificationHead
 
 
 class Heads(nn.ModuleDict):
@@ -49,13 +56,15 @@ class Heads(nn.ModuleDict):
             self._reads[name] = head_layers(config, num_layers)
             if isinstance(config, ClassificationHeadConfig):
                 self[name] = ClassificationHead(hidden_size, config.num_classes, pooling=config.pooling, std=std)
+            elif isinstance(config, TokenClassificationHeadConfig):
+                self[name] = TokenClassificationHead(hidden_size, config.num_classes, std=std)
             elif isinstance(config, EmbeddingHeadConfig):
                 self[name] = EmbeddingHead(pooling=config.pooling, normalize=config.normalize, dim=config.dim)
             else:
                 self[name] = CausalLMHead(hidden_size, vocabulary, std=std, tied=tied, added_tokens=added_tokens)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the heads: language model heads split the vocabulary; others pool, so they need all positions."""
+        """Styles of the heads: language model heads split the vocabulary; others are small, or need all positions."""
         return {
             name: TensorStyle.VOCAB for name, head in self.items() if isinstance(head, CausalLMHead) and not head.split
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ class Conversation:
 
     Attributes:
         messages: each has a known ``role`` and, unless it has tool calls or reasoning, ``content``: a string or a list
-            of parts ``{"type": "text", "text": ...}``. Other keys are as in the record; keys of null are left out.
+            of parts ``{"type": "text", "text": ...}``. Assistant messages may have a ``weight``
+            in the loss. Other keys are as in the record; keys of null are left out.
         tools: JSON schemas of the tools offered; None if there are none.
         prompt: number of leading messages that are given and never trained on, as those of a ``prompt``.
         where: name of the record in messages, such as ``train.jsonl:17``.
@@ -142,6 +144,7 @@ def _message(value: object, where: str) -> Message:
             raise DataError(f"{where}.{key} is {_kind(message[key])}; give a string")
     _check_content(message, where)
     _check_calls(message, where)
+    _check_weight(message, where)
     if not text_of(message).strip() and role in ("user", "assistant"):
         if role == "user" or not (message.get("tool_calls") or _reasons(message)):
             also = "" if role == "user" else " and neither tool calls nor reasoning"
@@ -179,6 +182,14 @@ def _check_calls(message: Message, where: str) -> None:
             )
     if calls and message["role"] != "assistant":
         raise DataError(f"{where} of role '{message['role']}' has tool calls; only the assistant calls tools")
+
+
+def _check_weight(message: Message, where: str) -> None:
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+        raise DataError(f"{where}.weight is {str(weight)[:80]!r}; give a number that is not negative")
+    if "weight" in message and message["role"] != "assistant":
+        raise DataError(f"{where} of role '{message['role']}' has a weight; only what the assistant writes is learned")
 
 
 def _reasons(message: Message) -> bool:

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from d9d_data.tokenizer.base import Ids, TextTokenizer
 Loss = Literal["assistant", "last_turn", "all"]
 Policy = Literal["end", "start", "drop", "error"]
 Weights = npt.NDArray[np.bool_]
+W = TypeVar("W", bound=np.bool_ | np.float32)
 #: Characters that mark quoted special tokens; one that the conversation does not hold is taken.
 _MARKERS = [chr(code) for code in range(0xE000, 0xE010)]
 
@@ -96,7 +97,23 @@ def encode(
 ) -> tuple[Ids, Weights]:
     """Token ids ``[N]`` int64 of a rendered conversation, and whether each token ``[N]`` bool has a weight in the loss.
 
+    See :func:`encode_weighted`.
+    """
+    ids, weights = encode_weighted(conversation, template, tokenizer, loss, quoted)
+    return ids, weights > 0
+
+
+def encode_weighted(
+    conversation: Conversation,
+    template: ChatTemplate,
+    tokenizer: ChatTokenizer,
+    loss: Loss = "assistant",
+    quoted: Literal["text", "token"] = "text",
+) -> tuple[Ids, npt.NDArray[np.float32]]:
+    """Token ids ``[N]`` int64 of a rendered conversation, and the weight ``[N]`` float32 of each token in the loss.
+
     A token belongs to what the assistant writes if it begins there. With a ``prompt`` only the ``completion`` counts.
+    Its weight is that of its message, or 1.
 
     Args:
         conversation: to encode.
@@ -109,16 +126,39 @@ def encode(
 
     Raises:
         DataError: the template fails, leaves out a message, does not let the replies be told from the rest, or depends
-            on a special token in a content.
+            on a special token in a content; or messages have weights that cannot be given to tokens.
     """
     first = {"assistant": conversation.prompt, "last_turn": conversation.last_turn, "all": len(conversation.messages)}
     text, spans = find_replies(conversation, template, tokenizer.added, first[loss])
     quotes = _quotes(conversation, template, tokenizer.specials, text) if quoted == "text" else ()
     ids, begins = tokenizer.encode(text, quotes)
-    weights = np.full(ids.shape, loss == "all")
-    for begin, end in spans:
-        weights |= (begins >= begin) & (begins < end)
+    weights = np.full(ids.shape, loss == "all", dtype=np.float32)
+    for (begin, end), weight in zip(spans, _weights(conversation, first[loss], len(spans)), strict=True):
+        weights[(begins >= begin) & (begins < end)] = weight
     return ids, weights
+
+
+def _weights(conversation: Conversation, first: int, spans: int) -> list[float]:
+    """Weight of each span that the assistant writes, of which a message has one.
+
+    Raises:
+        DataError: messages have weights, and the spans cannot be told apart by message.
+    """
+    own = [float(message.get("weight", 1)) for message in conversation.messages]
+    if all(weight == 1 for weight in own):
+        return [1.0] * spans
+    replies = [index for index in conversation.replies if index >= first]
+    if first >= len(own):
+        raise DataError(
+            f"{conversation.where} has a message with a weight, and all tokens are learned; "
+            "use data.loss: assistant or last_turn, or take the weights out"
+        )
+    if len(replies) != spans:
+        raise DataError(
+            f"{conversation.where} has messages with weights, and the template marks {spans:,} texts in "
+            f"{len(replies):,} replies; take the weights out, or use a template with one generation block a reply"
+        )
+    return [own[index] for index in replies]
 
 
 def encode_prompt(
@@ -146,13 +186,13 @@ def encode_prompt(
 
 
 def truncate(
-    ids: Ids, weights: Weights, length: int, policy: Policy, where: str = "the conversation"
-) -> tuple[Ids, Weights] | None:
+    ids: Ids, weights: npt.NDArray[W], length: int, policy: Policy, where: str = "the conversation"
+) -> tuple[Ids, npt.NDArray[W]] | None:
     """At most ``length`` tokens of a conversation.
 
     Args:
         ids: ``[N]`` int64.
-        weights: ``[N]`` bool.
+        weights: ``[N]``.
         length: most tokens, at least 1.
         policy: what becomes of a longer conversation: it loses its ``end`` or its ``start``, it is left out
             (``drop``), or it is an ``error``.
@@ -177,7 +217,7 @@ def truncate(
     return ids[kept], weights[kept]
 
 
-def is_trainable(weights: Weights) -> bool:
+def is_trainable(weights: npt.NDArray[Any]) -> bool:
     """Whether a conversation has a token to learn: one with weight that another precedes.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from d9d_data.chat.conversation import read_conversation
-from d9d_data.chat.encode import ChatTokenizer, Loss, Policy, encode, is_trainable, truncate
+from d9d_data.chat.encode import ChatTokenizer, Loss, Policy, encode_weighted, is_trainable, truncate
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
 from d9d_data.sources.document import Piece
@@ -35,7 +35,7 @@ class ChatEncoder:
         too_long: what becomes of longer conversations: ``cut_end``, ``cut_start``, ``drop`` or ``error``.
     """
 
-    columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_}
+    columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_, "scales": np.float32}
 
     def __init__(
         self, tokenizer: TextTokenizer, template: ChatTemplate, loss: Loss, longest: int, too_long: str
@@ -68,6 +68,10 @@ class ChatEncoder:
     def _sample(self, record: Record) -> Sample | None:
         where = str(record.place)
         conversation = read_conversation(record.values, where)
-        ids, weights = encode(conversation, self._template, self._tokenizer, self._loss)
-        kept = truncate(ids, weights, self._longest, self._policy, where)
-        return Sample([kept[0]], {"weights": [kept[1]]}) if kept is not None and is_trainable(kept[1]) else None
+        whole = encode_weighted(conversation, self._template, self._tokenizer, self._loss)
+        kept = truncate(*whole, self._longest, self._policy, where)
+        if kept is None or not is_trainable(kept[1]):
+            return None
+        ids, weights = kept
+        learned = weights > 0
+        return Sample([ids], {"weights": [learned], "scales": [np.where(learned, weights, np.float32(1))]})

@@ -64,7 +64,8 @@ class Encoder(Protocol):
     Attributes:
         vocab_size: one more than the largest id.
         columns: types of the values that stand beside each token, by name: ``weights``, whether it is learned;
-            ``labels``, a number of :attr:`Encoded.labels` or -100.
+            ``labels``, a number of :attr:`Encoded.labels` or -100; ``scales``, the weight of what is learned, which is
+            kept only if one is not 1.
     """
 
     vocab_size: int

@@ -59,6 +59,7 @@ class Corpus:
         num_classes: number of classes.
         label_names: names of the classes, if they have names.
         cut: records of both splits that had more than fits into a sample, as far as preparation cuts them.
+        scales: float32 [N], weight of each token that is learned, memory-mapped; ``None`` if all have the same.
     """
 
     tokens: npt.NDArray[np.integer[Any]]
@@ -76,6 +77,7 @@ class Corpus:
     num_classes: int = 0
     label_names: tuple[str, ...] | None = None
     cut: int = 0
+    scales: npt.NDArray[np.float32] | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -228,8 +230,11 @@ def _files_of(split: Split, encoding: Encoding) -> list[str]:
 
 def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
     facts = parse_json(read_regular(directory / FACTS))
-    files = _files_of(split, encoding)
     digests = file_digests(directory)
+    files = _files_of(split, encoding)
+    names = encoding.columns
+    if f"{split}.scales.npy" in digests:
+        files, names = [*files, f"{split}.scales.npy"], (*names, "scales")
     tokens, starts, *columns = (map_array(directory / file) for file in files)
     return Corpus(
         tokens=tokens,
@@ -245,5 +250,5 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         num_classes=facts.get("num_classes", 0),
         label_names=None if facts.get("labels") is None else tuple(facts["labels"]),
         cut=facts.get("cut", 0),
-        **dict(zip(encoding.columns, columns, strict=True)),
+        **dict(zip(names, columns, strict=True)),
     )

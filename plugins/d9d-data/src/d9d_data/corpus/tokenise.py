@@ -2,7 +2,7 @@
 
 Layout of the directory: ``facts.json``, ``tokenizer/``, and for each split ``<split>.tokens.npy`` (uint16 or uint32
 [N], every text followed by its end-of-text token), ``<split>.starts.npy`` (int64 [D + 1], where documents start, and N)
-and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]).
+and a file for each of the encoder's columns, such as ``<split>.weights.npy`` (bool [N]); scales only if one is not 1.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ def _join(
     found, skipped, first_skipped, dropped, cut = 0, 0, "", 0, 0
     together = len(encoding.texts) or 1
     classes = _classes(encoder, shards, encoding, work)
-    kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64, **encoder.columns}
+    columns = dict(encoder.columns)
+    if "scales" in columns and not any(np.any(_scales(shard, work) != 1) for shard in shards):
+        del columns["scales"]
+    kinds = {"tokens": token_dtype(encoder.vocab_size), "starts": np.int64, **columns}
     with ExitStack() as stack:
         writers = {
             name: {split: stack.enter_context(NpyWriter(directory / f"{split}.{name}.npy", dtype)) for split in SPLITS}
@@ -143,10 +146,10 @@ def _join(
         for split in SPLITS:
             starts_of[split].append(np.zeros(1, dtype=np.int64))
         for shard in shards:
-            there = read_shard(shard, work, encoder.columns)
+            there = read_shard(shard, work, columns)
             skipped += there.facts["skipped"]
             first_skipped = first_skipped or there.facts["first_skipped"]
-            dropped, cut = dropped + there.facts["dropped"], cut + there.facts["cut"]
+            dropped, cut = dropped + there.facts["dropped"], cut + there.facts.get("cut", 0)
             for place, chunk_lengths in _chunks(there.lengths):
                 chunk = there.tokens[place]
                 aside = _set_aside(np.arange(found, found + len(chunk_lengths)) // together, held_out)
@@ -177,6 +180,10 @@ def _join(
         "num_classes": classes.count if classes else 0,
         "labels": classes.names if classes else None,
     }
+
+
+def _scales(shard: Shard, work: Path) -> npt.NDArray[Any]:
+    return read_shard(shard, work, ["scales"]).columns["scales"]
 
 
 def _classes(encoder: Encoder, shards: Sequence[Shard], encoding: Encoding, work: Path) -> Classes | None:

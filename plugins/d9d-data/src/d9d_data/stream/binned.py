@@ -76,6 +76,7 @@ class BinPacks:
                 self.bins,
                 chosen[begin : begin + layout.microbatch_size],
                 self.sequence_length,
+                corpus.scales,
             )
             for begin in range(0, layout.share, layout.microbatch_size)
         ]

@@ -101,7 +101,8 @@ def pack_bins(
     bins: Bins,
     chosen: Int64,
     sequence_length: int,
-) -> Mapping[str, Int64]:
+    scales: npt.NDArray[np.float32] | None = None,
+) -> Mapping[str, npt.NDArray[Any]]:
     """Pack a microbatch: one bin in each sequence, and padding after it.
 
     Args:
@@ -111,6 +112,7 @@ def pack_bins(
         bins: of pieces.
         chosen: [B] which bins.
         sequence_length: S, the capacity of the bins.
+        scales: [N] weights of those that are learned; ``None`` if they have the same.
 
     Returns:
         ``tokens``, ``targets``, ``positions`` and ``documents`` [B, S] and ``lengths`` [B], as
@@ -118,12 +120,14 @@ def pack_bins(
     """
     shape = (len(chosen), sequence_length)
     end = tokens[len(tokens) - 1]
-    packed = {
+    packed: dict[str, npt.NDArray[Any]] = {
         "tokens": np.full(shape, end, dtype=np.int64),
         "targets": np.full(shape, NO_TARGET, dtype=np.int64),
         "positions": np.zeros(shape, dtype=np.int64),
         "documents": np.zeros(shape, dtype=np.int64),
     }
+    if scales is not None:
+        packed["weights"] = np.zeros(shape, dtype=np.float32)
     used = np.zeros(len(chosen), dtype=np.int64)
     for row, which in enumerate(chosen.tolist()):
         place = number = 0
@@ -133,6 +137,8 @@ def pack_bins(
             learned = True if weights is None else weights[targets]
             packed["tokens"][row, here] = tokens[first : first + length]
             packed["targets"][row, here] = np.where(learned, np.asarray(tokens[targets], dtype=np.int64), NO_TARGET)
+            if scales is not None:
+                packed["weights"][row, here] = np.where(learned, scales[targets], np.float32(0))
             packed["positions"][row, here] = np.arange(length)
             packed["documents"][row, here] = number
             place = here.stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -153,10 +154,10 @@ class DocumentPacks:
         begins = range(0, layout.share, layout.microbatch_size)
         return [self._microbatch(corpus, mine[begin : begin + layout.microbatch_size]) for begin in begins]
 
-    def _microbatch(self, corpus: Corpus, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[np.int64]]:
+    def _microbatch(self, corpus: Corpus, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
         sizes = (corpus.documents_of(samples), self.sequence_length, self.pad_multiple)
         if corpus.encoding.targets:
-            padded = pad(corpus.tokens, corpus.starts, *sizes, corpus.weights)
+            padded = pad(corpus.tokens, corpus.starts, *sizes, corpus.weights, corpus.scales)
         else:
             each = corpus.encoding.settings.get("per") == "word"
             padded = pad_texts(corpus.tokens, corpus.starts, *sizes, corpus.labels, label_each=each)

@@ -28,7 +28,8 @@ def pack(
     samples: Int64,
     sequence_length: int,
     weights: npt.NDArray[np.bool_] | None = None,
-) -> Mapping[str, Int64]:
+    scales: npt.NDArray[np.float32] | None = None,
+) -> Mapping[str, npt.NDArray[Any]]:
     """Pack a microbatch: sample i is ``tokens[i * S : (i + 1) * S + 1]``, whatever documents that touches.
 
     Args:
@@ -37,12 +38,14 @@ def pack(
         samples: [B] which samples.
         sequence_length: S.
         weights: [N] which tokens are learned; ``None`` for all.
+        scales: [N] weights of those that are learned; ``None`` if they have the same.
 
     Returns:
         ``tokens`` [B, S]; ``targets`` [B, S], the next token, or -100 where that starts another document or is not
         learned; ``positions``
         [B, S], counted from the start of the document or, if that lies before the sample, from the start of the sample;
-        ``documents`` [B, S], numbered from 0 in each sample.
+        ``documents`` [B, S], numbered from 0 in each sample. With scales ``weights`` float32 [B, S], of the targets, 0
+        where there is none.
     """
     first = samples[:, None] * sequence_length  # [B, 1]
     places = first + np.arange(sequence_length + 1)  # [B, S + 1]
@@ -52,7 +55,8 @@ def pack(
     learned = here == following
     if weights is not None:
         learned &= weights[places[:, 1:]]
-    return {
+    weighted = {} if scales is None else {"weights": np.where(learned, scales[places[:, 1:]], np.float32(0))}
+    return weighted | {
         "tokens": np.ascontiguousarray(window[:, :-1]),
         "targets": np.where(learned, window[:, 1:], NO_TARGET),
         "positions": places[:, :-1] - np.maximum(starts[here], first),

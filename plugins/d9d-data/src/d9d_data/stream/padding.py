@@ -23,7 +23,8 @@ def pad(
     sequence_length: int,
     multiple: int,
     weights: npt.NDArray[np.bool_] | None = None,
-) -> Mapping[str, Int64]:
+    scales: npt.NDArray[np.float32] | None = None,
+) -> Mapping[str, npt.NDArray[Any]]:
     """Pad a microbatch: sample i is document i, cut to ``sequence_length`` positions.
 
     The last token of a document is predicted but predicts nothing, so a document of n tokens has n - 1 positions; one
@@ -38,11 +39,13 @@ def pad(
         sequence_length: most positions of a sample; a multiple of ``multiple``.
         multiple: divisor of S.
         weights: [N] which tokens are learned; ``None`` for all.
+        scales: [N] weights of those that are learned; ``None`` if they have the same.
 
     Returns:
         ``tokens`` [B, S], padded with the end-of-text token; ``targets`` [B, S], the next token, -100 in padding and
         where it is not learned; ``positions`` [B, S], counted from the start of the sample, and again from the start of
         padding; ``documents`` [B, S], 0, and 1 in padding; ``lengths`` [B], positions of each sample without padding.
+        With scales ``weights`` float32 [B, S], of the targets, 0 where there is none.
     """
     first, available = starts[samples], starts[samples + 1] - starts[samples]  # [B], [B]
     lengths, columns, inside = _rectangle(available - 1, sequence_length, multiple)
@@ -51,7 +54,8 @@ def pad(
     places = np.where(inside, first[:, None] + columns, end)
     following = np.where(inside & followed, places + 1, end)
     learned = inside & followed if weights is None else inside & followed & weights[following]
-    return {
+    weighted = {} if scales is None else {"weights": np.where(learned, scales[following], np.float32(0))}
+    return weighted | {
         "tokens": np.asarray(tokens[places], dtype=np.int64),
         "targets": np.where(learned, np.asarray(tokens[following], dtype=np.int64), NO_TARGET),
         "positions": np.where(inside, columns, columns - lengths),

@@ -79,6 +79,7 @@ class TextPacks:
                 samples[begin : begin + layout.microbatch_size],
                 self.sequence_length,
                 corpus.weights,
+                corpus.scales,
             )
             for begin in range(0, layout.share, layout.microbatch_size)
         ]

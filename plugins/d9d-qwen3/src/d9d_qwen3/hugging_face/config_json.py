@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from d9d_core.extend import CheckpointError
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
+from d9d_nn.heads.config import ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
 from d9d_nn.rope.scaling import DynamicScaling, scaling_from_hugging_face, scaling_to_hugging_face
 
 from d9d_qwen3.base_config import Qwen3Base
@@ -44,6 +44,11 @@ class Family:
     def classifier(self) -> str:
         """Class of a classifier over last tokens."""
         return f"{self.prefix}ForSequenceClassification"
+
+    @property
+    def token_classifier(self) -> str:
+        """Class of a classifier of tokens."""
+        return f"{self.prefix}ForTokenClassification"
 
     @property
     def backbone(self) -> str:
@@ -168,13 +173,14 @@ def _architecture(config: Qwen3Base, family: Family) -> str:
     head = published_head(config)
     if head is None:
         return family.backbone
-    return family.language_model if isinstance(config.heads[head], CausalLMHeadConfig) else family.classifier
+    kinds = {"causal_lm": family.language_model, "token_classification": family.token_classifier}
+    return kinds.get(config.heads[head].kind, family.classifier)
 
 
 def _labels(config: Qwen3Base) -> dict[str, Any]:
     name = published_head(config)
     head: HeadConfig | None = None if name is None else config.heads[name]
-    if not isinstance(head, ClassificationHeadConfig):
+    if not isinstance(head, ClassificationHeadConfig | TokenClassificationHeadConfig):
         return {}
     names = [f"LABEL_{index}" for index in range(head.num_classes)]
     # transformers needs a padding token to find the last real one in a batch; none is known here.
@@ -206,12 +212,14 @@ def _heads(data: Mapping[str, Any], family: Family) -> dict[str, dict[str, Any]]
     kind = _class_name(data, family)
     if kind == family.language_model:
         return {"causal_lm": {"kind": "causal_lm"}}
-    if kind == family.classifier:
+    classifiers = {family.classifier: "classification", family.token_classifier: "token_classification"}
+    if kind in classifiers:
         labels = data.get("id2label") or {}
-        return {"classification": {"kind": "classification", "num_classes": len(labels) or data.get("num_labels", 2)}}
+        name = classifiers[kind]
+        return {name: {"kind": name, "num_classes": len(labels) or data.get("num_labels", 2)}}
     if kind == family.backbone:
         return {"embedding": {"kind": "embedding"}}
     raise CheckpointError(
         f"config.json: architecture {kind} is not one that {family.model_type} has; these are: "
-        f"{family.language_model}, {family.classifier}, {family.backbone}"
+        f"{family.language_model}, {family.classifier}, {family.token_classifier}, {family.backbone}"
     )

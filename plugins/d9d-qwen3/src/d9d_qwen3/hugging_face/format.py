@@ -21,8 +21,9 @@ C = TypeVar("C", Qwen3Config, Qwen3MoeConfig)
 class Qwen3Format(ABC, Generic[C]):
     """Base of :class:`d9d_weights.hugging_face.format.HuggingFaceFormat` for the classes of one family of transformers.
 
-    One head is theirs: a language model (``...ForCausalLM``) or a classifier over last tokens
-    (``...ForSequenceClassification``). Others are kept under names of our own, which transformers leaves out.
+    One head is theirs: a language model (``...ForCausalLM``), or a classifier over last tokens
+    (``...ForSequenceClassification``) or of tokens (``...ForTokenClassification``). Others are kept under names of our
+    own, which transformers leaves out.
 
     Attributes:
         family: names of the models in transformers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from d9d_core.extend import CheckpointError
-from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig
+from d9d_nn.heads.config import CausalLMHeadConfig, ClassificationHeadConfig, HeadConfig, TokenClassificationHeadConfig
 from d9d_weights import Chunk, Drop, Fresh, Mapper, Parallel, Rename, Share
 
 from d9d_qwen3.base_config import Qwen3Base
@@ -32,7 +32,9 @@ _DENSE = {
     "mlp.up_proj": "ffn.up_proj",
     "mlp.down_proj": "ffn.down_proj",
 }
-_EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+_EMBEDDING, _LM_HEAD, _SCORE = "model.embed_tokens.weight", "lm_head.weight", "score"
+#: Parameters of classifiers, by kind.
+_CLASSIFIERS = {"classification": ("weight",), "token_classification": ("weight", "bias")}
 
 
 def importer(config: AnyQwen3Config, stored: AnyQwen3Config) -> Mapper:
@@ -59,12 +61,18 @@ def exporter(config: AnyQwen3Config) -> Mapper:
 
 
 def published_head(config: Qwen3Base) -> str | None:
-    """Head that a class of transformers has: the first language model, else the first classifier like theirs."""
+    """Head that a class of transformers has: the first language model, else the first classifier like theirs.
+
+    A classifier of samples comes before one of tokens.
+    """
     for name, head in config.heads.items():
         if isinstance(head, CausalLMHeadConfig):
             return name
     for name, head in config.heads.items():
         if isinstance(head, ClassificationHeadConfig) and head.pooling == "last" and head.layers is None:
+            return name
+    for name, head in config.heads.items():
+        if isinstance(head, TokenClassificationHeadConfig) and head.layers is None:
             return name
     return None
 
@@ -123,14 +131,20 @@ def _heads(config: Qwen3Base, stored: Qwen3Base) -> Iterator[Mapper]:
                 theirs = _stored_name(other, stored)
                 used.add(theirs)
                 yield from _words(theirs, f"heads.{name}", config, stored)
-        elif isinstance(head, ClassificationHeadConfig):
+        elif head.kind in _CLASSIFIERS:
             other = _origin(name, head, stored)
-            if other is None:
-                yield Fresh((f"heads.{name}.weight",))
-            else:
-                used.add(_stored_name(other, stored))
-                yield Rename(_stored_name(other, stored), f"heads.{name}.weight")
-    published = {_stored_name(name, stored) for name, head in stored.heads.items() if head.kind != "embedding"}
+            for part in _CLASSIFIERS[head.kind]:
+                if other is None:
+                    yield Fresh((f"heads.{name}.{part}",))
+                else:
+                    used.add(_stored_name(other, stored, part))
+                    yield Rename(_stored_name(other, stored, part), f"heads.{name}.{part}")
+    published = {
+        _stored_name(name, stored, part)
+        for name, head in stored.heads.items()
+        for part in _CLASSIFIERS.get(head.kind, ("weight",))
+        if head.kind != "embedding"
+    }
     for theirs in sorted((published | {_LM_HEAD}) - used):
         yield Drop(theirs, optional=True)  # heads that this model lacks; a copy of a tied one
 
@@ -152,11 +166,11 @@ def _alike(head: HeadConfig, other: HeadConfig) -> bool:
     return head.kind == other.kind and classes[0] == classes[1]
 
 
-def _stored_name(head: str, stored: Qwen3Base) -> str:
-    """Name of a head's weight in files."""
+def _stored_name(head: str, stored: Qwen3Base, part: str = "weight") -> str:
+    """Name of a head's weight or bias in files."""
     if head != published_head(stored):
-        return f"heads.{head}.weight"
-    return _LM_HEAD if isinstance(stored.heads[head], CausalLMHeadConfig) else _SCORE
+        return f"heads.{head}.{part}"
+    return _LM_HEAD if isinstance(stored.heads[head], CausalLMHeadConfig) else f"{_SCORE}.{part}"
 
 
 def _starts_from_embedding(config: Qwen3Base, stored: Qwen3Base) -> bool:
