@@ -12,7 +12,6 @@ from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from d9d_core.extend import DataError, Pack, TrainingError
@@ -24,7 +23,7 @@ _AHEAD = 2
 
 #: A pack before it is one of tensors. Arrays travel between processes as bytes; tensors would travel as shared memory,
 #: with an open file each, and containers have little of that.
-Arrays = Sequence[Mapping[str, npt.NDArray[np.int64]]]
+Arrays = Sequence[Mapping[str, npt.NDArray[Any]]]
 
 
 class PackSource(Protocol):
