@@ -40,7 +40,10 @@ def build_mixture(
         seed = int.from_bytes(hashlib.sha256(f"seed {context.seed} part {index}".encode()).digest()[:6], "big")
         # One sample a pack, so that the part gives any sample on its own.
         own = replace(context, seed=seed, batch_size=1, microbatch_size=1, rank=0, ranks=1)
-        streams.append(build_inner(part.data, own))
+        try:
+            streams.append(build_inner(part.data, own))
+        except DataError as error:
+            raise _placed(error, index) from error
     return MixtureStream(config, context, streams)
 
 
@@ -172,6 +175,15 @@ class MixturePacks:
     def _sample(self, number: int) -> Sample:
         part, place = self.order(number)
         return self.completed(self.sources[part].pack_at(place)[0], part)
+
+
+def _placed(error: DataError, index: int) -> DataError:
+    """Error of a part, with the fields named where they are in the job file."""
+    text = str(error)
+    own = text.removeprefix("data") if text.startswith(("data.", "data:")) else f": {text}"
+    placed = DataError(f"data.parts[{index}].data{own}")
+    placed.origin = error.origin
+    return placed
 
 
 def _check_fields(part: MixturePart, index: int) -> None:
