@@ -199,6 +199,10 @@ def test_facts_are_those_in_common_and_those_of_each_part(opened: Any) -> None:
             [{"data": text()}, {"data": text(tokenizer="bytes")}],
             r"parts\[0\] and parts\[1\] have different tokenizers",
         ),
+        (
+            [{"data": CHAT}, {"data": text(sequence_length=9999)}],
+            r"data\.parts\[1\]\.data\.sequence_length: 9999 positions",
+        ),
         ([{"data": text(workers=2)}], r"data\.parts\[0\]\.data\.workers: has no effect in a mixture; .* data\.workers"),
         ([{"data": {**CHAT, "bucket_window": 8}}], r"data\.parts\[0\]\.data\.bucket_window: has no effect"),
     ],

@@ -49,6 +49,12 @@ def d9d_datasets() -> Iterator[DatasetSpec]:
         build=Ref("d9d_data.stream.documents:build_documents"),
     )
     yield DatasetSpec(
+        name="dataset",
+        summary="Any map-style dataset of PyTorch or Hugging Face, made by a function of yours.",
+        config=Ref("d9d_data.dataset.config:DatasetConfig"),
+        build=Ref("d9d_data.dataset.stream:build_dataset"),
+    )
+    yield DatasetSpec(
         name="mixture",
         summary="Samples of several datasets, in exact proportions at any moment.",
         config=Ref("d9d_data.mixture.config:MixtureConfig"),

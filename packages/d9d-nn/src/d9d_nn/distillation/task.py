@@ -26,8 +26,8 @@ _LOGITS, _WORDS = "teacher_logits", "teacher_words"
 class Distillation:
     """Distillation with the loss term ``divergence``, the mean over the targets; maybe also ``cross_entropy``.
 
-    Microbatches are those of ``causal_lm``, weights included: positions without a target do not count. The models' last stages return
-    ``logits`` [B, S, V].
+    Microbatches are those of ``causal_lm``, weights included: positions without a target do not count. The models' last
+    stages return ``logits`` [B, S, V].
 
     Args:
         config: the teacher, and what is learned of it.

@@ -17,7 +17,7 @@ Sample = Mapping[str, npt.NDArray[Any]]
 LENGTHS = "lengths"
 
 
-def merge(samples: Sequence[Sample]) -> Sample:
+def merge(samples: Sequence[Sample], fill: Mapping[str, float] | None = None) -> Sample:
     """Merge samples into a microbatch, each tensor padded to the longest there.
 
     Padding follows a sample as another document, with positions of its own and without targets; where the sample ends
@@ -25,11 +25,12 @@ def merge(samples: Sequence[Sample]) -> Sample:
 
     Args:
         samples: arrays [1, ...] by name, the same names in all; more rows where a sample has several texts.
+        fill: value that pads each array; 0 by default, and -100 in ``targets``.
 
     Returns:
         Arrays [B, S, ...], or [B] where they have one dimension.
     """
-    return {name: np.concatenate(_padded(name, samples)) for name in samples[0]}
+    return {name: np.concatenate(_padded(name, samples, fill or {})) for name in samples[0]}
 
 
 def with_lengths(sample: Sample) -> Sample:
@@ -40,18 +41,18 @@ def with_lengths(sample: Sample) -> Sample:
     return {**sample, LENGTHS: np.full(rows, positions, dtype=np.int64)}
 
 
-def _padded(name: str, samples: Sequence[Sample]) -> list[npt.NDArray[Any]]:
+def _padded(name: str, samples: Sequence[Sample], fill: Mapping[str, float]) -> list[npt.NDArray[Any]]:
     arrays = [sample[name] for sample in samples]
     if arrays[0].ndim == 1:
         return arrays
     longest = max(array.shape[1] for array in arrays)
     return [
-        array if array.shape[1] == longest else np.concatenate([array, _fill(name, sample, longest)], axis=1)
+        array if array.shape[1] == longest else np.concatenate([array, _fill(name, sample, longest, fill)], axis=1)
         for array, sample in zip(arrays, samples, strict=True)
     ]
 
 
-def _fill(name: str, sample: Sample, longest: int) -> npt.NDArray[Any]:
+def _fill(name: str, sample: Sample, longest: int, fill: Mapping[str, float]) -> npt.NDArray[Any]:
     """Padding of an array up to ``longest`` positions."""
     array = sample[name]
     rows, length = array.shape[:2]
@@ -61,5 +62,5 @@ def _fill(name: str, sample: Sample, longest: int) -> npt.NDArray[Any]:
     if name == "documents":
         last = array[:, -1:] + (ends == length)[:, None]
         return np.repeat(last, longest - length, axis=1)
-    value = NO_TARGET if name == "targets" else 0
+    value = fill.get(name, NO_TARGET if name == "targets" else 0)
     return np.full((rows, longest - length, *array.shape[2:]), value, dtype=array.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -40,7 +40,10 @@ def build_mixture(
         seed = int.from_bytes(hashlib.sha256(f"seed {context.seed} part {index}".encode()).digest()[:6], "big")
         # One sample a pack, so that the part gives any sample on its own.
         own = replace(context, seed=seed, batch_size=1, microbatch_size=1, rank=0, ranks=1)
-        streams.append(build_inner(part.data, own))
+        try:
+            streams.append(build_inner(part.data, own))
+        except DataError as error:
+            raise _placed(error, index) from error
     return MixtureStream(config, context, streams)
 
 
@@ -71,7 +74,7 @@ class MixtureStream(PackStream):
         uneven = len({first["tokens"].shape[1:] for first in firsts if "tokens" in first}) > 1
         lengths = uneven or any(LENGTHS in first for first in firsts)
         offsets = tuple(sum(samples[:index]) for index in range(len(samples)))
-        source = MixturePacks(tuple(sources), self._order, layout, lengths, offsets)
+        source = MixturePacks(tuple(sources), self._order, layout, lengths, offsets, _fill(config.parts))
         _check_alike([source.completed(first, 0) for first in firsts], config.parts)
         self._check_tokenizers()
         fingerprints = [stream.state()["fingerprint"] for stream in streams]
@@ -143,6 +146,7 @@ class MixturePacks:
         order: assigns samples to parts.
         layout: of the packs.
         lengths: whether microbatches say how long their samples are.
+        fill: values that pad, where the parts say so.
         offsets: what is added to the numbers of each part's samples, if these have numbers, so that all differ.
     """
 
@@ -151,13 +155,14 @@ class MixturePacks:
     layout: Layout
     lengths: bool
     offsets: tuple[int, ...]
+    fill: Mapping[str, float]
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S] each, each of its own S."""
         layout = self.layout
         first = consumed + layout.rank * layout.share
         return [
-            merge([self._sample(number) for number in range(begin, begin + layout.microbatch_size)])
+            merge([self._sample(number) for number in range(begin, begin + layout.microbatch_size)], self.fill)
             for begin in range(first, first + layout.share, layout.microbatch_size)
         ]
 
@@ -172,6 +177,15 @@ class MixturePacks:
         return self.completed(self.sources[part].pack_at(place)[0], part)
 
 
+def _placed(error: DataError, index: int) -> DataError:
+    """Error of a part, with the fields named where they are in the job file."""
+    text = str(error)
+    own = text.removeprefix("data") if text.startswith(("data.", "data:")) else f": {text}"
+    placed = DataError(f"data.parts[{index}].data{own}")
+    placed.origin = error.origin
+    return placed
+
+
 def _check_fields(part: MixturePart, index: int) -> None:
     for field, instead in _UNUSED.items():
         if (
@@ -181,6 +195,21 @@ def _check_fields(part: MixturePart, index: int) -> None:
             raise DataError(
                 f"data.parts[{index}].data.{field}: has no effect in a mixture; remove it, and use {instead}"
             )
+
+
+def _fill(parts: Sequence[MixturePart]) -> dict[str, float]:
+    """Values that pad, as parts say."""
+    found: dict[str, float] = {}
+    for index, part in enumerate(parts):
+        if getattr(part.data, "side", "right") == "left":
+            raise DataError(f"data.parts[{index}].data.side: padding on the left cannot be mixed; use 'right'")
+        for name, value in getattr(part.data, "padding", {}).items():
+            if found.setdefault(name, value) != value:
+                raise DataError(
+                    f"data.parts[{index}].data.padding: pads '{name}' with {value:g}, another part with "
+                    f"{found[name]:g}; use one value"
+                )
+    return found
 
 
 def _source(stream: Any, part: MixturePart, index: int) -> PackSource:

@@ -1,0 +1,34 @@
+"""Config of the dataset ``dataset``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from d9d_core.extend import PluginConfig
+from pydantic import Field
+
+
+class DatasetConfig(PluginConfig):
+    """Dataset that a function of yours makes: any map-style dataset of PyTorch or Hugging Face."""
+
+    name: Literal["dataset"] = "dataset"
+    """Selects the plugin."""
+    build: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+    """Function ``package.module:function`` that returns the dataset; its items map names to numbers, lists of numbers,
+    arrays or tensors."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    padding: dict[str, int | float] = {}
+    """Fields of one dimension whose lengths differ, with the value that pads them, such as ``{tokens: 0, targets:
+    -100}``."""
+    side: Literal["left", "right"] = "right"
+    """Side of the padding."""
+    pad_multiple: int = Field(default=1, ge=1)
+    """A microbatch is as long as its longest sample, rounded up to a multiple of this."""
+    shuffle: bool = True
+    """Visit the items of each epoch in an order drawn from the seed; false keeps that of the dataset."""
+    bucket_window: int | None = Field(default=None, ge=1)
+    """Items sorted by size at a time, a multiple of the batch size; null for packs of items as they come. The size is
+    what the dataset's ``sort_key(index)`` returns, else the length of the first field in ``padding``."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that build packs ahead, each with a dataset of its own; 0 builds packs where they are asked for."""

@@ -1,0 +1,208 @@
+"""Items of a user's dataset: made by the user's function, read, checked, and collated to microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from d9d_core.extend import FOREIGN_FAILURES, DataError, closest
+from d9d_core.plugin import Ref
+
+from d9d_data.dataset.config import DatasetConfig
+from d9d_data.library.padding import pad_stack
+
+Item = Mapping[str, npt.NDArray[Any]]
+LENGTHS = "lengths"
+
+
+class Items:
+    """Items of the dataset that a config's function makes. Another process makes its own.
+
+    Args:
+        config: names the function.
+
+    Raises:
+        DataError: the function cannot be found, fails, or returns no map-style dataset with items.
+    """
+
+    def __init__(self, config: DatasetConfig) -> None:
+        self.config = config
+        self.dataset = _made(config)
+        self._count = _length(config, self.dataset)
+
+    def __reduce__(self) -> tuple[Callable[..., Items], tuple[DatasetConfig]]:
+        return Items, (self.config,)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @cached_property
+    def _first(self) -> Item:
+        return self._read(0)
+
+    def read(self, index: int) -> Item:
+        """Item as arrays.
+
+        Raises:
+            DataError: it cannot be read, is no mapping of numbers, or has other fields than the first one.
+        """
+        item = self._read(index)
+        if item.keys() != self._first.keys():
+            raise DataError(
+                f"data.build: item {index} of {self.config.build} has the fields {_names(item)}, item 0 has "
+                f"{_names(self._first)}; give all items the same"
+            )
+        return item
+
+    def check_padding(self) -> None:
+        """Compare the fields to pad with those of the first item.
+
+        Raises:
+            DataError: it lacks one, or has another number of dimensions there.
+        """
+        for name in self.config.padding:
+            if name not in self._first:
+                near = closest(name, self._first)
+                hint = f"did you mean '{near}'?" if near else f"they have {_names(self._first)}"
+                raise DataError(f"data.padding: items of {self.config.build} have no field '{name}'; {hint}")
+            if self._first[name].ndim != 1:
+                raise DataError(
+                    f"data.padding: field '{name}' of {self.config.build} has shape {list(self._first[name].shape)}, "
+                    "and only fields of one dimension can be padded; remove it from padding"
+                )
+
+    def sizes(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Sizes by which items are sorted, float64 of the shape of ``indices``."""
+        own = getattr(self.dataset, "sort_key", None)
+        if own is None:
+            name = next(iter(self.config.padding))
+            return np.asarray([len(self.read(index)[name]) for index in indices], dtype=np.float64)
+        keys = [self._asked(lambda index=index: own(index), f"sort_key({index})") for index in indices]  # type: ignore[misc]
+        try:
+            return np.asarray(keys, dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"data.build: sort_key of the dataset of {self.config.build} returns no numbers: {error}"
+            ) from error
+
+    def collate(self, indices: Sequence[int]) -> Item:
+        """Microbatch of items: arrays [B, ...]; ``lengths`` [B] says how many positions are no padding on the right.
+
+        Raises:
+            DataError: an item cannot be read, or arrays have different shapes and are not padded.
+        """
+        config = self.config
+        rows = [self.read(index) for index in indices]
+        batch = {name: self._stacked(name, [row[name] for row in rows], indices) for name in rows[0]}
+        if config.padding and config.side == "right" and LENGTHS not in batch:
+            name = next(iter(config.padding))
+            batch[LENGTHS] = np.asarray([len(row[name]) for row in rows], dtype=np.int64)
+        return batch
+
+    def _stacked(self, name: str, arrays: Sequence[npt.NDArray[Any]], indices: Sequence[int]) -> npt.NDArray[Any]:
+        config = self.config
+        if kinds := {array.dtype for array in arrays} - {arrays[0].dtype}:
+            found = ", ".join(sorted(str(kind) for kind in {*kinds, arrays[0].dtype}))
+            raise DataError(f"data.build: field '{name}' of {config.build} has items of several kinds: {found}")
+        if name in config.padding and arrays[0].ndim == 1:
+            tensors = [torch.from_numpy(array) for array in arrays]
+            padded = pad_stack(tensors, config.padding[name], config.side, config.pad_multiple).numpy()
+            assert isinstance(padded, np.ndarray)
+            return padded
+        for index, array in zip(indices, arrays, strict=True):
+            if array.shape != arrays[0].shape:
+                raise DataError(
+                    f"data.padding: field '{name}' has shape {list(arrays[0].shape)} in item {indices[0]} of "
+                    f"{config.build} and {list(array.shape)} in item {index}; name it with the value that pads it, "
+                    f"such as 'padding: {{{name}: 0}}'"
+                    + ("" if array.ndim == 1 else ", which takes fields of one dimension")
+                )
+        return np.stack(arrays)
+
+    def _read(self, index: int) -> Item:
+        item = self._asked(lambda: self.dataset[index], f"item {index}")
+        where = f"data.build: item {index} of {self.config.build}"
+        if not isinstance(item, Mapping):
+            raise DataError(
+                f"{where} is a {type(item).__name__}; return a mapping from names to numbers, such as "
+                '{"tokens": [1, 2], "targets": [2, 3]}'
+            )
+        if not item:
+            raise DataError(f"{where} has no fields")
+        return {str(name): _array(value, f"{where}: field '{name}'") for name, value in item.items()}
+
+    def _asked(self, read: Callable[[], Any], what: str) -> Any:
+        """What the user's dataset answers."""
+        try:
+            return read()
+        except FOREIGN_FAILURES as failure:
+            error = DataError(f"data.build: {what} of {self.config.build} raised {type(failure).__name__}: {failure}")
+            error.origin = failure
+            raise error from failure
+
+
+def _made(config: DatasetConfig) -> Any:
+    try:
+        function = Ref(config.build).load()
+    except FOREIGN_FAILURES as failure:
+        error = DataError(
+            f"data.build: {config.build} cannot be imported: {type(failure).__name__}: {failure}; write "
+            "'package.module:function', installed or in a directory of PYTHONPATH"
+        )
+        error.origin = failure
+        raise error from failure
+    if not callable(function):
+        raise DataError(f"data.build: {config.build} is a {type(function).__name__}, not a function")
+    try:
+        return function(**config.arguments)
+    except FOREIGN_FAILURES as failure:
+        given = ", ".join(config.arguments) or "no arguments"
+        error = DataError(
+            f"data.build: {config.build} raised {type(failure).__name__} with {given}: {failure}; "
+            "correct it, or data.arguments"
+        )
+        error.origin = failure
+        raise error from failure
+
+
+def _length(config: DatasetConfig, dataset: Any) -> int:
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")) or isinstance(dataset, Mapping):
+        raise DataError(
+            f"data.build: {config.build} returned a {type(dataset).__name__}, not a map-style dataset; return an "
+            "object with __len__() and __getitem__(index), such as a torch.utils.data.Dataset or one split of a "
+            "Hugging Face dataset"
+        )
+    try:
+        count = len(dataset)
+    except FOREIGN_FAILURES as failure:
+        raise DataError(f"data.build: the dataset of {config.build} has no length: {failure}") from failure
+    if not count:
+        raise DataError(f"data.build: the dataset of {config.build} is empty")
+    return count
+
+
+def _array(value: Any, where: str) -> npt.NDArray[Any]:
+    """Array of a value: whole numbers as int64, others as float32, tensors and arrays as they are."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"{where} is no array: {error}; give lists of equal lengths") from error
+    if array.dtype.kind not in "biuf":
+        kind = type(value).__name__
+        raise DataError(f"{where} is a {kind} of {array.dtype}, not of numbers; leave it out, or turn it into numbers")
+    if not isinstance(value, np.ndarray | np.generic):
+        narrow = {"i": np.int64, "u": np.int64, "f": np.float32, "b": np.bool_}
+        # An empty list has no kind of its own; token ids are what lists mostly hold.
+        array = array.astype(np.int64 if not array.size else narrow[array.dtype.kind])
+    return array
+
+
+def _names(item: Item) -> str:
+    return ", ".join(sorted(item))

@@ -1,0 +1,149 @@
+"""Stream of the dataset ``dataset``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from d9d_core.extend import DataContext, DataError, State
+
+from d9d_data.dataset.config import DatasetConfig
+from d9d_data.dataset.items import Items
+from d9d_data.library.bucketing import sorted_packs
+from d9d_data.order.layout import Layout
+from d9d_data.order.samples import SampleOrder
+from d9d_data.stream.base import PackStream
+from d9d_data.stream.reader import Arrays
+
+Int64 = npt.NDArray[np.int64]
+
+
+def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream:
+    """Make the dataset, and open its stream.
+
+    Raises:
+        DataError: the function, what it returns, or the sizes cannot be used; the text says what to change.
+    """
+    return DatasetStream(config, context, Items(config))
+
+
+class DatasetStream(PackStream):
+    """Stream of a map-style dataset, each item a sample. A pack is the next ``batch_size`` samples of one global order.
+
+    Without buckets, rank r of R takes the r-th of R equal runs of it. With buckets, the samples of a pack are dealt in
+    order of size, so that the n-th microbatches of all ranks are of about one size.
+
+    Args:
+        config: how items become microbatches.
+        context: of the job.
+        items: of the dataset.
+
+    Raises:
+        DataError: an item or the sizes cannot be used.
+    """
+
+    def __init__(self, config: DatasetConfig, context: DataContext, items: Items) -> None:
+        layout = Layout.of(context)
+        items.check_padding()
+        window = config.bucket_window
+        _check_window(config, items, layout.batch_size)
+        order = SampleOrder(len(items), context.seed, config.shuffle)
+        source = DatasetPacks(items, order, layout, window)
+        self._items = items
+        # What is in the items nobody knows but the user.
+        own = getattr(items.dataset, "fingerprint", None)
+        sizes = f"{window} {layout.batch_size}" if window else ""
+        given = json.dumps([config.build, config.arguments, own if isinstance(own, str) else None], default=str)
+        needs = "build, arguments, the number of items, the 'fingerprint' of the dataset if it has one, shuffle and "
+        needs += "bucket_window, and with that batch.size,"
+        identity = f"dataset {given} {len(items)} {config.shuffle} {sizes}"
+        super().__init__(source, layout.batch_size, config.workers, identity, needs)
+
+    @property
+    def facts(self) -> State:
+        """Number of samples of an epoch, the function, and the ``facts`` of the dataset, if it has any."""
+        own = getattr(self._items.dataset, "facts", {})
+        return {
+            "samples": len(self._items),
+            "dataset": self._items.config.build,
+            **(own if isinstance(own, Mapping) else {}),
+        }
+
+    def save_assets(self, directory: Path) -> None:
+        """Let the dataset write what an exported model needs, if it has a ``save_assets`` too."""
+        save = getattr(self._items.dataset, "save_assets", None)
+        if callable(save):
+            save(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetPacks:
+    """Source of one rank's part of any pack of items; see :class:`DatasetStream`.
+
+    Attributes:
+        items: of the dataset.
+        order: of the samples, before they are sorted.
+        layout: of the packs.
+        window: samples that are sorted together; ``None`` for no sorting.
+    """
+
+    items: Items
+    order: SampleOrder
+    layout: Layout
+    window: int | None
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Microbatches of items, arrays [B, ...]."""
+        layout = self.layout
+        if self.window is None:
+            mine = self.order.take(consumed + layout.rank * layout.share, layout.share)
+        else:
+            mine = self._sorted_pack(consumed, self.window)[layout.rank :: layout.ranks]
+        return [
+            self.items.collate(mine[begin : begin + layout.microbatch_size].tolist())
+            for begin in range(0, layout.share, layout.microbatch_size)
+        ]
+
+    def _sorted_pack(self, consumed: int, window: int) -> Int64:
+        """Samples of a pack of similar size: those of a pack of its window, or the last ones of an epoch as they come.
+
+        Windows begin with the first pack that begins in an epoch; one that spans the epoch's end is only sorted.
+        """
+        size, samples = self.layout.batch_size, self.order.samples
+        epoch, place = divmod(consumed, samples)
+        if place + size > samples:
+            taken = self.order.take(consumed, size)
+            return taken[np.argsort(self.items.sizes(taken.tolist()), kind="stable")]
+        begun = -epoch * samples % size  # samples of this epoch in the pack that spans its beginning
+        number, within = divmod(place - begun, window)
+        first = begun + number * window
+        count = min(window, (samples - first) // size * size)
+        taken = self.order.take(epoch * samples + first, count)
+        key = f"seed {self.order.seed} packs of window {number} of epoch {epoch}" if self.order.shuffle else None
+        packs = sorted_packs(self.items.sizes(taken.tolist()), size, key)
+        return taken[packs[within : within + size]]
+
+
+def _check_window(config: DatasetConfig, items: Items, batch_size: int) -> None:
+    window = config.bucket_window
+    if window is None:
+        return
+    if window % batch_size:
+        below = window // batch_size * batch_size
+        options = " or ".join(str(size) for size in (below, below + batch_size) if size)
+        raise DataError(
+            f"data.bucket_window: {window} samples cannot be cut into batches of {batch_size}; use {options}"
+        )
+    if batch_size > len(items):
+        raise DataError(
+            f"batch.size: a batch of {batch_size} samples cannot be sorted out of {len(items)}; use at most that many"
+        )
+    if not config.padding and getattr(items.dataset, "sort_key", None) is None:
+        raise DataError(
+            "data.bucket_window: nothing says how large items are; give the dataset a method sort_key(index), or name "
+            "the field that differs in data.padding"
+        )

@@ -1,0 +1,50 @@
+"""Packs of a fixed number of microbatches from any loader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Generic, TypeVar
+
+M = TypeVar("M")
+
+
+class FixedCountPacker(Generic[M]):
+    """Packer of a loader's microbatches: as many in each pack, which is what an optimizer step accumulates.
+
+    Args:
+        loader: of microbatches, such as a ``torch.utils.data.DataLoader``. Each iteration over the packs starts one
+            over the loader.
+        count: microbatches of a pack.
+        drop_last: leave out a last pack that has fewer.
+
+    Raises:
+        ValueError: the count is below 1.
+    """
+
+    def __init__(self, loader: Iterable[M], count: int, drop_last: bool = True) -> None:
+        if count < 1:
+            raise ValueError(f"a pack of {count} microbatches; use at least 1")
+        self._loader = loader
+        self._count = count
+        self._drop_last = drop_last
+
+    def __iter__(self) -> Iterator[list[M]]:
+        pack: list[M] = []
+        for microbatch in self._loader:
+            pack.append(microbatch)
+            if len(pack) == self._count:
+                yield pack
+                pack = []
+        if pack and not self._drop_last:
+            yield pack
+
+    def __len__(self) -> int:
+        """Number of packs.
+
+        Raises:
+            TypeError: the loader has no length.
+        """
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"{type(self._loader).__name__} has no length, so the number of its packs is unknown")
+        size = len(self._loader)
+        return size // self._count if self._drop_last else -(-size // self._count)

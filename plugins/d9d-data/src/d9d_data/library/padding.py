@@ -1,0 +1,45 @@
+"""Padding of tensors of different lengths to one. Shapes: B tensors, S positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def pad_stack(
+    items: Sequence[Tensor], value: float, side: Literal["left", "right"] = "right", multiple: int = 1
+) -> Tensor:
+    """Stack tensors of one dim, padded to the longest.
+
+    Args:
+        items: B tensors [S_b] of one dtype.
+        value: in the padding.
+        side: where the padding stands.
+        multiple: divisor of S.
+
+    Returns:
+        Tensor [B, S], S being the longest S_b rounded up to ``multiple``.
+
+    Raises:
+        ValueError: there is no tensor, one has another number of dims or another dtype, or the multiple is below 1.
+    """
+    if not items:
+        raise ValueError("no tensors to stack")
+    if multiple < 1:
+        raise ValueError(f"lengths cannot be multiples of {multiple}")
+    if side not in ("left", "right"):
+        raise ValueError(f"side {side!r}: use 'left' or 'right'")
+    for index, item in enumerate(items):
+        if item.ndim != 1:
+            raise ValueError(f"tensor {index} has shape {list(item.shape)}; only tensors of one dim can be padded")
+        if item.dtype != items[0].dtype:
+            raise ValueError(f"tensor {index} has dtype {item.dtype}, tensor 0 {items[0].dtype}")
+    longest = -(-max(len(item) for item in items) // multiple) * multiple
+    stacked = torch.full((len(items), longest), value, dtype=items[0].dtype, device=items[0].device)
+    for row, item in zip(stacked, items, strict=True):
+        begin = longest - len(item) if side == "left" else 0
+        row[begin : begin + len(item)] = item
+    return stacked

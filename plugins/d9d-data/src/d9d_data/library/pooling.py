@@ -1,0 +1,38 @@
+"""Masks of the positions whose states stand for a whole sequence. Shapes: B sequences, S positions."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def pooling_mask(attention_mask: Tensor, pool: Literal["first", "last", "all"]) -> Tensor:
+    """Mask of the positions to pool, out of those that are no padding.
+
+    A mean over the mask is the first token, the last token or the mean of all tokens, wherever padding stands. Does not
+    wait for the device.
+
+    Args:
+        attention_mask: [B, S], 0 or false in padding.
+        pool: which positions.
+
+    Returns:
+        [B, S] of the mask's dtype, 1 or true where a position counts; a sequence without tokens has none.
+
+    Raises:
+        ValueError: the mask has another number of dims, or ``pool`` is unknown.
+    """
+    if attention_mask.ndim != 2:
+        raise ValueError(f"an attention mask has shape [B, S], not {list(attention_mask.shape)}")
+    present = attention_mask != 0  # [B, S]
+    if pool == "all":
+        chosen = present
+    elif pool == "first":
+        chosen = present & (present.cumsum(1) == 1)
+    elif pool == "last":
+        chosen = present & (present.flip(1).cumsum(1).flip(1) == 1)
+    else:
+        raise ValueError(f"pool {pool!r}: use 'first', 'last' or 'all'")
+    return chosen.to(attention_mask.dtype) if attention_mask.dtype != torch.bool else chosen

@@ -1,0 +1,87 @@
+"""Shards of a dataset for ranks that see different samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, Literal, Protocol, Self, TypeVar
+
+from d9d_core.extend import DataContext
+from torch.utils.data import Dataset
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class MapDataset(Sized, Protocol[T_co]):
+    """Dataset of known size, read by index."""
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """Item at an index from 0."""
+        ...
+
+
+class ShardedDataset(Dataset[Any]):
+    """Shard of a map-style dataset. No shard shares an item with another one, unless sizes are made equal.
+
+    Args:
+        dataset: to be divided.
+        total: number of shards.
+        current: this shard, from 0.
+        mode: ``sequential`` deals the items in turn (0, 4, 8, ... of four shards), ``chunked`` cuts the dataset into
+            consecutive runs, the first of which are longer by one where it does not divide.
+        pad_to_equal_size: give all shards as many items, the last one again where items lack, so that ranks take
+            equally many steps.
+
+    Raises:
+        ValueError: there is no such shard, or equal sizes are asked for of an empty dataset.
+    """
+
+    def __init__(
+        self,
+        dataset: MapDataset[Any],
+        total: int,
+        current: int,
+        mode: Literal["sequential", "chunked"] = "sequential",
+        pad_to_equal_size: bool = False,
+    ) -> None:
+        if not 0 <= current < total:
+            raise ValueError(f"shard {current} of {total}: shards are numbered from 0 to {total - 1}")
+        if mode not in ("sequential", "chunked"):
+            raise ValueError(f"mode {mode!r}: use 'sequential' or 'chunked'")
+        self._dataset = dataset
+        self._total = total
+        self._current = current
+        self._mode = mode
+        self._pad = pad_to_equal_size
+
+    @classmethod
+    def of(
+        cls,
+        dataset: MapDataset[Any],
+        context: DataContext,
+        mode: Literal["sequential", "chunked"] = "sequential",
+        pad_to_equal_size: bool = False,
+    ) -> Self:
+        """Shard of this data-parallel rank in a job."""
+        return cls(dataset, context.ranks, context.rank, mode, pad_to_equal_size)
+
+    def __len__(self) -> int:
+        share, longer = divmod(len(self._dataset), self._total)
+        return share + (longer > 0 if self._pad else self._current < longer)
+
+    def __getitem__(self, index: int) -> Any:
+        """Item of the shard.
+
+        Raises:
+            IndexError: the shard has fewer items.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"item {index} of a shard of {len(self)}")
+        size = len(self._dataset)
+        share, longer = divmod(size, self._total)
+        if self._mode == "sequential":
+            place = index * self._total + self._current
+        elif index < share + (self._current < longer):
+            place = self._current * share + min(self._current, longer) + index
+        else:
+            place = size  # this shard lacks an item
+        return self._dataset[min(place, size - 1)]

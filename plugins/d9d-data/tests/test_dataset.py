@@ -1,0 +1,228 @@
+"""Datasets that a function of the user makes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import DataContext, DataError
+from d9d_data.dataset.config import DatasetConfig
+from d9d_data.dataset.stream import DatasetStream, build_dataset
+from d9d_testing.suites.dataset import DatasetSuite
+from d9d_testing.suites.support.component import build_component
+
+MODULE = '''
+import numpy as np
+import torch
+
+class Counting(torch.utils.data.Dataset):
+    """Item n counts to n, in as many tokens."""
+    def __init__(self, count):
+        self.count = count
+    def __len__(self):
+        return self.count
+    def __getitem__(self, index):
+        tokens = torch.arange(index % 13 + 1) + 100 * index
+        return {"tokens": tokens, "targets": tokens.tolist(), "label": index % 3, "weight": np.float64(0.5)}
+
+class Sized(Counting):
+    facts = {"vocab_size": 99}
+    fingerprint = "a"
+    def sort_key(self, index):
+        return index % 13
+    def save_assets(self, directory):
+        (directory / "saved.txt").write_text("x")
+
+class Endless:
+    def __iter__(self):
+        return iter([])
+
+def counting(count=40, **others):
+    return Counting(count)
+
+def sized(count=40):
+    return Sized(count)
+
+def endless():
+    return Endless()
+
+def raising():
+    raise FileNotFoundError("no such place")
+
+def leaving():
+    raise SystemExit(0)
+
+def of(items):
+    return items
+
+def uneven():
+    return [{"a": 1}, {"b": 1}]
+
+def late():
+    class Late(Counting):
+        def __getitem__(self, index):
+            if index == 7:
+                raise KeyError("tokens")
+            return super().__getitem__(index)
+    return Late(8)
+
+constant = 3
+'''
+PADDING = {"tokens": 0, "targets": -100}
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module").mkdir()
+    (tmp_path / "module" / "items_of_the_user.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path / "module")
+
+
+class OverItems(DatasetSuite):
+    target = "dataset"
+    other: ClassVar = {"arguments": {"count": 41}}
+    workers = None
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        return {"build": "items_of_the_user:counting", "padding": PADDING}
+
+
+class TestItems(OverItems):
+    config: ClassVar = {"pad_multiple": 4}
+
+
+class TestItemsInBuckets(OverItems):
+    config: ClassVar = {"bucket_window": 16}
+
+
+class TestItemsOfKnownSizeInOrder(OverItems):
+    config: ClassVar = {"bucket_window": 8, "shuffle": False, "side": "left", "build": "items_of_the_user:sized"}
+    shuffled = False
+
+    def sample(self, microbatch: Mapping[str, torch.Tensor], row: int) -> object:
+        return int(microbatch["tokens"][row, -1])  # padding on the left is as wide as the microbatch needs
+
+    def fields(self, directory: Path) -> Mapping[str, Any]:
+        return {**super().fields(directory), "build": "items_of_the_user:sized"}
+
+
+@pytest.mark.thorough  # processes start slowly
+def test_worker_processes_change_nothing(tmp_path: Path) -> None:
+    suite = TestItemsInBuckets()
+    suite.workers = "workers"  # type: ignore[misc, assignment]
+    suite.test_worker_processes_change_nothing(tmp_path)
+
+
+def opened(function: str = "counting", batch_size: int = 8, **fields: Any) -> DatasetStream:
+    config = DatasetConfig(build=f"items_of_the_user:{function}", **{"padding": PADDING, **fields})
+    return build_dataset(config, DataContext(seed=0, batch_size=batch_size, microbatch_size=4, cache_dir=Path()))
+
+
+def test_items_become_padded_microbatches() -> None:
+    first, second = opened(shuffle=False, pad_multiple=4).next_pack()
+    assert {name: (str(tensor.dtype), list(tensor.shape)) for name, tensor in second.items()} == {
+        "tokens": ("torch.int64", [4, 8]), "targets": ("torch.int64", [4, 8]), "label": ("torch.int64", [4]),
+        "weight": ("torch.float64", [4]), "lengths": ("torch.int64", [4]),
+    }  # fmt: skip
+    assert first["tokens"].tolist() == [[0, 0, 0, 0], [100, 101, 0, 0], [200, 201, 202, 0], [300, 301, 302, 303]]
+    assert first["targets"][1].tolist() == [100, 101, -100, -100]
+    assert second["lengths"].tolist() == [5, 6, 7, 8]
+    assert "lengths" not in opened(side="left").next_pack()[0]
+
+
+@pytest.mark.parametrize(("samples", "batch"), [(40, 8), (37, 8), (45, 4)])
+def test_buckets_visit_every_item_once_an_epoch_in_packs_of_similar_length(samples: int, batch: int) -> None:
+    window = batch * 3
+    stream = opened("sized", batch, arguments={"count": samples}, bucket_window=window)
+    taken: list[int] = []
+    spreads = []
+    for _ in range(3 * samples // batch):
+        pack = [row // 100 for microbatch in stream.next_pack() for row in microbatch["tokens"][:, 0].tolist()]
+        spreads.append(max(item % 13 for item in pack) - min(item % 13 for item in pack))
+        taken += pack
+    for epoch in range(len(taken) // samples):
+        # A pack that spans the end of an epoch is sorted as a whole.
+        seen = Counter(taken[: (epoch + 1) * samples + batch])
+        assert all(seen[item] in (epoch + 1, epoch + 2) for item in range(samples))
+    unsorted = opened("sized", batch, arguments={"count": samples})
+    plain = []
+    for _ in range(3 * samples // batch):
+        pack = [int(n) for microbatch in unsorted.next_pack() for n in microbatch["lengths"]]
+        plain.append(max(pack) - min(pack))
+    assert sum(spreads) < sum(plain)
+
+
+def test_the_dataset_may_know_more(tmp_path: Path) -> None:
+    stream = opened("sized")
+    assert stream.facts == {"samples": 40, "dataset": "items_of_the_user:sized", "vocab_size": 99}
+    stream.save_assets(tmp_path)
+    assert (tmp_path / "saved.txt").read_text() == "x"
+
+
+def test_a_hugging_face_dataset_is_one() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"tokens": [[1, 2, 3], [4]], "label": [0, 1]})
+    stream = opened("of", batch_size=4, arguments={"items": rows}, padding={"tokens": 0}, shuffle=False)
+    (microbatch,) = stream.next_pack()
+    assert microbatch["tokens"].tolist() == [[1, 2, 3], [4, 0, 0], [1, 2, 3], [4, 0, 0]]
+    assert microbatch["label"].tolist() == [0, 1, 0, 1]
+    whole = datasets.DatasetDict({"train": rows})
+    with pytest.raises(DataError, match=r"returned a DatasetDict, not a map-style dataset; .* one split of a Hugging"):
+        opened("of", arguments={"items": whole})
+
+
+@pytest.mark.parametrize(
+    ("function", "fields", "message"),
+    [
+        ("absent", {}, r"items_of_the_user:absent cannot be imported: AttributeError: .*PYTHONPATH"),
+        ("constant", {}, r"items_of_the_user:constant is a int, not a function"),
+        ("raising", {}, r"items_of_the_user:raising raised FileNotFoundError with no arguments: no such place"),
+        ("leaving", {}, r"items_of_the_user:leaving raised SystemExit"),
+        ("sized", {"arguments": {"cuont": 3}}, r"raised TypeError with cuont: .*unexpected keyword argument 'cuont'"),
+        ("endless", {}, r"returned a Endless, not a map-style dataset; return an object with __len__"),
+        ("of", {"arguments": {"items": []}}, r"the dataset of items_of_the_user:of is empty"),
+        ("of", {"arguments": {"items": [3]}}, r"item 0 of items_of_the_user:of is a int; return a mapping"),
+        ("of", {"arguments": {"items": [{}]}}, r"item 0 of items_of_the_user:of has no fields"),
+        ("of", {"arguments": {"items": [{"text": "a"}]}}, r"item 0 .*: field 'text' is a str of <U1, not of numbers"),
+        ("of", {"arguments": {"items": [{"a": [[1], [1, 2]]}]}}, r"field 'a' is no array: .*lists of equal lengths"),
+        ("sized", {"padding": {"token": 0}}, r"items of .*:sized have no field 'token'; did you mean 'tokens'\?"),
+        ("sized", {"padding": {"label": 0}}, r"field 'label' of .* has shape \[\], and only fields of one dimension"),
+        (
+            "uneven",
+            {"padding": {}},
+            r"item 1 of items_of_the_user:uneven has the fields b, item 0 has a; give all items the same",
+        ),
+        ("late", {}, r"item 7 of items_of_the_user:late raised KeyError: 'tokens'"),
+        ("sized", {"padding": {}}, r"data.padding: field 'tokens' has shape \[.*name it .* 'padding: \{tokens: 0\}'"),
+        ("sized", {"bucket_window": 12}, r"data.bucket_window: 12 samples cannot be .* batches of 8; use 8 or 16"),
+        ("counting", {"padding": {}, "bucket_window": 8}, r"data.bucket_window: nothing says how large items are"),
+        ("sized", {"arguments": {"count": 5}, "bucket_window": 8}, r"a batch of 8 samples cannot be sorted out of 5"),
+    ],
+)
+def test_what_is_no_dataset_is_an_error_that_names_the_function(
+    function: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        opened(function, **fields).next_pack()
+
+
+def test_items_can_be_mixed(tmp_path: Path) -> None:
+    part = {"name": "dataset", "build": "items_of_the_user:counting", "padding": PADDING}
+    context = DataContext(seed=0, batch_size=4, microbatch_size=4, cache_dir=tmp_path)
+
+    def mixed(**other: Any) -> Any:
+        parts = [{"data": part}, {"weight": 3, "data": {**part, "arguments": {"count": 3}, **other}}]
+        return build_component("dataset", None, "mixture", {"parts": parts}, context)
+
+    (microbatch,) = mixed().next_pack()
+    inside = torch.arange(microbatch["tokens"].shape[1]) < microbatch["lengths"][:, None]
+    assert (microbatch["targets"] == torch.where(inside, microbatch["tokens"], -100)).all()
+    assert (microbatch["tokens"][:, 0] < 300).sum() >= 3
+    with pytest.raises(DataError, match=r"data.parts\[1\].data.side: padding on the left cannot be mixed"):
+        mixed(side="left")
+    with pytest.raises(DataError, match=r"data.parts\[1\].data.padding: pads 'targets' with 5, another part with -100"):
+        mixed(padding={"tokens": 0, "targets": 5})
