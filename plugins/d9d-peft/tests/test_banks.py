@@ -80,14 +80,14 @@ def test_tensors_of_a_checkpoint_are_merged_as_banks_are() -> None:
 
 
 def test_linear_layers_are_the_default_and_a_second_method_adds_nothing_to_what_has_a_term() -> None:
-    with pytest.raises(BuildError, match="peft.targets: no linear layers match 'experts.gate'"):
+    with pytest.raises(BuildError, match="peft.targets: no layers match 'experts.gate'"):
         adapted(targets=["experts.gate"])
     stage, _, _ = adapted(targets=["gate_proj"])
     with pytest.raises(BuildError, match="'experts.gate_proj' has a term of another method already; name it in peft.e"):
         Lora(LoraConfig(r=2, targets=("*",))).inject(stage)
     again = Lora(LoraConfig(r=2, targets=("*",), exclude=("gate_proj",))).inject(stage)
     assert {name.split(".")[2] for name in again} == {"up_proj", "down_proj"}
-    with pytest.raises(BuildError, match="peft.targets: the model has no linear layers"):
+    with pytest.raises(BuildError, match="peft.targets: the model has no layers that can have a term"):
         Lora(LoraConfig(r=2)).inject(nn.ModuleDict({"norm": nn.LayerNorm(2)}))
 
 

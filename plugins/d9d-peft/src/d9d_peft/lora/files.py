@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from d9d_core.extend import CheckpointError
-from d9d_weights import Mapper, Parallel, Rename
+from d9d_weights import Mapper, Parallel, Rename, Transpose
 
 from d9d_peft.config import LowRankConfig
-from d9d_peft.lora.linear import LORA_A, LORA_B
 
 #: Before the names of a model's modules in an adapter's file.
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 _WEIGHT = ".weight"
 
 
@@ -47,15 +46,19 @@ def config_json(config: LowRankConfig, modules: Mapping[str, str]) -> dict[str, 
     }
 
 
-def exporter(modules: Mapping[str, str]) -> Mapper:
-    """Mapper from our names to those in the file."""
-    return Parallel(
-        *(
-            Rename(f"{ours}.{factor}{_WEIGHT}", f"{PREFIX}{theirs}.{factor}{_WEIGHT}")
-            for ours, theirs in modules.items()
-            for factor in (LORA_A, LORA_B)
-        )
-    )
+def exporter(layers: Mapping[str, tuple[str, Mapping[str, tuple[str, bool]]]]) -> Mapper:
+    """Mapper from our names to those in the file.
+
+    Args:
+        layers: name of an adapted layer -> name of the module in published models, and its tensors as
+            :attr:`d9d_peft.lora.linear.Adapted.lora_files` has them.
+    """
+    mappers: list[Mapper] = []
+    for ours, (theirs, tensors) in layers.items():
+        for name, (there, transposed) in tensors.items():
+            source, target = f"{ours}.{name}", f"{_PREFIX}{theirs}.{there}"
+            mappers.append(Transpose(source, to=target) if transposed else Rename(source, target))
+    return Parallel(*mappers)
 
 
 def check_config(config: LowRankConfig, data: Mapping[str, Any], use_dora: bool = False) -> None:
