@@ -23,6 +23,7 @@ PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
     "d9d_qwen3.plugin", "d9d_peft.plugin",
 )  # fmt: skip
+MOE = (*PLUGINS, "d9d_moe.plugin")
 # The library asks transformers for what it calls otherwise by now.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
@@ -77,7 +78,7 @@ def values(base: Path, directory: Path, **sections: Any) -> dict[str, Any]:
 def train(jobs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Whole runs, one after the other; what their adapters hold at the end."""
     for one in jobs:
-        job = job_of(one, PLUGINS)
+        job = job_of(one, MOE)
         job.build(lambda _: None, topology_here(job) if dist.is_initialized() else None).train()
     return [load_file(Path(one["run"]["dir"]) / "tuned" / "adapter" / "adapter_model.safetensors") for one in jobs]
 
@@ -303,21 +304,33 @@ def test_the_checkpoint_of_a_stack_is_merged_by_the_command_as_the_export_was(
     assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
 
 
-def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model with experts and random weights."""
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
+        vocab_size=257, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=64, initializer_range=0.2,
     )  # fmt: skip
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
-    model = {"name": "qwen3_moe", "pretrained": str(tmp_path / "base")}
-    method = {**LORA, "targets": ["q_proj", "gate_proj", "down_proj"]}
+    directory = tmp_path_factory.mktemp("experts")
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def of_experts(experts: Path, directory: Path, *targets: str, **sections: Any) -> dict[str, Any]:
+    method = {**LORA, "targets": ["q_proj", *targets], **sections.pop("method", {})}
+    model = {"name": "qwen3_moe", "pretrained": str(experts)}
+    return values(experts, directory, model=model, peft=method, **sections)
+
+
+def test_terms_of_some_experts_matrices_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(
+    experts: Path, tmp_path: Path
+) -> None:
     notes: list[str] = []
-    job = job_of(values(tmp_path / "base", tmp_path, model=model, peft=method), (*PLUGINS, "d9d_moe.plugin"))
-    trainer = job.build(notes.append)
+    trainer = job_of(of_experts(experts, tmp_path, "gate_proj", "down_proj"), MOE).build(notes.append)
     trainer.train()
-    assert any("no adapter is going to be written: terms of experts are in no adapter's file" in note for note in notes)
+    assert any("no adapter is going to be written: the library joins the experts' gate_proj, up" in n for n in notes)
     run = tmp_path / "runs" / "tuned"
     assert not (run / "adapter").exists()
     stage = trainer.stage.eval()
@@ -325,10 +338,66 @@ def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapte
         ours = stage(tokens=TOKENS, positions=torch.arange(TOKENS.shape[1])[None])["logits"]
     merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
     torch.testing.assert_close(ours, merged, atol=1e-5, rtol=1e-4)
-    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(experts))
     assert (merged - plain).abs().max() > 0.01
-    with pytest.raises(CheckpointError, match="terms of experts are in no adapter's file; export the merged model"):
-        job_of(
-            values(tmp_path / "base", tmp_path, model=model, peft=method, export="adapter"),
-            (*PLUGINS, "d9d_moe.plugin"),
-        ).build(notes.append)
+    alone = of_experts(experts, tmp_path, "gate_proj", "down_proj", export="adapter")
+    with pytest.raises(CheckpointError, match="the library joins the experts' gate_proj, up_proj, down_proj"):
+        job_of(alone, MOE).build(notes.append)
+
+
+# The library looks for its patterns among modules only, and uses them for parameters.
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match any targeted module")
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # of layers that are not adapted
+@pytest.mark.parametrize("targets", [["q_proj", "*.experts.*"], ["q_proj", "layers.1.ffn.experts.*"], ["*.experts.*"]])
+def test_terms_of_experts_are_read_by_the_library_and_start_a_run(
+    experts: Path, tmp_path: Path, targets: list[str]
+) -> None:
+    method = {"targets": targets}
+    job_of(of_experts(experts, tmp_path, method=method), MOE).build(lambda _: None).train()
+    run = tmp_path / "runs" / "tuned"
+    written = load_file(run / "adapter" / "adapter_model.safetensors")
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
+    library = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(experts), run / "adapter"
+    )
+    torch.testing.assert_close(logits(library), merged, atol=1e-5, rtol=1e-5)
+    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(experts))
+    assert (merged - plain).abs().max() > 0.01
+    started = of_experts(
+        experts, tmp_path, method={**method, "init_from": str(run / "adapter")},
+        run={"name": "again", "dir": str(tmp_path / "runs")},
+    )  # fmt: skip
+    stage = job_of(started, MOE).build(lambda _: None).stage
+    bank = stage.get_parameter("layers.1.ffn.experts.terms.up_proj.lora_B")
+    assert bank.abs().max() > 0
+    for number, matrix in enumerate(bank):
+        name = f"base_model.model.model.layers.1.mlp.experts.{number}.up_proj.lora_B.weight"
+        assert torch.equal(matrix.T, written[name])
+
+
+def test_layers_that_are_called_as_experts_are_refused_because_the_library_loses_their_terms(tmp_path: Path) -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=64, mlp_only_layers=[0],
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "mixed")
+    job = of_experts(tmp_path / "mixed", tmp_path, "gate_proj", method={"targets": "all-linear"}, export="adapter")
+    with pytest.raises(
+        CheckpointError, match="'model.layers.0.mlp.gate_proj' for a matrix of experts, which are called"
+    ):
+        job_of(job, MOE).build(lambda _: None)
+
+
+@pytest.mark.thorough
+def test_experts_spread_over_ranks_write_the_same_adapter(experts: Path, tmp_path: Path) -> None:
+    layouts = ({}, {"mesh": {"dp_shard": 2, "ep": 2}, "parallel": ["fsdp", "expert_parallel"]})
+    jobs = []
+    for number, layout in enumerate(layouts):
+        (tmp_path / str(number)).mkdir()
+        jobs.append(of_experts(experts, tmp_path / str(number), "*.experts.*", export="adapter", **layout))
+    ((alone,),) = World(1).run(train, jobs[:1])
+    (spread,) = World(2).run(train, jobs[1:])[0]
+    assert spread.keys() == alone.keys()
+    for name, tensor in spread.items():
+        torch.testing.assert_close(tensor, alone[name], atol=1e-4, rtol=1e-3)

@@ -13,7 +13,8 @@ from d9d_peft.lora.banks import merged_bank
 from d9d_peft.lora.linear import LORA_A, LORA_B, merged_weight
 from d9d_peft.lora.vocabulary import EMBEDDING_A, EMBEDDING_B, HEAD_A, HEAD_B, merged_embedding
 
-_TERMS = ".terms."
+#: Between a module with banks and the name of a bank, in the names of terms.
+TERMS = ".terms."
 #: First factor -> second factor, and the function of weight, factors and scale.
 _MERGED: Mapping[str, tuple[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]] = {
     f"{LORA_A}.weight": (f"{LORA_B}.weight", merged_weight),
@@ -46,11 +47,11 @@ def terms_of(names: Iterable[str]) -> Iterator[Term]:
     for name in names:
         for first, (second, merged) in _MERGED.items():
             layer = name.removesuffix(f".{first}")
-            if layer == name or (merged is merged_bank and _TERMS not in name):
+            if layer == name or (merged is merged_bank and TERMS not in name):
                 continue
             factors = name, f"{layer}.{second}"
             if merged is merged_bank:
-                bank = ".".join(layer.rsplit(_TERMS, 1))
+                bank = ".".join(layer.rsplit(TERMS, 1))
                 yield Term(bank, False, bank, factors, merged)
             else:
                 yield Term(layer, first == f"{LORA_A}.weight", f"{layer}.weight", factors, merged)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from d9d_core.extend import BuildError, CheckpointError, HasBanks, modules_with
+from d9d_core.extend import BuildError, HasBanks, modules_with
 from d9d_weights import Identity, Mapper, Parallel
 from torch import Tensor, nn
 
@@ -85,14 +85,16 @@ class Lora:
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
-        return files.config_json(self._config, self._modules(stage, published))
+        modules = [*self._modules(stage, published).values()]
+        banks = files.experts_of(stage, published, self._config.rs_lora)
+        experts = [one for number, there in banks.values() for one in files.modules_of_experts(there, number)]
+        return files.config_json(self._config, [*modules, *experts], has_banks=bool(banks))
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
         """Mapper from the names of the terms to those in the file of the ``peft`` library."""
         layers = dict(adapted_layers(stage))
-        return files.exporter(
-            {n: (there, layers[n].lora_files) for n, there in self._modules(stage, published).items()}
-        )
+        modules = {n: (there, layers[n].lora_files) for n, there in self._modules(stage, published).items()}
+        return files.exporter(modules, files.experts_of(stage, published, self._config.rs_lora))
 
     def check_adapter(self, config_json: Mapping[str, Any]) -> None:
         """Compare the config with that of an adapter to start from.
@@ -107,9 +109,9 @@ class Lora:
         return fold(term.weight, term.factors, lambda weight, a, b: term.merged(weight, a, b, scale))
 
     def _modules(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
-        if any(isinstance(module, GroupedTerm) for module in stage.modules()):
-            raise CheckpointError("terms of experts are in no adapter's file; export the merged model")
-        return files.modules_of([name for name, _ in adapted_layers(stage)], published)
+        modules = files.modules_of([name for name, _ in adapted_layers(stage)], published)
+        files.check_no_expert(stage, modules.values())
+        return modules
 
     def _targets(self, sites: Mapping[str, Site]) -> list[str]:
         config, what = self._config, "layers"
