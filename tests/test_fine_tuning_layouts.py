@@ -76,6 +76,13 @@ def test_magnitudes_start_alike_where_shards_are_replicated(table: ModuleType, t
 
 
 @pytest.mark.thorough
+def test_terms_of_embeddings_and_heads_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
+    layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
+    peft = {**LORA, "targets": ["embedding", "heads.*", "v_proj"]}
+    assert_passed(harness(table, tmp_path / "corpus", table.DENSE, peft).compare(layouts))
+
+
+@pytest.mark.thorough
 def test_learned_scales_train_alike_in_every_layout(table: ModuleType, tmp_path: Path) -> None:
     layouts = [DATA_PARALLEL[2], piped("zb1p", {})]
     assert_passed(harness(table, tmp_path / "corpus", table.DENSE, {"name": "ia3"}).compare(layouts))

@@ -23,11 +23,16 @@ PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
     "d9d_qwen3.plugin", "d9d_peft.plugin",
 )  # fmt: skip
+MOE = (*PLUGINS, "d9d_moe.plugin")
 # The library asks transformers for what it calls otherwise by now.
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers. to .True."),
+]
 LORA = {"name": "lora", "r": 4, "alpha": 8}
 METHODS: dict[str, dict[str, Any]] = {
     "lora": LORA,
+    "lora of the vocabulary": {"name": "lora", "r": 4, "alpha": 3, "targets": ["embedding", "heads.*", "q_proj"]},
     "dora": {"name": "dora", "r": 4, "alpha": 6, "exclude": ["o_proj"]},
     "ia3": {"name": "ia3", "targets": ["k_proj", "v_proj"], "feedforward": ["down_proj"]},
 }
@@ -73,7 +78,7 @@ def values(base: Path, directory: Path, **sections: Any) -> dict[str, Any]:
 def train(jobs: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Whole runs, one after the other; what their adapters hold at the end."""
     for one in jobs:
-        job = job_of(one, PLUGINS)
+        job = job_of(one, MOE)
         job.build(lambda _: None, topology_here(job) if dist.is_initialized() else None).train()
     return [load_file(Path(one["run"]["dir"]) / "tuned" / "adapter" / "adapter_model.safetensors") for one in jobs]
 
@@ -82,6 +87,12 @@ def logits(model: Any) -> Tensor:
     with torch.no_grad():
         out: Tensor = model.eval()(TOKENS).logits
     return out
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    first, second = (load_file(directory / "model.safetensors") for directory in (one, other))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -133,11 +144,10 @@ def test_what_the_library_saves_starts_a_run_that_computes_the_same_and_merges_f
     with torch.no_grad():
         ours = stage(tokens=TOKENS, positions=torch.arange(TOKENS.shape[1])[None])["logits"]
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    assert load_file(tmp_path / "saved" / "adapter_model.safetensors").keys() == written.keys()
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors").keys()
+    assert {name for name in saved if not name.endswith("base_layer.weight")} == written.keys()
     assert convert(monkeypatch, run, tmp_path / "merged") == 0
-    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
-    assert exported.keys() == merged.keys()
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
+    assert_same_tensors(run / "model", tmp_path / "merged")
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +167,14 @@ def test_any_checkpoint_is_merged_by_the_command_as_the_export_was(
     job.build(lambda _: None).train()
     run = tmp_path / "runs" / "tuned"
     assert convert(monkeypatch, run, tmp_path / "last", "--keep-from", base) == 0
-    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "last/model.safetensors")
-    assert exported.keys() == merged.keys()
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
+    assert_same_tensors(run / "model", tmp_path / "last")
     for file in ("config.json", "generation_config.json"):
         assert (tmp_path / "last" / file).read_bytes() == (run / "model" / file).read_bytes()
     assert convert(monkeypatch, run / "checkpoints" / "step-00000002", tmp_path / "second") == 0
     assert f"the run started from '{base}'; --keep-from takes over its tokenizer" in capsys.readouterr().err
     earlier = load_file(tmp_path / "second" / "model.safetensors")
-    assert any(not torch.equal(tensor, earlier[name]) for name, tensor in exported.items())
+    last = load_file(tmp_path / "last" / "model.safetensors")
+    assert any(not torch.equal(tensor, earlier[name]) for name, tensor in last.items())
     part = values(
         base, tmp_path, run={"name": "part", "dir": str(tmp_path / "runs")}, checkpoint={"trainable_only": True}
     )
@@ -260,8 +269,8 @@ def test_an_adapter_with_parts_that_we_lack_is_refused(
 @pytest.mark.parametrize(
     ("method", "text"),
     [
-        ({"name": "lora", "targets": ["q_prj"]}, "no linear layers match 'q_prj'; did you mean 'q_proj'?"),
-        ({"name": "lora", "targets": ["embedding"]}, "no linear layers match 'embedding'; there are: "),
+        ({"name": "lora", "targets": ["q_prj"]}, "no layers match 'q_prj'; did you mean 'q_proj'?"),
+        ({"name": "lora", "targets": ["norm"]}, "no layers match 'norm'; there are: "),
         ({"name": "lora", "r": 33}, r"rank of 33 is larger than the matrix of 'layers.0.attention.q_proj' \[32, 32\]"),
         ({"name": "lora", "exclude": ["*"]}, "peft.exclude: it leaves nothing of peft.targets"),
         ({"name": "ia3", "targets": ["k_prj"]}, "peft.targets: no linear layers match 'k_prj'; did you mean 'k_proj'?"),
@@ -293,26 +302,39 @@ def test_the_checkpoint_of_a_stack_is_merged_by_the_command_as_the_export_was(
     job_of(values(base, tmp_path, peft=STACK), PLUGINS).build(lambda _: None).train()
     run = tmp_path / "runs" / "tuned"
     assert convert(monkeypatch, run, tmp_path / "merged") == 0
-    exported, merged = load_file(run / "model" / "model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
-    assert exported.keys() == merged.keys()
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in exported.items())
+    assert_same_tensors(run / "model", tmp_path / "merged")
 
 
-def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(tmp_path: Path) -> None:
+def save_experts(directory: Path, **fields: Any) -> Path:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
+        vocab_size=257, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-        max_position_embeddings=64, initializer_range=0.2,
+        max_position_embeddings=64, initializer_range=0.2, **fields,
     )  # fmt: skip
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "base")
-    model = {"name": "qwen3_moe", "pretrained": str(tmp_path / "base")}
-    method = {**LORA, "targets": ["q_proj", "gate_proj", "down_proj"]}
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A published model with experts and random weights."""
+    return save_experts(tmp_path_factory.mktemp("experts"))
+
+
+def of_experts(experts: Path, directory: Path, *targets: str, **sections: Any) -> dict[str, Any]:
+    method = {**LORA, "targets": ["q_proj", *targets], **sections.pop("method", {})}
+    model = {"name": "qwen3_moe", "pretrained": str(experts)}
+    return values(experts, directory, model=model, peft=method, **sections)
+
+
+def test_terms_of_some_experts_matrices_are_in_the_merged_model_and_a_note_says_that_no_adapter_has_them(
+    experts: Path, tmp_path: Path
+) -> None:
     notes: list[str] = []
-    job = job_of(values(tmp_path / "base", tmp_path, model=model, peft=method), (*PLUGINS, "d9d_moe.plugin"))
-    trainer = job.build(notes.append)
+    trainer = job_of(of_experts(experts, tmp_path, "gate_proj", "down_proj"), MOE).build(notes.append)
     trainer.train()
-    assert any("no adapter is going to be written: terms of experts are in no adapter's file" in note for note in notes)
+    assert any("no adapter is going to be written: the library joins the experts' gate_proj, up" in n for n in notes)
     run = tmp_path / "runs" / "tuned"
     assert not (run / "adapter").exists()
     stage = trainer.stage.eval()
@@ -320,10 +342,58 @@ def test_terms_of_experts_are_in_the_merged_model_and_a_note_says_that_no_adapte
         ours = stage(tokens=TOKENS, positions=torch.arange(TOKENS.shape[1])[None])["logits"]
     merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
     torch.testing.assert_close(ours, merged, atol=1e-5, rtol=1e-4)
-    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(experts))
     assert (merged - plain).abs().max() > 0.01
-    with pytest.raises(CheckpointError, match="terms of experts are in no adapter's file; export the merged model"):
-        job_of(
-            values(tmp_path / "base", tmp_path, model=model, peft=method, export="adapter"),
-            (*PLUGINS, "d9d_moe.plugin"),
-        ).build(notes.append)
+
+
+# The library looks for its patterns among modules only, and uses them for parameters.
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match any targeted module")
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # of layers that are not adapted
+@pytest.mark.parametrize("targets", [["q_proj", "*.experts.*"], ["q_proj", "layers.1.ffn.experts.*"], ["*.experts.*"]])
+def test_terms_of_experts_are_read_by_the_library_and_start_a_run(
+    experts: Path, tmp_path: Path, targets: list[str]
+) -> None:
+    method = {"targets": targets}
+    job_of(of_experts(experts, tmp_path, method=method), MOE).build(lambda _: None).train()
+    run = tmp_path / "runs" / "tuned"
+    written = load_file(run / "adapter" / "adapter_model.safetensors")
+    merged = logits(transformers.AutoModelForCausalLM.from_pretrained(run / "model"))
+    library = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(experts), run / "adapter"
+    )
+    torch.testing.assert_close(logits(library), merged, atol=1e-5, rtol=1e-5)
+    plain = logits(transformers.AutoModelForCausalLM.from_pretrained(experts))
+    assert (merged - plain).abs().max() > 0.01
+    started = of_experts(
+        experts, tmp_path, method={**method, "init_from": str(run / "adapter")},
+        run={"name": "again", "dir": str(tmp_path / "runs")},
+    )  # fmt: skip
+    stage = job_of(started, MOE).build(lambda _: None).stage
+    bank = stage.get_parameter("layers.1.ffn.experts.terms.up_proj.lora_B")
+    assert bank.abs().max() > 0
+    for number, matrix in enumerate(bank):
+        name = f"base_model.model.model.layers.1.mlp.experts.{number}.up_proj.lora_B.weight"
+        assert torch.equal(matrix.T, written[name])
+
+
+def test_layers_that_are_called_as_experts_are_refused_because_the_library_loses_their_terms(tmp_path: Path) -> None:
+    mixed = save_experts(tmp_path / "mixed", mlp_only_layers=[0])
+    job = of_experts(mixed, tmp_path, "gate_proj", method={"targets": "all-linear"}, export="adapter")
+    with pytest.raises(
+        CheckpointError, match="'model.layers.0.mlp.gate_proj' for a matrix of experts, which are called"
+    ):
+        job_of(job, MOE).build(lambda _: None)
+
+
+@pytest.mark.thorough
+def test_experts_spread_over_ranks_write_the_same_adapter(experts: Path, tmp_path: Path) -> None:
+    layouts = ({}, {"mesh": {"dp_shard": 2, "ep": 2}, "parallel": ["fsdp", "expert_parallel"]})
+    jobs = []
+    for number, layout in enumerate(layouts):
+        (tmp_path / str(number)).mkdir()
+        jobs.append(of_experts(experts, tmp_path / str(number), "*.experts.*", export="adapter", **layout))
+    ((alone,),) = World(1).run(train, jobs[:1])
+    (spread,) = World(2).run(train, jobs[1:])[0]
+    assert spread.keys() == alone.keys()
+    for name, tensor in spread.items():
+        torch.testing.assert_close(tensor, alone[name], atol=1e-4, rtol=1e-3)

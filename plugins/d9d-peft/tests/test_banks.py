@@ -80,14 +80,14 @@ def test_tensors_of_a_checkpoint_are_merged_as_banks_are() -> None:
 
 
 def test_linear_layers_are_the_default_and_a_second_method_adds_nothing_to_what_has_a_term() -> None:
-    with pytest.raises(BuildError, match="peft.targets: no linear layers match 'experts.gate'"):
+    with pytest.raises(BuildError, match="peft.targets: no layers match 'experts.gate'"):
         adapted(targets=["experts.gate"])
     stage, _, _ = adapted(targets=["gate_proj"])
     with pytest.raises(BuildError, match="'experts.gate_proj' has a term of another method already; name it in peft.e"):
         Lora(LoraConfig(r=2, targets=("*",))).inject(stage)
     again = Lora(LoraConfig(r=2, targets=("*",), exclude=("gate_proj",))).inject(stage)
     assert {name.split(".")[2] for name in again} == {"up_proj", "down_proj"}
-    with pytest.raises(BuildError, match="peft.targets: the model has no linear layers"):
+    with pytest.raises(BuildError, match="peft.targets: the model has no layers that can have a term"):
         Lora(LoraConfig(r=2)).inject(nn.ModuleDict({"norm": nn.LayerNorm(2)}))
 
 
@@ -96,10 +96,41 @@ def test_a_rank_beyond_the_matrices_is_refused() -> None:
         adapted(r=5)
 
 
-def test_an_adapters_file_has_no_place_for_experts() -> None:
-    stage, method, _ = adapted()
-    with pytest.raises(CheckpointError, match="terms of experts are in no adapter's file; export the merged model"):
-        method.adapter_config(stage, {})
+PUBLISHED = {f"experts.{bank}": f"mlp.*.{bank}.weight" for bank in ("gate_proj", "up_proj", "down_proj")}
+
+
+@pytest.mark.parametrize(
+    ("config", "published", "text"),
+    [
+        ({}, {}, "published files do not hold a matrix of 'experts.gate_proj' for each expert"),
+        (
+            {"targets": ["gate_proj", "up_proj"]},
+            PUBLISHED,
+            "terms for all of them or none; name down_proj in peft.targets",
+        ),
+        ({"rs_lora": True}, PUBLISHED, "which rs_lora scales otherwise"),
+    ],
+)
+def test_an_adapters_file_has_experts_only_as_the_library_reads_them(
+    config: dict[str, Any], published: dict[str, str], text: str
+) -> None:
+    stage, method, _ = adapted(**config)
+    for function in (method.adapter_config, method.adapter_exporter):
+        with pytest.raises(CheckpointError, match=text):
+            function(stage, published)
+
+
+def test_an_adapters_file_has_a_term_for_each_expert() -> None:
+    stage, method, named = adapted()
+    randomise(stage, named)
+    terms = {name: stage.get_parameter(name) for name in named}
+    exporter = method.adapter_exporter(stage, PUBLISHED)
+    made = map_tensors(exporter, terms)
+    ours = terms["experts.terms.up_proj.lora_B"]
+    assert torch.equal(made["base_model.model.mlp.2.up_proj.lora_B.weight"], ours[2].T)
+    assert "mlp.2.up_proj" in method.adapter_config(stage, PUBLISHED)["target_modules"]
+    back = map_tensors(exporter.inverse(), made)
+    assert all(torch.equal(back[name], tensor) for name, tensor in terms.items())
 
 
 def test_what_is_dropped_depends_on_the_microbatch_and_only_while_training() -> None:

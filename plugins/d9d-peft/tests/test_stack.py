@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_refused_with_its_place(methods: Sequence[Any], t
         ([ATTENTION, {**TUNED, "match": "lyers.9"}], r"peft.methods\[1\].match: no modules or parameters match"),
         (
             [ATTENTION, {"name": "stack", "methods": [SCALES, {**REST, "targets": "k"}]}],
-            r"peft.methods\[1\].methods\[1\].targets: no linear layers match 'k'",
+            r"peft.methods\[1\].methods\[1\].targets: no layers match 'k'",
         ),
         (
             [ATTENTION, {**SCALES, "targets": "layers.0.linear"}],

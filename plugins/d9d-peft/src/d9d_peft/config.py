@@ -21,7 +21,7 @@ class LowRankConfig(PluginConfig):
 
     targets: tuple[str, ...] = (ALL_LINEAR,)
     """Layers that get a term: ``all-linear``, last parts of names (``q_proj``), or patterns over whole names
-    (``layers.1?.attention.*``). Banks of experts count where a pattern names them."""
+    (``layers.1?.attention.*``). Those of ``lora`` may name embeddings, heads and banks of experts, too."""
     exclude: tuple[str, ...] = ()
     """Layers that get none although they are targets, written alike."""
     r: int = Field(default=16, ge=1)

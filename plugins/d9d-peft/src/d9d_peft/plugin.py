@@ -14,7 +14,7 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
     """Fine-tuning methods, selected by ``peft``."""
     yield PeftSpec(
         name="lora",
-        summary="Low-rank terms beside linear layers; the model itself is frozen.",
+        summary="Low-rank terms of linear layers, embeddings, heads and experts; the model itself is frozen.",
         config=Ref("d9d_peft.config:LoraConfig"),
         build=Ref("d9d_peft.lora.method:Lora"),
     )

@@ -29,6 +29,8 @@ from d9d_engine.distributed.mesh import Topology
 
 #: Its readers know one file only.
 _ONE_FILE = 2**62
+#: Weights of the model that the library saves beside terms of embeddings; they are in the model already.
+_OF_THE_MODEL = ".base_layer.weight"
 
 
 def save_adapter(
@@ -92,8 +94,9 @@ def start_method(
                 text = directory.read_file(ADAPTER_FILES.config)
                 method.check_adapter(read_object(f"{directory.location}/{ADAPTER_FILES.config}", text))
                 exporter = method.adapter_exporter(assembly.full_model, _published(job, selection, assembly))
-                _compare_names(directory.specs.keys(), StateGraph(exporter, _injected(assembly)).specs.keys())
-                graph = StateGraph(exporter.inverse(), directory.specs)
+                there = {name: spec for name, spec in directory.specs.items() if not name.endswith(_OF_THE_MODEL)}
+                _compare_names(there.keys(), StateGraph(exporter, _injected(assembly)).specs.keys())
+                graph = StateGraph(exporter.inverse(), there)
                 graph.check(_injected(assembly), "the job's adapter")
             except CheckpointError as error:
                 raise CheckpointError(f"peft.init_from: {location}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from d9d_core.types import TensorSpec
@@ -31,7 +31,7 @@ class AdapterFormat(Protocol):
 
         Args:
             stage: the model with the method injected, all of it.
-            published: parameters of the model that published files hold as they are -> their names there.
+            published: see :func:`published_names`.
 
         Raises:
             CheckpointError: what the method added has no place in such files.
@@ -69,11 +69,36 @@ class MergesTensors(Protocol):
 
 
 def published_names(exporter: Mapper, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
-    """Names that tensors of a model have in published files, of those that are the same tensor there.
+    """Names that tensors of a model have in published files.
+
+    They are those of tensors that are the same there; and those of banks [experts, in, out] that are a matrix [out, in]
+    for each expert there, with ``*`` in place of its number.
 
     Args:
         exporter: from the model's names to those of the files.
         specs: the model's tensors.
     """
     graph = StateGraph(exporter, specs)
-    return {value.name: name for name, value in graph.outputs.items() if isinstance(value, Source)}
+    found = {value.name: name for name, value in graph.outputs.items() if isinstance(value, Source)}
+    pieces: dict[str, list[str]] = {}
+    for name, value in graph.outputs.items():
+        if not isinstance(value, Source) and len(sources := set(value.sources())) == 1:
+            pieces.setdefault(sources.pop(), []).append(name)
+    for source, names in pieces.items():
+        shape = specs[source].shape
+        are_matrices = len(shape) == 3 and all(graph.outputs[n].spec.shape == (shape[2], shape[1]) for n in names)
+        if are_matrices and (pattern := _numbered(names, shape[0])):
+            found[source] = pattern
+    return found
+
+
+def _numbered(names: Sequence[str], count: int) -> str | None:
+    """Pattern of names that differ by one number, from 0 to ``count - 1`` in order, with ``*`` for it."""
+    parts = [name.split(".") for name in names]
+    if len(names) != count or len({len(one) for one in parts}) != 1:
+        return None
+    numbers = [str(number) for number in range(count)]
+    differing = [place for place, column in enumerate(zip(*parts, strict=True)) if len(set(column)) > 1]
+    if len(differing) != 1 or [one[differing[0]] for one in parts] != numbers:
+        return None
+    return ".".join("*" if place == differing[0] else part for place, part in enumerate(parts[0]))

@@ -6,16 +6,16 @@ Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". Shapes: O featur
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from d9d_weights import Identity, Mapper, Parallel, Rename
+from d9d_weights import Mapper
 from torch import Tensor, nn
 
 from d9d_peft.lora import files
-from d9d_peft.lora.linear import LORA_A, LORA_B, Adapted, adapted_layers, merged_weight
-from d9d_peft.lora.merging import factors_of, fold
+from d9d_peft.lora.linear import Adapted, AdaptedLinear, adapted_layers, merged_weight
+from d9d_peft.lora.merging import Term, fold
 from d9d_peft.lora.method import Lora
 
 #: Child that holds a layer's magnitudes; the name is that of the ``peft`` library.
@@ -38,19 +38,22 @@ class Magnitude(nn.Module):
         nn.init.ones_(self.weight)
 
 
-class Decomposed(Adapted):
+class Decomposed(AdaptedLinear):
     """Part of the class of a layer with magnitudes: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
 
     Norms are those of rows.
     """
 
-    lora_children: ClassVar[tuple[str, ...]] = (LORA_A, LORA_B, MAGNITUDE)
+    lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        **AdaptedLinear.lora_files,
+        f"{MAGNITUDE}.weight": (MAGNITUDE, False),
+    }
+    bias: nn.Parameter | None
     lora_magnitude_vector: Magnitude
-    weight: Tensor
-    bias: Tensor | None
 
-    def lora_added(self) -> None:
-        """Add the magnitudes."""
+    def lora_add(self, rank: int) -> None:
+        """Add both factors and the magnitudes."""
+        super().lora_add(rank)
         self.lora_magnitude_vector = Magnitude(self.weight)
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
@@ -85,14 +88,6 @@ class Dora(Lora):
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
         return {**super().adapter_config(stage, published), "use_dora": True}
 
-    def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
-        """Mapper from the names of terms and magnitudes to those in the file of the ``peft`` library."""
-        magnitudes = (
-            Rename(f"{ours}.{MAGNITUDE}.weight", f"{files.PREFIX}{theirs}.{MAGNITUDE}")
-            for ours, theirs in self._modules(stage, published).items()
-        )
-        return Parallel(super().adapter_exporter(stage, published), *magnitudes)
-
     def check_adapter(self, config_json: Mapping[str, Any]) -> None:
         """Compare the config with that of an adapter to start from.
 
@@ -101,17 +96,13 @@ class Dora(Lora):
         """
         files.check_config(self._config, config_json, use_dora=True)
 
-    def _banks(self, stage: nn.Module) -> dict[str, tuple[nn.ModuleDict, nn.Parameter]]:  # noqa: ARG002
-        return {}  # a term is added to a bank's product, which cannot be scaled from there
-
-    def _merger(self, linears: Sequence[str], banks: Sequence[str]) -> Mapper:  # noqa: ARG002 - it has none
+    def _fold(self, term: Term) -> Mapper:
         scale = self._config.scale
 
         def merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor) -> Tensor:
             return _merged(weight, a, b, magnitude, scale)
 
-        folded = [fold(f"{name}.weight", (*factors_of(name), f"{name}.{MAGNITUDE}.weight"), merged) for name in linears]
-        return Parallel(*folded, Identity())
+        return fold(term.weight, (*term.factors, f"{term.owner}.{MAGNITUDE}.weight"), merged)
 
 
 @torch.no_grad()

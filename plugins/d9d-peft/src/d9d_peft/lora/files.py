@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from d9d_core.extend import CheckpointError
-from d9d_weights import Mapper, Parallel, Rename
+from d9d_core.extend import CheckpointError, HasBanks, modules_with
+from d9d_weights import Mapper, Parallel, Rename, Transpose, Unstack
+from torch import nn
 
 from d9d_peft.config import LowRankConfig
 from d9d_peft.lora.linear import LORA_A, LORA_B
+from d9d_peft.lora.merging import TERMS
 
 #: Before the names of a model's modules in an adapter's file.
-PREFIX = "base_model.model."
+_PREFIX = "base_model.model."
 _WEIGHT = ".weight"
 
 
@@ -31,31 +33,106 @@ def modules_of(layers: Iterable[str], published: Mapping[str, str]) -> dict[str,
     return {layer: name.removesuffix(_WEIGHT) for layer, name in found.items()}
 
 
-def config_json(config: LowRankConfig, modules: Mapping[str, str]) -> dict[str, Any]:
-    """Contents of ``adapter_config.json``; modules as :func:`modules_of` names them."""
+def check_no_expert(stage: nn.Module, modules: Iterable[str]) -> None:
+    """Check that the library takes no adapted layer for a matrix of experts.
+
+    Where transformers joins the matrices of experts, it knows them by the last parts of names alone, and loses the
+    terms of other layers that are called so.
+
+    Raises:
+        CheckpointError: a layer is called like a bank.
+    """
+    banks = {bank for owner in modules_with(stage, HasBanks).values() for bank in owner.banks()}
+    for module in modules:
+        if module.rpartition(".")[2] in banks:
+            raise CheckpointError(
+                f"the library would take '{module}' for a matrix of experts, which are called so too, and lose its "
+                "term; exclude such layers, or export the merged model"
+            )
+
+
+def experts_of(stage: nn.Module, published: Mapping[str, str], rs_lora: bool) -> dict[str, tuple[int, str]]:
+    """Terms of banks, by name -> number of experts, and names of the experts' modules with ``*`` for the number.
+
+    A file has a term for each matrix of each expert, which is how published files keep experts. The library puts them
+    together where transformers keeps the experts of a layer in one piece; so it needs all banks, and another scale than
+    rsLoRA has.
+
+    Raises:
+        CheckpointError: some banks of a layer have no term, the scale is that of rsLoRA, or published files do not hold
+            a matrix for each expert.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    for name, owner in modules_with(stage, HasBanks).items():
+        banks, terms = owner.banks(), owner.bank_terms()
+        for bank in terms:
+            there = published.get(f"{name}.{bank}", "")
+            if lacking := sorted(banks.keys() - terms.keys()):
+                raise CheckpointError(
+                    f"the library joins the experts' {', '.join(banks)}, so an adapter has terms for all of them or "
+                    f"none; name {', '.join(lacking)} in peft.targets too, or export the merged model"
+                )
+            if rs_lora:
+                raise CheckpointError(
+                    "the library joins the experts' matrices to one of another rank, which rs_lora scales otherwise; "
+                    "leave rs_lora out and choose alpha, or export the merged model"
+                )
+            if "*" not in there or not there.endswith(_WEIGHT):
+                raise CheckpointError(
+                    f"published files do not hold a matrix of '{name}.{bank}' for each expert, so an adapter's file "
+                    "has no place for their terms; export the merged model, or leave experts out"
+                )
+            found[f"{name}{TERMS}{bank}"] = banks[bank].shape[0], there.removesuffix(_WEIGHT)
+    return found
+
+
+def modules_of_experts(pattern: str, count: int) -> list[str]:
+    """Names of the modules of all experts, in order."""
+    return [pattern.replace("*", str(number)) for number in range(count)]
+
+
+def config_json(config: LowRankConfig, modules: Iterable[str], *, has_banks: bool) -> dict[str, Any]:
+    """Contents of ``adapter_config.json``.
+
+    Args:
+        config: of the method.
+        modules: names of adapted modules in published models.
+        has_banks: whether there are experts among them; of their terms the library can drop nothing.
+    """
     return {
         "peft_type": "LORA",
         "task_type": None,
-        "target_modules": sorted(modules.values()),
+        "target_modules": sorted(modules),
         "r": config.r,
         "lora_alpha": config.alpha,
         "use_rslora": config.rs_lora,
-        "lora_dropout": config.dropout,
+        "lora_dropout": 0.0 if has_banks else config.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
 
 
-def exporter(modules: Mapping[str, str]) -> Mapper:
-    """Mapper from our names to those in the file."""
-    return Parallel(
-        *(
-            Rename(f"{ours}.{factor}{_WEIGHT}", f"{PREFIX}{theirs}.{factor}{_WEIGHT}")
-            for ours, theirs in modules.items()
-            for factor in (LORA_A, LORA_B)
-        )
-    )
+def exporter(
+    layers: Mapping[str, tuple[str, Mapping[str, tuple[str, bool]]]], banks: Mapping[str, tuple[int, str]]
+) -> Mapper:
+    """Mapper from our names to those in the file.
+
+    Args:
+        layers: name of an adapted layer -> name of the module in published models, and its tensors as
+            :attr:`d9d_peft.lora.linear.Adapted.lora_files` has them.
+        banks: as :func:`experts_of` has them.
+    """
+    mappers: list[Mapper] = []
+    for ours, (theirs, tensors) in layers.items():
+        for name, (there, transposed) in tensors.items():
+            source, target = f"{ours}.{name}", f"{_PREFIX}{theirs}.{there}"
+            mappers.append(Transpose(source, to=target) if transposed else Rename(source, target))
+    for term, (count, pattern) in banks.items():
+        for factor in (LORA_A, LORA_B):
+            names = [f"{_PREFIX}{one}.{factor}{_WEIGHT}" for one in modules_of_experts(pattern, count)]
+            mappers.append(Transpose(f"{term}.{factor}") >> Unstack(f"{term}.{factor}", names))
+    return Parallel(*mappers)
 
 
 def check_config(config: LowRankConfig, data: Mapping[str, Any], use_dora: bool = False) -> None:

@@ -1,9 +1,12 @@
-"""Low-rank term beside a linear layer. Shapes: O features out, I features in, r rank, ``...`` any leading dims."""
+"""Low-rank terms of linear layers, and what all modules with a term share.
+
+Shapes: O features out, I features in, r rank, ``...`` any leading dims.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,32 +36,55 @@ class Up(Linear):
 
 
 class Adapted:
-    """Part of the class of an adapted layer that does not depend on what the layer is.
+    """Part of the class of an adapted module that does not depend on what the module is.
+
+    All that a term adds to a module is called ``lora_...``. Subclasses have ``lora_add(rank)``, which adds the factors
+    on the device of the weight and in its dtype, and ``lora_merged(weight)``, the weight with the term in it.
 
     Attributes:
-        lora_children: children that a term adds.
+        lora_files: names of the term's tensors, relative to the module -> those in an adapter's file, and whether they
+            are transposed there.
     """
 
-    lora_children: ClassVar[tuple[str, ...]] = (LORA_A, LORA_B)
-    lora_A: Down  # noqa: N815 - as the peft library calls it
-    lora_B: Up  # noqa: N815
+    lora_files: ClassVar[Mapping[str, tuple[str, bool]]]
     lora_dropout: float
     lora_scale: float
     lora_off: bool
-    #: Class of the layer without its term.
+    #: Class of the module without its term.
     lora_base: type
 
     def layout_dependence(self) -> Sequence[str]:
         """Dropout, if there is any."""
         return layout_dependence(self.lora_dropout)
 
-    def lora_added(self) -> None:
-        """Add what a subclass has besides the factors."""
+
+class AdaptedLinear(Adapted):
+    """Part of the class of an adapted linear layer; its own forward is called as it is."""
+
+    lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        f"{factor}.weight": (f"{factor}.weight", False) for factor in (LORA_A, LORA_B)
+    }
+    weight: nn.Parameter
+    in_features: int
+    out_features: int
+    training: bool
+    lora_A: Down  # noqa: N815 - as the peft library calls it
+    lora_B: Up  # noqa: N815
+
+    def lora_add(self, rank: int) -> None:
+        """Add both factors."""
+        with torch.device(self.weight.device):
+            self.lora_A = Down(self.in_features, rank, std=0.0).to(self.weight.dtype)
+            self.lora_B = Up(rank, self.out_features, std=0.0).to(self.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., I] to [..., O]."""
+        own: Tensor = super().forward(x)  # type: ignore[misc]
+        return own if self.lora_off else self.lora_output(own, x)
 
     def lora_term(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]: ``scale * B A dropout(x)`` (section 4.1)."""
-        training = self.training  # type: ignore[attr-defined]
-        term: Tensor = self.lora_B(self.lora_A(dropped(x, self.lora_dropout, training)))
+        term: Tensor = self.lora_B(self.lora_A(dropped(x, self.lora_dropout, self.training)))
         return term * self.lora_scale
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
@@ -87,62 +113,37 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def adapted_layers(stage: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers of a stage that have a term, by name."""
+    """Modules of a stage that have a term, by name."""
     return ((name, module) for name, module in stage.named_modules() if is_adapted(module))
 
 
-def adapt(
-    layer: nn.Linear,
-    kinds: dict[type, type],
-    rank: int,
-    scale: float,
-    dropout: float,
-    how: type[Adapted] = Adapted,
-) -> None:
-    """Add a term to a layer, in place: its own parameters keep their names, and its class becomes a subclass.
+def adapt(layer: Any, kinds: dict[type, type], how: type[Adapted], *, rank: int, scale: float, dropout: float) -> None:
+    """Add a term to a module, in place: its own parameters keep their names, and its class becomes a subclass.
 
     Args:
-        layer: any kind of linear layer; its own forward is called as it is.
-        kinds: classes made so far, by the class of the layer; equal layers must be of one class for ``compile``.
+        layer: of any class that ``how`` is for.
+        kinds: classes made so far, by the class of the module; equal ones must be of one class for ``compile``.
+        how: how the module and the term make the output.
         rank: r.
         scale: factor of the term.
         dropout: fraction of the term's inputs that is dropped while training.
-        how: how the layer and the term make the output.
     """
-    with torch.device(layer.weight.device):
-        down = Down(layer.in_features, rank, std=0.0).to(layer.weight.dtype)
-        up = Up(rank, layer.out_features, std=0.0).to(layer.weight.dtype)
     own = type(layer)
     if own not in kinds:
-        kinds[own] = _adapted_class(own, how)
+        kinds[own] = type(f"Lora{own.__name__}", (how, own), {"lora_base": own})
     layer.__class__ = kinds[own]
-    layer.add_module(LORA_A, down)
-    layer.add_module(LORA_B, up)
-    layer.lora_scale, layer.lora_dropout, layer.lora_off = scale, dropout, False  # type: ignore[assignment]
-    layer.lora_added()  # type: ignore[operator]
+    layer.lora_scale, layer.lora_dropout, layer.lora_off = scale, dropout, False
+    layer.lora_add(rank)
     layer.train(layer.training)
 
 
 @torch.no_grad()
 def merge(layer: Any) -> None:
-    """Fold the term into the layer's weight, and make it a layer of its own class again.
+    """Fold the term into the module's weight, and make it a module of its own class again.
 
-    Collective over the ranks that share the layer.
+    Collective over the ranks that share the module.
     """
     layer.weight.copy_(layer.lora_merged(layer.weight))
-    for child in layer.lora_children:
-        delattr(layer, child)
-    del layer.lora_scale, layer.lora_dropout, layer.lora_off
     layer.__class__ = layer.lora_base
-
-
-def _adapted_class(base: type, how: type[Adapted]) -> type:
-    class AdaptedLayer(how, base):  # type: ignore[misc, valid-type]
-        lora_base = base
-
-        def forward(self, x: Tensor) -> Tensor:
-            own: Tensor = super().forward(x)
-            return own if self.lora_off else self.lora_output(own, x)
-
-    AdaptedLayer.__name__ = AdaptedLayer.__qualname__ = f"Lora{base.__name__}"
-    return AdaptedLayer
+    for name in [name for name in (*vars(layer), *dict(layer.named_children())) if name.startswith("lora_")]:
+        delattr(layer, name)

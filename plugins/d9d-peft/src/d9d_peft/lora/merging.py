@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from d9d_core.extend import TensorSpec
-from d9d_weights import Compute, Identity, Mapper, Parallel
+from d9d_weights import Compute, Mapper
 from torch import Tensor
 
 from d9d_peft.lora.banks import merged_bank
 from d9d_peft.lora.linear import LORA_A, LORA_B, merged_weight
+from d9d_peft.lora.vocabulary import EMBEDDING_A, EMBEDDING_B, HEAD_A, HEAD_B, merged_embedding
 
-_LINEAR, _BANK, _TERMS = f".{LORA_A}.weight", f".{LORA_A}", ".terms."
+#: Between a module with banks and the name of a bank, in the names of terms.
+TERMS = ".terms."
+#: First factor -> second factor, and the function of weight, factors and scale.
+_MERGED: Mapping[str, tuple[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]] = {
+    f"{LORA_A}.weight": (f"{LORA_B}.weight", merged_weight),
+    f"{HEAD_A}.weight": (f"{HEAD_B}.weight", merged_weight),
+    f"{EMBEDDING_A}.weight": (f"{EMBEDDING_B}.weight", merged_embedding),
+    LORA_A: (LORA_B, merged_bank),
+}
 
 
-def adapted_names(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Names of the linear layers and of the banks that have terms, from those of a model's tensors."""
-    linears = [name.removesuffix(_LINEAR) for name in names if name.endswith(_LINEAR)]
-    banks = [name.removesuffix(_BANK) for name in names if name.endswith(_BANK) and _TERMS in name]
-    return linears, [".".join(name.rsplit(_TERMS, 1)) for name in banks]
+class Term(NamedTuple):
+    """Term in the tensors of a checkpoint.
 
-
-def merger(linears: Iterable[str], banks: Iterable[str], scale: float) -> Mapper:
-    """Mapper that folds terms into the weights that they belong to, and keeps everything else.
-
-    Args:
-        linears: linear layers whose terms to fold.
-        banks: banks of experts whose terms to fold.
-        scale: factor of the terms.
+    Attributes:
+        owner: name of the layer or bank that it belongs to.
+        is_linear: whether that is a linear layer.
+        weight: name of the weight.
+        factors: names of both factors.
+        merged: function of the weight, both factors and the scale.
     """
-    folded = [
-        fold(f"{layer}.weight", factors_of(layer), lambda weight, a, b: merged_weight(weight, a, b, scale))
-        for layer in linears
-    ]
-    for name in banks:
-        owner, _, bank = name.rpartition(".")
-        term = f"{owner}{_TERMS}{bank}"
-        folded.append(
-            fold(name, (f"{term}{_BANK}", f"{term}.{LORA_B}"), lambda weight, a, b: merged_bank(weight, a, b, scale))
-        )
-    return Parallel(*folded, Identity())
+
+    owner: str
+    is_linear: bool
+    weight: str
+    factors: tuple[str, str]
+    merged: Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
-def factors_of(layer: str) -> tuple[str, str]:
-    """Names of the factors of a linear layer's term."""
-    return f"{layer}{_LINEAR}", f"{layer}.{LORA_B}.weight"
+def terms_of(names: Iterable[str]) -> Iterator[Term]:
+    """Terms, from the names of a model's tensors."""
+    for name in names:
+        for first, (second, merged) in _MERGED.items():
+            layer = name.removesuffix(f".{first}")
+            if layer == name or (merged is merged_bank and TERMS not in name):
+                continue
+            factors = name, f"{layer}.{second}"
+            if merged is merged_bank:
+                bank = ".".join(layer.rsplit(TERMS, 1))
+                yield Term(bank, False, bank, factors, merged)
+            else:
+                yield Term(layer, first == f"{LORA_A}.weight", f"{layer}.weight", factors, merged)
 
 
 def fold(weight: str, added: tuple[str, ...], merged: Callable[..., Tensor]) -> Mapper:

@@ -2,57 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from d9d_core.extend import BuildError, CheckpointError, HasBanks, modules_with
-from d9d_weights import Mapper
+from d9d_core.extend import BuildError, HasBanks, modules_with
+from d9d_weights import Identity, Mapper, Parallel
 from torch import Tensor, nn
 
 from d9d_peft.config import ALL_LINEAR, LowRankConfig
 from d9d_peft.lora import files
 from d9d_peft.lora.banks import GroupedTerm
-from d9d_peft.lora.linear import Adapted, adapt, adapted_layers, is_adapted, merge
-from d9d_peft.lora.merging import adapted_names, merger
+from d9d_peft.lora.linear import Adapted, AdaptedLinear, adapted_layers, is_adapted, merge
+from d9d_peft.lora.merging import Term, fold, terms_of
+from d9d_peft.lora.sites import Site, Sizes, sites_of
 from d9d_peft.patterns import matches, select
 
 
 class Lora:
-    """Method that adds low-rank terms to linear layers and banks of experts, and trains nothing else.
+    """Method that adds low-rank terms to linear layers, embeddings, heads and banks of experts, and trains only these.
 
     Attributes:
-        how: how an adapted layer computes.
+        how: how an adapted linear layer computes.
     """
 
-    how: ClassVar[type[Adapted]] = Adapted
+    how: ClassVar[type[Adapted]] = AdaptedLinear
 
     def __init__(self, config: LowRankConfig) -> None:
         self._config = config
-        self._kinds: dict[type, type] = {}
 
     def inject(self, stage: nn.Module) -> frozenset[str]:
         """Add the terms, which train.
 
         Raises:
-            BuildError: a pattern matches nothing that could have a term, nothing is left of what they match, or the
-                rank is larger than a matrix.
+            BuildError: a pattern matches nothing that could have a term, nothing is left of what they match, the rank
+                is larger than a matrix, or what they match has a term or is tied to something else.
         """
-        linears, banks = _linears(stage), self._banks(stage)
-        names = self._targets(linears.keys(), banks.keys())
-        for name in names:
-            if is_adapted(linears[name]) if name in linears else name.rpartition(".")[2] in banks[name][0]:
-                raise BuildError(
-                    f"peft.targets: '{name}' has a term of another method already; name it in peft.exclude"
-                )
-        self._check_rank({name: linears[name].weight if name in linears else banks[name][1] for name in names})
-        config, own = self._config, {name for name, _ in stage.named_parameters()}
-        for name in names:
-            if name in linears:
-                adapt(linears[name], self._kinds, config.r, config.scale, config.dropout, self.how)
-            else:
-                terms, bank = banks[name]
-                terms[name.rpartition(".")[2]] = GroupedTerm(bank, config.r, config.scale, config.dropout)
+        sites, config = sites_of(stage, self.how), self._config
+        own = {name for name, _ in stage.named_parameters()}
+        chosen = {name: sites[name] for name in self._targets(sites)}
+        for name, site in chosen.items():
+            if site.has_term:
+                text = f"'{name}' has a term of another method already; name it in peft.exclude"
+                raise BuildError(f"peft.targets: {text}")
+            self._check_rank(name, site.weight)
+        for site in chosen.values():
+            site.add(Sizes(config.r, config.scale, config.dropout))
         return frozenset(name for name, _ in stage.named_parameters() if name not in own)
 
     def merge(self, stage: nn.Module) -> None:
@@ -80,9 +75,8 @@ class Lora:
 
     def merger(self, names: Collection[str]) -> Mapper:
         """Mapper that merges tensors of a checkpoint; see :class:`d9d_weights.MergesTensors`."""
-        linears, banks = adapted_names(names)
-        own = [name for name in linears if self._means(name, is_linear=True)]
-        return self._merger(own, [name for name in banks if self._means(name, is_linear=False)])
+        own = [term for term in terms_of(names) if self._means(term.owner, is_linear=term.is_linear)]
+        return Parallel(*(self._fold(term) for term in own), Identity())
 
     @property
     def init_from(self) -> str | None:
@@ -91,11 +85,16 @@ class Lora:
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
-        return files.config_json(self._config, self._modules(stage, published))
+        modules = [*self._modules(stage, published).values()]
+        banks = files.experts_of(stage, published, self._config.rs_lora)
+        experts = [one for number, there in banks.values() for one in files.modules_of_experts(there, number)]
+        return files.config_json(self._config, [*modules, *experts], has_banks=bool(banks))
 
     def adapter_exporter(self, stage: nn.Module, published: Mapping[str, str]) -> Mapper:
         """Mapper from the names of the terms to those in the file of the ``peft`` library."""
-        return files.exporter(self._modules(stage, published))
+        layers = dict(adapted_layers(stage))
+        modules = {n: (there, layers[n].lora_files) for n, there in self._modules(stage, published).items()}
+        return files.exporter(modules, files.experts_of(stage, published, self._config.rs_lora))
 
     def check_adapter(self, config_json: Mapping[str, Any]) -> None:
         """Compare the config with that of an adapter to start from.
@@ -105,31 +104,23 @@ class Lora:
         """
         files.check_config(self._config, config_json)
 
-    def _merger(self, linears: Sequence[str], banks: Sequence[str]) -> Mapper:
-        return merger(linears, banks, self._config.scale)
-
-    def _banks(self, stage: nn.Module) -> dict[str, tuple[nn.ModuleDict, nn.Parameter]]:
-        """Banks of experts by name: where a term goes, and the bank [experts, in, out]."""
-        return {
-            f"{name}.{bank}": (module.bank_terms(), parameter)
-            for name, module in modules_with(stage, HasBanks).items()
-            for bank, parameter in module.banks().items()
-        }
+    def _fold(self, term: Term) -> Mapper:
+        scale = self._config.scale
+        return fold(term.weight, term.factors, lambda weight, a, b: term.merged(weight, a, b, scale))
 
     def _modules(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, str]:
-        if any(isinstance(module, GroupedTerm) for module in stage.modules()):
-            raise CheckpointError("terms of experts are in no adapter's file; export the merged model")
-        return files.modules_of([name for name, _ in adapted_layers(stage)], published)
+        modules = files.modules_of([name for name, _ in adapted_layers(stage)], published)
+        files.check_no_expert(stage, modules.values())
+        return modules
 
-    def _targets(self, linears: Collection[str], banks: Collection[str]) -> list[str]:
-        config, names = self._config, [*linears, *banks]
-        if not names:
-            raise BuildError("peft.targets: the model has no linear layers")
-        patterns = [pattern for pattern in config.targets if pattern != ALL_LINEAR]
-        select(names, patterns, "peft.targets", "linear layers")
+    def _targets(self, sites: Mapping[str, Site]) -> list[str]:
+        config, what = self._config, "layers"
+        if not sites:
+            raise BuildError("peft.targets: the model has no layers that can have a term")
+        select(sites, [one for one in config.targets if one != ALL_LINEAR], "peft.targets", what)
         if config.exclude:
-            select(names, config.exclude, "peft.exclude", "linear layers")
-        left = [name for name in names if self._means(name, is_linear=name in linears)]
+            select(sites, config.exclude, "peft.exclude", what)
+        left = [name for name, site in sites.items() if self._means(name, is_linear=site.is_linear)]
         if not left:
             raise BuildError("peft.exclude: it leaves nothing of peft.targets; exclude less")
         return left
@@ -139,18 +130,10 @@ class Lora:
         wanted = (is_linear and ALL_LINEAR in config.targets) or any(matches(name, p) for p in config.targets)
         return wanted and not any(matches(name, pattern) for pattern in config.exclude)
 
-    def _check_rank(self, weights: Mapping[str, Tensor]) -> None:
-        for name, weight in weights.items():
-            shape = list(weight.shape[-2:])
-            if self._config.r > min(shape):
-                raise BuildError(
-                    f"peft.r: a rank of {self._config.r} is larger than the matrix of '{name}' {shape}; "
-                    f"use at most {min(shape)}, or exclude that layer"
-                )
-
-
-def _linears(stage: nn.Module) -> dict[str, nn.Linear]:
-    """Linear layers of the model, by name; those inside of terms are none of them."""
-    layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
-    adapted = tuple(f"{name}." for name, _ in adapted_layers(stage))
-    return {name: module for name, module in layers.items() if not name.startswith(adapted)}
+    def _check_rank(self, name: str, weight: Tensor) -> None:
+        shape = list(weight.shape[-2:])
+        if self._config.r > min(shape):
+            raise BuildError(
+                f"peft.r: a rank of {self._config.r} is larger than the matrix of '{name}' {shape}; "
+                f"use at most {min(shape)}, or exclude that layer"
+            )

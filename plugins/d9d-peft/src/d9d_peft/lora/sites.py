@@ -1,0 +1,90 @@
+"""Sites of a model: modules and banks that can have a low-rank term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from d9d_core.extend import BuildError, HasBanks, modules_with
+from d9d_nn.heads.causal_lm import CausalLMHead
+from torch import Tensor, nn
+
+from d9d_peft.lora.banks import GroupedTerm
+from d9d_peft.lora.linear import Adapted, AdaptedLinear, adapt, adapted_layers, is_adapted
+from d9d_peft.lora.vocabulary import AdaptedEmbedding, AdaptedHead
+
+
+class Sizes(NamedTuple):
+    """Rank, scale and dropout of terms."""
+
+    rank: int
+    scale: float
+    dropout: float
+
+
+class Site(NamedTuple):
+    """Site of a term.
+
+    Attributes:
+        weight: that the term is added to; its last two dims are those of the matrix.
+        is_linear: whether it is a linear layer.
+        has_term: whether there is a term already.
+        add: adds one.
+    """
+
+    weight: Tensor
+    is_linear: bool
+    has_term: bool
+    add: Callable[[Sizes], None]
+
+
+def sites_of(stage: nn.Module, linear: type[Adapted] = AdaptedLinear) -> dict[str, Site]:
+    """Sites of a stage by name, linear layers first; modules inside of terms are none.
+
+    Args:
+        stage: with or without terms.
+        linear: how an adapted linear layer computes.
+    """
+    kinds: dict[type, type] = {}
+    inside = tuple(f"{name}." for name, _ in adapted_layers(stage))
+    modules = {name: module for name, module in stage.named_modules() if not name.startswith(inside)}
+    tied = any(isinstance(module, CausalLMHead) and module.tied for module in modules.values())
+    found: dict[str, Site] = {}
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear):
+            found[name] = _site(module, module.weight, partial(_adapt, module, kinds, linear), is_linear=True)
+    if linear is not AdaptedLinear:
+        return found
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding):
+            add = partial(_refuse_tied, name) if tied else partial(_adapt, module, kinds, AdaptedEmbedding)
+            found[name] = _site(module, module.weight, add)
+        elif isinstance(module, CausalLMHead) and module.weight is not None:
+            found[name] = _site(module, module.weight, partial(_adapt, module, kinds, AdaptedHead))
+    for name, owner in modules_with(stage, HasBanks).items():
+        for bank, weight in owner.banks().items():
+            has_term = bank in owner.bank_terms()
+            found[f"{name}.{bank}"] = Site(
+                weight, False, has_term, partial(_add_to_bank, owner.bank_terms(), bank, weight)
+            )
+    return found
+
+
+def _site(module: nn.Module, weight: Tensor, add: Callable[[Sizes], None], *, is_linear: bool = False) -> Site:
+    return Site(weight, is_linear, is_adapted(module), add)
+
+
+def _adapt(module: nn.Module, kinds: dict[type, type], how: type[Adapted], sizes: Sizes) -> None:
+    adapt(module, kinds, how, rank=sizes.rank, scale=sizes.scale, dropout=sizes.dropout)
+
+
+def _add_to_bank(terms: nn.ModuleDict, bank: str, weight: Tensor, sizes: Sizes) -> None:
+    terms[bank] = GroupedTerm(weight, *sizes)
+
+
+def _refuse_tied(name: str, _: Sizes) -> None:
+    raise BuildError(
+        f"peft.targets: the weight of '{name}' is also that of a tied head, which would not see its term; "
+        "leave it out, or untie them (model.tie_embeddings: false)"
+    )

@@ -1,0 +1,130 @@
+"""Low-rank terms of embeddings and of heads. Shapes: V words, H features, r rank, ``...`` any leading dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from d9d_core.extend import OpSlot
+from d9d_nn.linear import Linear
+from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
+from torch import Tensor, nn
+from torch.nn import functional
+
+from d9d_peft.lora.dropout import dropped
+from d9d_peft.lora.linear import Adapted, Down, merged_weight
+
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+HEAD_A, HEAD_B = "lora_head_A", "lora_head_B"
+
+
+class WordFactor(nn.Module):
+    """Factor with a row for each word, weight [V, r]; starts at zero, so that the model starts as it was."""
+
+    def __init__(self, words: int, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(words, rank))
+
+    def reset_parameters(self) -> None:
+        """Zero the weight."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up the rows [..., r] of words int64 [...]."""
+        return functional.embedding(tokens, self.weight)
+
+
+class FeatureFactor(Linear):
+    """Second factor of an embedding's term, weight [H, r]; starts as in the paper's own code."""
+
+    def reset_parameters(self) -> None:
+        """Draw the weight from N(0, 1)."""
+        nn.init.normal_(self.weight)
+
+
+class AdaptedEmbedding(Adapted):
+    """Part of the class of an adapted embedding: ``W[token] + scale * B A[token]``. It drops nothing."""
+
+    lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        f"{EMBEDDING_A}.weight": (EMBEDDING_A, True),
+        f"{EMBEDDING_B}.weight": (EMBEDDING_B, False),
+    }
+    weight: nn.Parameter
+    lora_embedding_A: WordFactor  # noqa: N815 - as the peft library calls it
+    lora_embedding_B: FeatureFactor  # noqa: N815
+
+    def lora_add(self, rank: int) -> None:
+        """Add both factors."""
+        words, features = self.weight.shape
+        with torch.device(self.weight.device):
+            self.lora_embedding_A = WordFactor(words, rank).to(self.weight.dtype)
+            self.lora_embedding_B = FeatureFactor(rank, features, std=1.0).to(self.weight.dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map words int64 [...] to features [..., H]."""
+        own: Tensor = super().forward(tokens)  # type: ignore[misc]
+        if self.lora_off:
+            return own
+        term: Tensor = self.lora_embedding_B(self.lora_embedding_A(tokens))
+        return own + term * self.lora_scale
+
+    def lora_merged(self, weight: Tensor) -> Tensor:
+        """Weight [V, H] with the term in it, of the same dtype."""
+        return merged_embedding(weight, self.lora_embedding_A.weight, self.lora_embedding_B.weight, self.lora_scale)
+
+
+class AdaptedHead(Adapted):
+    """Part of the class of an adapted :class:`d9d_nn.heads.causal_lm.CausalLMHead` with a weight of its own.
+
+    ``W h + s B A h`` is a product of ``[W, B]`` and ``[h, s A h]``: so the op that makes no logits computes the loss.
+    It takes a copy of W of r more columns, and another one for the gradient.
+    """
+
+    lora_files: ClassVar[Mapping[str, tuple[str, bool]]] = {
+        f"{HEAD_A}.weight": ("lora_A.weight", False),
+        f"{HEAD_B}.weight": ("lora_B.weight", False),
+    }
+    weight: nn.Parameter
+    training: bool
+    lora_head_A: Down  # noqa: N815 - A and B as the peft library calls them
+    lora_head_B: WordFactor  # noqa: N815
+    lora_cross_entropy: OpSlot
+
+    def lora_add(self, rank: int) -> None:
+        """Add both factors, and the slot of the wider product."""
+        words, features = self.weight.shape
+        with torch.device(self.weight.device):
+            self.lora_head_A = Down(features, rank, std=0.0).to(self.weight.dtype)
+            self.lora_head_B = WordFactor(words, rank).to(self.weight.dtype)
+        sizes = {"features": features + rank, "vocabulary": words}
+        self.lora_cross_entropy = OpSlot("linear_cross_entropy", linear_cross_entropy, **sizes)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of the head, and of the loss with the term."""
+        slots: Mapping[str, OpSlot] = super().op_slots()  # type: ignore[misc]
+        return {**slots, "lora_cross_entropy": self.lora_cross_entropy}
+
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, tied_weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Compute what the head computes, with the term; it never gets ``tied_weight``."""
+        if self.lora_off:
+            out: dict[str, Tensor] = super().forward(hidden, targets, tied_weight)  # type: ignore[misc]
+            return out
+        inner = self.lora_head_A(dropped(hidden, self.lora_dropout, self.training)) * self.lora_scale
+        if targets is None:
+            term = functional.linear(inner, self.lora_head_B.weight)
+            return {"logits": functional.linear(hidden, self.weight) + term}
+        wide = torch.cat([hidden, inner.to(hidden.dtype)], dim=-1)
+        weight = torch.cat([self.weight, self.lora_head_B.weight], dim=-1)
+        return {"token_loss": self.lora_cross_entropy(wide, weight, targets)}
+
+    def lora_merged(self, weight: Tensor) -> Tensor:
+        """Weight [V, H] with the term in it, of the same dtype."""
+        return merged_weight(weight, self.lora_head_A.weight, self.lora_head_B.weight, self.lora_scale)
+
+
+def merged_embedding(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Weight ``W + scale * A B^T`` [V, H] in the dtype of W; computed in float32 or wider."""
+    return merged_weight(weight, b.T, a, scale)

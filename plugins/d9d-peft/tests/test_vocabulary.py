@@ -1,0 +1,114 @@
+"""Low-rank terms of embeddings and heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import BuildError
+from d9d_nn.embedding import TokenEmbedding
+from d9d_nn.heads.causal_lm import CausalLMHead
+from d9d_peft.config import LoraConfig
+from d9d_peft.lora.method import Lora
+from d9d_weights import map_tensors
+from torch import Tensor, nn
+from torch.nn import functional
+
+TOKENS, TARGETS = torch.tensor([[3, 1, 3, 6]]), torch.tensor([[1, -100, 6, 0]])
+
+
+class Model(nn.Module):
+    """An embedding and a head."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = TokenEmbedding(7, 5, std=0.5)
+        self.layer = nn.Linear(5, 5)
+        self.head = CausalLMHead(5, 7, std=0.5, tied=tied)
+
+    def forward(self, targets: Tensor | None = None) -> Tensor:
+        (out,) = self.head(self.layer(self.embedding(TOKENS)), targets).values()
+        return out
+
+
+def adapted(**config: Any) -> tuple[Any, Lora, frozenset[str]]:
+    torch.manual_seed(0)
+    model = Model()
+    method = Lora(LoraConfig.model_validate({"r": 2, "alpha": 3, "targets": ["embedding", "head"], **config}))
+    named = method.inject(model)
+    for name, module in model.named_modules():
+        if "lora" in name:
+            module.reset_parameters()
+    return model, method, named
+
+
+def randomise(model: nn.Module, named: frozenset[str]) -> None:
+    for name in sorted(named):
+        nn.init.normal_(model.get_parameter(name), std=0.5)
+
+
+def test_terms_start_at_nothing() -> None:
+    model, _, named = adapted()
+    assert {name: tuple(model.get_parameter(name).shape) for name in named} == {
+        "embedding.lora_embedding_A.weight": (7, 2),
+        "embedding.lora_embedding_B.weight": (5, 2),
+        "head.lora_head_A.weight": (2, 5),
+        "head.lora_head_B.weight": (7, 2),
+    }
+    torch.manual_seed(0)
+    plain = Model()
+    torch.testing.assert_close(model(), plain())
+    torch.testing.assert_close(model(TARGETS), plain(TARGETS))
+
+
+def test_losses_and_gradients_are_those_of_the_logits_with_the_term() -> None:
+    model, _, named = adapted()
+    randomise(model, named)
+    loss = model(TARGETS)
+    loss.sum().backward()
+    found = {name: model.get_parameter(name).grad.clone() for name in named}
+    model.zero_grad()
+    logits = model()
+    expected = functional.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="none").view_as(TARGETS)
+    torch.testing.assert_close(loss, expected)
+    expected.sum().backward()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
+
+
+def test_merged_and_switched_off_they_compute_the_same_and_a_checkpoint_merges_alike() -> None:
+    model, method, named = adapted()
+    randomise(model, named)
+    torch.manual_seed(0)
+    plain, expected, losses = Model(), model(), model(TARGETS)
+    assert (expected - plain()).abs().max() > 0.1
+    with method.off(model):
+        assert torch.equal(model(), plain())
+        assert torch.equal(model(TARGETS), plain(TARGETS))
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    made = map_tensors(method.merger(tensors.keys()), tensors)
+    method.merge(model)
+    assert [type(model.embedding), type(model.head)] == [TokenEmbedding, CausalLMHead]
+    torch.testing.assert_close(model(), expected)
+    torch.testing.assert_close(model(TARGETS), losses)
+    assert made.keys() == model.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(tensor, made[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_loss_with_the_term_has_a_slot_of_its_own_size() -> None:
+    model, method, _ = adapted()
+    assert {n: s.static["features"] for n, s in model.head.op_slots().items()} == {
+        "linear_cross_entropy": 5,
+        "lora_cross_entropy": 7,
+    }
+    method.merge(model)
+    assert list(model.head.op_slots()) == ["linear_cross_entropy"]
+
+
+def test_they_are_no_linear_layers_and_a_tied_embedding_has_no_term() -> None:
+    assert adapted(targets="all-linear")[2] == {"layer.lora_A.weight", "layer.lora_B.weight"}
+    with pytest.raises(BuildError, match="the weight of 'embedding' is also that of a tied head, which would not see"):
+        Lora(LoraConfig(r=2, targets=("embedding",))).inject(Model(tied=True))
+    with pytest.raises(BuildError, match="peft.targets: no layers match 'head'; there are: layer, embedding"):
+        Lora(LoraConfig(r=2, targets=("head",))).inject(Model(tied=True))
