@@ -138,3 +138,45 @@ def test_a_resumed_run_continues_with_the_saved_tensors(small_job: Write) -> Non
     a, b = first.checkpointer.tensors(), second.checkpointer.tensors()
     assert all(torch.equal(a[name], b[name]) for name in a if "metrics" not in name)
     assert all(tensor.is_cuda for name, tensor in b.items() if name.startswith("model/"))
+
+
+def _records(directory: Path, name: str, records: list[dict[str, Any]]) -> dict[str, Any]:
+    file = directory / f"{name}.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {"name": name, "sources": [str(file)], "sequence_length": 64}
+
+
+@pytest.mark.parametrize("kind", ["without_adapter", "copy", "stored", "teacher", "top_k", "embedding"])
+@pytest.mark.parametrize("parallel", [[], ["compile"]], ids=["eager", "compile"])
+def test_first_passes_never_wait_for_the_gpu(
+    small_job: Write, published: Callable[..., Path], tmp_path: Path, kind: str, parallel: list[str]
+) -> None:
+    base = published(tmp_path / "base")
+    numbers = range(16)
+    model: dict[str, Any] = {"name": "qwen3", "pretrained": str(base)}
+    peft: dict[str, Any] | None = {"name": "lora", "r": 4, "dropout": 0.1}
+    metrics = []
+    if kind == "embedding":
+        model |= {"tie_embeddings": False, "heads": {"vector": {"kind": "embedding"}}}
+        task: Any = "embedding"
+        data = _records(tmp_path, "pairs", [{"query": f"{n}?", "positive": f"{n}!"} for n in numbers])
+    elif kind in ("teacher", "top_k"):
+        teacher = {"name": "qwen3", "pretrained": str(published(tmp_path / "teacher", hidden_size=128))}
+        task = {"name": "distillation", "teacher": teacher, "hard_weight": 0.5, "top_k": 8 if kind == "top_k" else None}
+        data = {"name": "text", "sources": ["python:topics"], "sequence_length": 64}
+    else:
+        peft = peft if kind != "copy" else None
+        task, metrics = {"name": "dpo", "reference": kind}, ["preference"]
+        sides = {"prompt": "Who?", "rejected": " nobody"}
+        data = _records(tmp_path, "preference", [{**sides, "chosen": f" {n}"} for n in numbers])
+    trainer = build(
+        small_job, model=model, task=task, data=data, peft=peft, metrics=metrics, parallel=parallel,
+        precision={"parameters": "bfloat16"},
+    )  # fmt: skip
+    for step in range(2):
+        trainer.step(step, trainer.prefetcher.next())
+    with no_host_synchronisation():
+        for step in range(2, 5):
+            result = trainer.step(step, trainer.prefetcher.next())
+            trainer.step.statistics.compute()
+    assert result.loss.isfinite()

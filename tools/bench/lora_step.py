@@ -61,7 +61,7 @@ def their_step(trainer: Trainer, options: argparse.Namespace, device: torch.devi
     from d9d_qwen3.config import Qwen3Config
     from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 
-    if device.type == "cuda":
+    if device.type == "cuda" and options.liger:
         from liger_kernel.transformers import apply_liger_kernel_to_qwen3  # type: ignore[import-not-found]
 
         apply_liger_kernel_to_qwen3()
@@ -133,6 +133,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--liger", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

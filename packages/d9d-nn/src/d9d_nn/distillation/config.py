@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from d9d_core.extend import Named, PluginConfig
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt
 
 
 class DistillationConfig(PluginConfig):
@@ -28,11 +28,3 @@ class DistillationConfig(PluginConfig):
     """Coefficient of the divergence from the teacher."""
     hard_weight: float = Field(default=0.0, ge=0)
     """Coefficient of the cross entropy of the targets."""
-
-    @model_validator(mode="after")
-    def _the_teacher_knows_something(self) -> Self:
-        if getattr(self.teacher, "pretrained", None) is None:
-            raise ValueError(
-                "teacher: has no pretrained weights, so there is nothing to learn from it; give pretrained"
-            )
-        return self

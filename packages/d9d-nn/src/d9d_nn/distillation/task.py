@@ -48,7 +48,7 @@ class Distillation:
 
         Raises:
             JobError: a head cannot be found, the data has token ids or positions that a model has not, or the teacher
-                has another vocabulary.
+                has another vocabulary, or no weights to learn from.
         """
         config = self.config
         self._words = getattr(model, "vocab_size", None)
@@ -60,6 +60,8 @@ class Distillation:
             raise JobError(str(error).replace("task.head", "task.teacher_head")) from error
         problems += [line.replace("model.", "task.teacher.", 1) for line in exceeded(config.teacher, facts)]
         problems += check_vocabularies(model, config.teacher)
+        if getattr(config.teacher, "pretrained", None) is None:
+            problems.append("task.teacher: it has no weights that anything could be learned from; give pretrained")
         words = getattr(config.teacher, "vocab_size", None)
         if config.top_k is not None and isinstance(words, int) and config.top_k > words:
             problems.append(f"task.top_k: {config.top_k} words are more than the teacher's {words}; use null for all")
