@@ -19,7 +19,7 @@ from d9d_data.tokenizer.file import find_tokenizer_file
 from d9d_data.tokenizer.select import tokenizer_identity
 
 #: Part of the identity; raise it when the layout of prepared data, or how tokens are made, changes.
-FORMAT = 3
+FORMAT = 4
 #: Bytes of the largest corpus that is hashed as a whole although its config asks for samples.
 SMALL_CORPUS = 1 << 26
 #: Bytes of a block of a sample, and how many blocks it has: the first, the last, and others at equal distances.

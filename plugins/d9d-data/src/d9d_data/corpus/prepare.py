@@ -52,6 +52,7 @@ class Corpus:
         assets: directory with the tokenizer's files; ``None`` if they are the model's own, which an export has anyway.
         skipped: malformed documents that both splits together lack.
         weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
+        learned: how many are, if there are weights.
         dropped: records that both splits lack because they are too long, or have nothing left to learn.
         encoding: of the records.
         labels: int32 [N], class of each token, -100 for none, memory-mapped; of a text with one label, at its first
@@ -77,6 +78,7 @@ class Corpus:
     num_classes: int = 0
     label_names: tuple[str, ...] | None = None
     cut: int = 0
+    learned: int = 0
     scales: npt.NDArray[np.float32] | None = None
 
     @property
@@ -250,5 +252,6 @@ def _open(directory: Path, split: Split, encoding: Encoding) -> Corpus:
         num_classes=facts.get("num_classes", 0),
         label_names=None if facts.get("labels") is None else tuple(facts["labels"]),
         cut=facts.get("cut", 0),
+        learned=facts["learned"][split],
         **dict(zip(names, columns, strict=True)),
     )

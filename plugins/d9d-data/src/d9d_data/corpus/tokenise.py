@@ -131,6 +131,7 @@ def _join(
     """
     counts = np.zeros(encoder.vocab_size, dtype=np.int64)
     found, skipped, first_skipped, dropped, cut = 0, 0, "", 0, 0
+    learned: dict[Split, int] = dict.fromkeys(SPLITS, 0)
     together = len(encoding.texts) or 1
     classes = _classes(encoder, shards, encoding, work)
     columns = dict(encoder.columns)
@@ -165,6 +166,8 @@ def _join(
                         values = column[place][kept]
                         if classes is not None and name == "labels":
                             values = classes.mapped(values, there.facts["labels"])
+                        if name == "weights":
+                            learned[split] += int(np.count_nonzero(values))
                         writers[name][split].append(values)
                     if split == "train":
                         counts += np.bincount(taken, minlength=len(counts))
@@ -177,6 +180,7 @@ def _join(
         "first_skipped": first_skipped,
         "dropped": dropped,
         "cut": cut,
+        "learned": learned,
         "num_classes": classes.count if classes else 0,
         "labels": classes.names if classes else None,
     }

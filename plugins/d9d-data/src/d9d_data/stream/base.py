@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from d9d_core.extend import DataError, Pack, State
 
 from d9d_data.corpus.prepare import Corpus
@@ -36,7 +35,7 @@ def facts_of(corpus: Corpus) -> State:
     if corpus.weights is None:
         return {**facts, "unigram_entropy": corpus.unigram_entropy}
     dropped = {"dropped": corpus.dropped} if corpus.dropped else {}
-    return {**facts, "learned_tokens": int(np.count_nonzero(corpus.weights)), **dropped}
+    return {**facts, "learned_tokens": corpus.learned, **dropped}
 
 
 class PackStream:
