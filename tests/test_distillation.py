@@ -106,11 +106,11 @@ def test_a_student_learns_alike_in_every_layout(teacher: Path, tmp_path: Path) -
             ("pipeline.name=zero_bubble_v", "batch.microbatch=1"),
         ),
     ]
-    for task in ({}, {"top_k": 5, "hard_weight": 1.0}):
+    for task, some in (({}, layouts[1:3]), ({"top_k": 5, "hard_weight": 1.0}, layouts[::3])):
         job = values(teacher, tmp_path, **task)
         job["model"] |= {"num_layers": 4}
         job |= {"trackers": [], "evaluation": {"every": 3, "packs": 1, "data": job["data"]}}
-        assert_passed(Harness(job, PLUGINS, 3).compare(layouts))
+        assert_passed(Harness(job, PLUGINS, 3).compare(some))
 
 
 def test_a_plan_counts_the_memory_of_the_teacher(teacher: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from d9d_engine.step.first_pass import FirstForward, GroupRanks, StoredOutputs
 
 #: Name of the samples' numbers in microbatches, and of their count among the facts of a dataset.
 SAMPLES = "samples"
+_OTHERWISE = "nothing can be stored for each, so let the reference run in every step"
 
 
 def stored_outputs(
@@ -57,8 +58,15 @@ def stored_outputs(
     path = job.run.directory / f"first-pass-{_identity(job, stream)}.safetensors"
     world = topology.world
     if on_main(lambda: _read(path) is None, world):
-        table = _compute(forward, stream, where, ranks, topology)
-        on_all(lambda: _write(path, table) if holds_last and ranks.rank == 0 else None, world)
+        numbers, rows = _run(forward, stream, where, ranks, topology)
+
+        def write() -> None:
+            if holds_last:
+                table = _gathered(numbers, rows, _count(stream, where), where, ranks)
+                if ranks.rank == 0:
+                    _write(path, table)
+
+        on_all(write, world)
         note(f"{where}: the first pass over all samples is stored in {path}")
     else:
         note(f"{where}: the first pass over all samples is there, in {path}")
@@ -68,17 +76,23 @@ def stored_outputs(
     return StoredOutputs({name: tensor.to(topology.device) for name, tensor in found.items()})
 
 
-def _compute(
-    forward: FirstForward, stream: DataStream, where: str, ranks: GroupRanks, topology: Topology
-) -> dict[str, Tensor]:
-    """Tensors [samples, ...] by name; none on ranks without the last stage. Collective over all ranks."""
+def _count(stream: DataStream, where: str) -> int:
     count = stream.facts.get(SAMPLES)
     if not isinstance(count, int):
-        raise JobError(f"{where}: the dataset does not say how many samples it has, so nothing can be stored for each")
-    start = stream.state()
+        raise JobError(f"{where}: the dataset does not say how many samples it has; {_OTHERWISE}")
+    return count
+
+
+def _run(
+    forward: FirstForward, stream: DataStream, where: str, ranks: GroupRanks, topology: Topology
+) -> tuple[list[Tensor], list[Mapping[str, Tensor]]]:
+    """Run over an epoch: numbers of the samples of each microbatch, and what is kept of them.
+
+    Collective over ``pp``.
+    """
+    count, start, seen = _count(stream, where), stream.state(), 0
     numbers: list[Tensor] = []
     rows: list[Mapping[str, Tensor]] = []
-    seen = 0
     with (
         DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for) as prefetcher,
         SampleBar("first pass", count, shown=topology.is_main) as bar,
@@ -87,15 +101,20 @@ def _compute(
             topology.watchdog.beat()
             pack = prefetcher.next()
             if any(SAMPLES not in microbatch for microbatch in pack):
-                raise JobError(f"{where}: the dataset does not number its samples, so nothing can be stored for each")
+                raise JobError(f"{where}: the dataset does not number its samples; {_OTHERWISE}")
             rows += forward.outputs(pack)
             numbers += [microbatch[SAMPLES] for microbatch in pack]
             done = sum(len(microbatch[SAMPLES]) for microbatch in pack) * ranks.ranks
             seen += done
             bar.add(done)
     stream.load_state(start)
-    if not rows:
-        return {}
+    return numbers, rows
+
+
+def _gathered(
+    numbers: list[Tensor], rows: list[Mapping[str, Tensor]], count: int, where: str, ranks: GroupRanks
+) -> dict[str, Tensor]:
+    """Tensors [samples, ...] by name. Collective over the ranks that see other samples."""
     places = ranks.all_gather(torch.cat(numbers))
     found = torch.zeros(count, dtype=torch.bool, device=places.device)
     found[places] = True
@@ -105,7 +124,7 @@ def _compute(
         table[name] = values.new_zeros(count, *values.shape[1:])
         table[name][places] = values
     if not found.all():
-        raise JobError(f"{where}: an epoch of the dataset lacks some of its {count} samples; turn its mixing off")
+        raise JobError(f"{where}: an epoch of the dataset does not visit each of its {count} samples; {_OTHERWISE}")
     return table
 
 
