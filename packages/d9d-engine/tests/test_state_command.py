@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from d9d_core.cli import main as cli
 from d9d_core.errors import CheckpointError
-from d9d_engine.cli.tensors import _model_of, parse_dtype, parse_size
+from d9d_engine.checkpoint.stored_model import model_of
+from d9d_engine.cli.tensors import parse_dtype, parse_size
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import quiet, toy_registry
 from rich.console import Console
@@ -281,5 +283,6 @@ def test_quantized_numbers_are_not_given_another_format(d9d: Run, run: Path, tmp
     ],
 )
 def test_a_manifest_with_an_odd_job_is_an_error(job: dict[str, Any], text: str) -> None:
+    tensors: Any = SimpleNamespace(manifest={"job": job}, location="step-00000002")
     with pytest.raises(CheckpointError, match=text):
-        _model_of(job, toy_registry(), "step-00000002")
+        model_of(tensors, toy_registry())
