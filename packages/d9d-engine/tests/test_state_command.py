@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from d9d_core.cli import main as cli
 from d9d_core.errors import CheckpointError
-from d9d_engine.cli.tensors import _model_of, parse_dtype, parse_size
+from d9d_engine.checkpoint.stored_model import model_of
+from d9d_engine.cli.tensors import parse_dtype, parse_size
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import quiet, toy_registry
 from rich.console import Console
@@ -96,6 +98,9 @@ def test_a_checkpoint_becomes_the_model_that_the_run_exports(d9d: Run, run: Path
     config = json.loads((tmp_path / "converted" / "config.json").read_text())
     assert config == json.loads((run / "model" / "config.json").read_text())
     assert d9d("diff", run / "model", tmp_path / "converted")[0] == 0
+    cards = [(directory / "README.md").read_text() for directory in (tmp_path / "converted", run / "model")]
+    losses = [[line for line in card.splitlines() if line.startswith("| loss")] for card in cards]
+    assert losses[0] == losses[1] != []
 
 
 def test_formats_and_file_sizes_change(d9d: Run, run: Path, tmp_path: Path) -> None:
@@ -104,9 +109,12 @@ def test_formats_and_file_sizes_change(d9d: Run, run: Path, tmp_path: Path) -> N
     assert status == 0
     files = sorted(file.name for file in (tmp_path / "small").iterdir())
     assert files == [
-        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json", "tokenizer.json",
-    ]  # fmt: skip
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]  # fmt: skip - and no README.md, which is about the files that it was written for
     assert json.loads((tmp_path / "small" / "config.json").read_text())["dtype"] == "bfloat16"
     expected = load_file(run / "model" / "model.safetensors")
     for file in (tmp_path / "small").glob("*.safetensors"):
@@ -281,5 +289,6 @@ def test_quantized_numbers_are_not_given_another_format(d9d: Run, run: Path, tmp
     ],
 )
 def test_a_manifest_with_an_odd_job_is_an_error(job: dict[str, Any], text: str) -> None:
+    tensors: Any = SimpleNamespace(manifest={"job": job}, location="step-00000002")
     with pytest.raises(CheckpointError, match=text):
-        _model_of(job, toy_registry(), "step-00000002")
+        model_of(tensors, toy_registry())
