@@ -18,6 +18,7 @@ from d9d_engine.build.model_card.public_job import base_name, changed_fields, la
 from d9d_engine.build.model_card.stored import card_of
 from d9d_engine.checkpoint.tensors import CheckpointTensors
 from d9d_engine.job import Job
+from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.toy.runs import metrics_of, quiet, toy_job, toy_registry
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +51,7 @@ def read(card: bytes) -> tuple[dict[str, Any], dict[str, str], dict[str, Any]]:
 
 @given(st.lists(st.tuples(NASTY, NASTY), min_size=1, max_size=4))
 def test_any_text_stays_in_its_cell_as_it_is(rows: list[tuple[str, str]]) -> None:
-    tokens = parsed(table(["name", "value"], rows) + "\n\nafter")
+    tokens = parsed((table(["name", "value"], rows) + "\n\nafter").encode().decode())
     assert [t.type for t in tokens].count("table_open") == 1
     bodies = [token for place, token in enumerate(tokens) if tokens[place - 1].type == "td_open"]
     assert len(bodies) == 2 * len(rows)
@@ -70,7 +71,7 @@ def test_any_text_stays_in_a_heading(text: str) -> None:
 
 @given(st.dictionaries(NASTY, NASTY | st.lists(NASTY, max_size=3), max_size=4))
 def test_any_value_stays_in_its_block_of_code(value: dict[str, Any]) -> None:
-    fence, *after = parsed(yaml_block(value) + "\n\nafter")
+    fence, *after = parsed((yaml_block(value) + "\n\nafter").encode().decode())
     assert (fence.type, len(after)) == ("fence", 3)
     if not any("\ud800" <= c <= "\udfff" for c in json.dumps(value, ensure_ascii=False)):
         assert yaml.safe_load(fence.content) == value
@@ -182,6 +183,9 @@ def test_the_card_of_a_published_model_is_not_taken_for_ours(job: MakeJob) -> No
     front, rows, _ = read(text.encode())
     assert "their words" not in text
     assert (front["base_model"], rows["Base model"]) == ("base", "base")
+    drawn = changed_fields(tuned) | {"loading": {"weights": False}}
+    front, rows, _ = read(ModelCard(drawn, {}, 1).text())
+    assert ("base_model" in front, rows["Base model"]) == (False, "none")
 
 
 def test_a_converted_checkpoint_has_the_card_of_its_step(job: MakeJob) -> None:
@@ -229,3 +233,31 @@ def test_lists_and_nested_facts_are_shown_in_rows() -> None:
     assert rows["labels"].endswith("18, 19, and 10 more")
     assert (rows["parts 1: dataset"], rows["parts 1: weight"], rows["parts 2: weight"]) == ("one", "0.25", "1")
     assert (rows["shuffled"], rows["nothing"]) == ("yes", "none")
+
+
+def trained_card(directory: str, **layout: Any) -> bytes:
+    """The card of a short run in a layout."""
+    values = {
+        "run": {"name": "toy", "dir": directory},
+        "steps": 3,
+        "device": "cpu",
+        "batch": {"size": 8},
+        "model": "toy_model",
+        "data": "toy_data",
+        "task": "toy_task",
+        "optimizer": "toy_optimizer",
+        "trackers": [],
+        **layout,
+    }
+    run = job_of(values, ("d9d_testing.toy.plugin", "d9d_parallel.plugin"))
+    run.build(lambda _: None, topology_here(run) if layout else None).train()
+    return (run.run.directory / "model" / "README.md").read_bytes()
+
+
+def sharded_card(directory: str) -> bytes:
+    return trained_card(directory, mesh={"dp_shard": 2}, parallel=["fsdp"])
+
+
+def test_exports_of_two_layouts_have_the_same_card(world: Callable[..., Any], tmp_path: Path) -> None:
+    alone = trained_card(str(tmp_path / "alone"))
+    assert world(2).run(sharded_card, str(tmp_path / "sharded")) == [alone, alone]

@@ -152,7 +152,6 @@ def build(
     trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
     manifest = Manifest.of(registry)
-    kept = (published.files, published.fields)
     checkpointer = Checkpointer(
         store=store,
         stage=model,
@@ -175,7 +174,7 @@ def build(
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, first, note),
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, *kept, manifest, note),
+        export=exporter(job, selection, assembly, topology, stream, published, manifest, note),
         interrupts=interrupts,
         events=events,
         note=note,

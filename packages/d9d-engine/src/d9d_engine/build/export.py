@@ -24,6 +24,7 @@ from d9d_engine.build.merging import merged
 from d9d_engine.build.model_card.card import MODEL_CARD, ModelCard
 from d9d_engine.build.model_card.public_job import changed_fields
 from d9d_engine.build.model_card.versions import versions_now
+from d9d_engine.build.weights import Published
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
 
@@ -34,8 +35,7 @@ def exporter(
     assembly: Assembly,
     topology: Topology,
     stream: DataStream,
-    beside_weights: Mapping[str, bytes],
-    kept_fields: Mapping[str, Any],
+    published: Published,
     manifest: Manifest,
     note: Callable[[str], None],
 ) -> Callable[[Progress], None] | None:
@@ -47,8 +47,7 @@ def exporter(
         assembly: the model.
         topology: the ranks.
         stream: writes the tokenizer's files.
-        beside_weights: files that lay beside the weights that training started from, by name.
-        kept_fields: fields of their ``config.json`` that hold for the trained model, too.
+        published: parts of the model that training started from that hold for the trained model, too.
         manifest: the plugins, for the model card.
         note: prints a warning.
     """
@@ -57,15 +56,14 @@ def exporter(
         return None
     assert spec.hugging_face is not None  # check_parts made sure
     layout = spec.hugging_face.load()()
-
-    config = {**layout.config_json(job.model, job.precision.parameters), **kept_fields}
+    config = {**layout.config_json(job.model, job.precision.parameters), **published.fields}
     config |= _names_of_classes(config, stream.facts)
 
     def write_model(directory: Path, card: ModelCard) -> None:
         with merged(assembly.peft, assembly.full_model):
             tensors = model_tensors(assembly.model)
             graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
-            files = ModelFiles(config, {**beside_weights, MODEL_CARD: card.text()}, stream.save_assets)
+            files = ModelFiles(config, {**published.files, MODEL_CARD: card.text()}, stream.save_assets)
             writer = ModelWriter(directory, graph.specs)
             export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
 

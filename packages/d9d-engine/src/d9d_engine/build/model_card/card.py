@@ -104,8 +104,9 @@ class ModelCard:
         return str(names[0]) if isinstance(names, list) and names else ""
 
     def _base(self) -> str | None:
-        location = _of(self.job, "model", "pretrained")
-        return base_name(location) if location else None
+        loading, location = self.job.get("loading"), _of(self.job, "model", "pretrained")
+        drawn = isinstance(loading, Mapping) and loading.get("weights") is False  # only its sizes and tokenizer
+        return base_name(location) if location and not drawn else None
 
 
 def _of(job: Mapping[str, Any], section: str, name: str) -> str:

@@ -42,7 +42,9 @@ def public_job(job: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             values[name] = {field: item for field, item in value.items() if f"{name}.{field}" not in _OF_THE_RUN}
-    found: dict[str, Any] = without_paths({name: value for name, value in values.items() if value not in (None, {})})
+    found: dict[str, Any] = without_paths(
+        {name: value for name, value in values.items() if value not in (None, {}, [])}
+    )
     return found
 
 
