@@ -108,13 +108,11 @@ def test_formats_and_file_sizes_change(d9d: Run, run: Path, tmp_path: Path) -> N
     status, _ = d9d("convert", run / "model", tmp_path / "small", "--dtype", "bfloat16", "--shard-size", "40B")
     assert status == 0
     files = sorted(file.name for file in (tmp_path / "small").iterdir())
+    # No README.md: it is about the files that it was written for.
     assert files == [
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-    ]  # fmt: skip - and no README.md, which is about the files that it was written for
+        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json", "tokenizer.json",
+    ]  # fmt: skip
     assert json.loads((tmp_path / "small" / "config.json").read_text())["dtype"] == "bfloat16"
     expected = load_file(run / "model" / "model.safetensors")
     for file in (tmp_path / "small").glob("*.safetensors"):
