@@ -287,6 +287,8 @@ def test_an_address_of_an_unusual_driver_is_an_error_of_ours(url: str) -> None:
         ({"trackers": [1]}, "no usable trackers"),
         ({"trackers": {"jsonl": 3}}, "no usable trackers"),
         ({"data": 7}, "no usable data"),
+        ({"losses": {"loss": "low"}}, "no usable losses"),
+        ({"losses": [0.5]}, "no usable losses"),
         ({"data": {"surprise": 1}}, "a position in the data that the dataset does not understand"),
     ],
 )

@@ -32,7 +32,7 @@ def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
         "step-00000012",
     ]
     assert {path.name for path in (directory / "model").iterdir()} == {
-        "config.json", "features.txt", "model.safetensors",
+        "README.md", "config.json", "features.txt", "model.safetensors",
     }  # fmt: skip
     assert (directory / "loss.svg").read_text().count("<path") > 3
     lines = metrics_of(trained)

@@ -98,6 +98,9 @@ def test_a_checkpoint_becomes_the_model_that_the_run_exports(d9d: Run, run: Path
     config = json.loads((tmp_path / "converted" / "config.json").read_text())
     assert config == json.loads((run / "model" / "config.json").read_text())
     assert d9d("diff", run / "model", tmp_path / "converted")[0] == 0
+    cards = [(directory / "README.md").read_text() for directory in (tmp_path / "converted", run / "model")]
+    losses = [[line for line in card.splitlines() if line.startswith("| loss")] for card in cards]
+    assert losses[0] == losses[1] != []
 
 
 def test_formats_and_file_sizes_change(d9d: Run, run: Path, tmp_path: Path) -> None:
@@ -105,6 +108,7 @@ def test_formats_and_file_sizes_change(d9d: Run, run: Path, tmp_path: Path) -> N
     status, _ = d9d("convert", run / "model", tmp_path / "small", "--dtype", "bfloat16", "--shard-size", "40B")
     assert status == 0
     files = sorted(file.name for file in (tmp_path / "small").iterdir())
+    # No README.md: it is about the files that it was written for.
     assert files == [
         "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
         "model.safetensors.index.json", "tokenizer.json",

@@ -160,6 +160,14 @@ def tuned(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "runs" / "tuned" / "adapter"
 
 
+def test_an_adapter_has_a_model_card_of_its_own(base: Path, tuned: Path) -> None:
+    card = (tuned / "README.md").read_text()
+    front = ["library_name: peft", f"base_model: {base.name}", "tags:", "- d9d", "pipeline_tag: text-generation"]
+    assert card.split("---\n")[1].splitlines() == front
+    assert "| Fine-tuning method | lora |" in card
+    assert str(base.parent) not in card
+
+
 def test_any_checkpoint_is_merged_by_the_command_as_the_export_was(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

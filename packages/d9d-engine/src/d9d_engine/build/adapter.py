@@ -25,6 +25,7 @@ from d9d_weights.sharding.agreement import on_all
 from d9d_weights.sharding.model_tensors import model_tensors
 
 from d9d_engine.build.assemble import Assembly
+from d9d_engine.build.model_card.card import MODEL_CARD, ModelCard
 from d9d_engine.distributed.mesh import Topology
 
 #: Its readers know one file only.
@@ -35,8 +36,8 @@ _OF_THE_MODEL = ".base_layer.weight"
 
 def save_adapter(
     job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
-) -> Callable[[Path], None] | None:
-    """Function that writes the adapter into a directory, collective over all ranks; ``None`` if there is none.
+) -> Callable[[Path, ModelCard], None] | None:
+    """Function that writes the adapter and its card into a directory, collective over all ranks; ``None`` without one.
 
     Raises:
         JobError: the job asks for the adapter alone, and its method has none in a file of its own.
@@ -59,10 +60,11 @@ def save_adapter(
         note(f"warning: no adapter is going to be written: {error}")
         return None
 
-    def save(directory: Path) -> None:
+    def save(directory: Path, card: ModelCard) -> None:
         tensors = model_tensors(assembly.model)
+        files = ModelFiles(config, {MODEL_CARD: card.text("peft")})
         writer = ModelWriter(directory, graph.specs, _ONE_FILE, names=ADAPTER_FILES)
-        export_model(writer, graph, tensors, ModelFiles(config), topology.world, assembly.stage_holders(topology))
+        export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
 
     return save
 

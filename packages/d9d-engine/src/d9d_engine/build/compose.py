@@ -151,6 +151,7 @@ def build(
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    manifest = Manifest.of(registry)
     checkpointer = Checkpointer(
         store=store,
         stage=model,
@@ -160,7 +161,7 @@ def build(
         stream=prefetcher,
         trackers=trackers,
         job=job,
-        manifest=Manifest.of(registry),
+        manifest=manifest,
         note=note,
     )
     return Trainer(
@@ -173,7 +174,7 @@ def build(
         trackers=trackers,
         evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, first, note),
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, published.files, published.fields, note),
+        export=exporter(job, selection, assembly, topology, stream, published, manifest, note),
         interrupts=interrupts,
         events=events,
         note=note,

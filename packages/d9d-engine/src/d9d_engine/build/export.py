@@ -9,6 +9,7 @@ from typing import Any
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
 from d9d_core.errors import SaveError
+from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols.data import DataStream
 from d9d_core.types import State
@@ -20,7 +21,12 @@ from d9d_weights.sharding.model_tensors import model_tensors
 from d9d_engine.build.adapter import save_adapter
 from d9d_engine.build.assemble import Assembly
 from d9d_engine.build.merging import merged
+from d9d_engine.build.model_card.card import MODEL_CARD, ModelCard
+from d9d_engine.build.model_card.public_job import changed_fields
+from d9d_engine.build.model_card.versions import versions_now
+from d9d_engine.build.weights import Published
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.checkpointer import Progress
 
 
 def exporter(
@@ -29,10 +35,10 @@ def exporter(
     assembly: Assembly,
     topology: Topology,
     stream: DataStream,
-    beside_weights: Mapping[str, bytes],
-    kept_fields: Mapping[str, Any],
+    published: Published,
+    manifest: Manifest,
     note: Callable[[str], None],
-) -> Callable[[], None] | None:
+) -> Callable[[Progress], None] | None:
     """Function that writes what the job asks for; collective over all ranks. ``None`` if it asks for nothing.
 
     Args:
@@ -41,8 +47,8 @@ def exporter(
         assembly: the model.
         topology: the ranks.
         stream: writes the tokenizer's files.
-        beside_weights: files that lay beside the weights that training started from, by name.
-        kept_fields: fields of their ``config.json`` that hold for the trained model, too.
+        published: parts of the model that training started from that hold for the trained model, too.
+        manifest: the plugins, for the model card.
         note: prints a warning.
     """
     spec = selection.model.spec
@@ -50,26 +56,37 @@ def exporter(
         return None
     assert spec.hugging_face is not None  # check_parts made sure
     layout = spec.hugging_face.load()()
+    config = {**layout.config_json(job.model, job.precision.parameters), **published.fields}
+    config |= _names_of_classes(config, stream.facts)
 
-    def write_model(directory: Path) -> None:
+    def write_model(directory: Path, card: ModelCard) -> None:
         with merged(assembly.peft, assembly.full_model):
             tensors = model_tensors(assembly.model)
             graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
-            config = {**layout.config_json(job.model, job.precision.parameters), **kept_fields}
-            config |= _names_of_classes(config, stream.facts)
-            files = ModelFiles(config, beside_weights, stream.save_assets)
+            files = ModelFiles(config, {**published.files, MODEL_CARD: card.text()}, stream.save_assets)
             writer = ModelWriter(directory, graph.specs)
             export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
 
-    writes: dict[str, Callable[[Path], None]] = {} if job.export == "adapter" else {"model": write_model}
+    writes: dict[str, Callable[[Path, ModelCard], None]] = {} if job.export == "adapter" else {"model": write_model}
     if adapter := save_adapter(job, selection, assembly, topology, note):
         writes["adapter"] = adapter
 
-    def export() -> None:
+    def export(progress: Progress) -> None:
+        card = ModelCard(
+            job=changed_fields(job),
+            config_json=config,
+            parameters=sum(p.numel() for n, p in assembly.full_model.named_parameters() if n not in assembly.injected),
+            trained=sum(parameter.numel() for parameter in assembly.trained().values()),
+            data=stream.facts,
+            step=progress.step,
+            tokens=progress.tokens,
+            losses=progress.losses(),
+            versions=versions_now(manifest),
+        )
         for kind, write in writes.items():
             directory = job.run.directory / kind
             try:
-                write(directory)
+                write(directory, card)
             except SaveError as error:
                 raise SaveError(
                     f"the {kind} {directory} could not be written: {error}; "

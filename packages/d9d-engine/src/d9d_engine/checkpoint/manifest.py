@@ -13,7 +13,7 @@ from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.directory import MANIFEST, DirectoryStore
 from d9d_weights.files.safetensors import Written
 
-from d9d_engine.checkpoint.manifest_model import FORMAT, VERSION, check_form
+from d9d_engine.checkpoint.manifest_model import FORMAT, VALUES, VERSION, check_form
 
 #: Bytes of the largest JSON file of a checkpoint: thousands of ranks with thousands of tensors each.
 MAX_BYTES = 1 << 30
@@ -76,6 +76,22 @@ def read_values(storage: DirectoryStore, name: str, file: str) -> Any:
     with storage.open(name, file) as source:
         content = source.read(MAX_BYTES + 1)
     return parse_json(content, strict=True, limit=MAX_BYTES)
+
+
+def read_state(storage: DirectoryStore, name: str) -> dict[str, Any]:
+    """Read the values of a checkpoint that are no tensors.
+
+    Raises:
+        CheckpointError: they cannot be read, or are no JSON object.
+    """
+    where = f"{storage.location(name)}: {VALUES}"
+    try:
+        values = read_values(storage, name, VALUES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{where} cannot be read ({error})") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{where} holds no JSON object but a {type(values).__name__}")
+    return values
 
 
 def verify_file(storage: DirectoryStore, name: str, file: str, facts: Mapping[str, Any]) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from d9d_engine.checkpoint import load as dcp_load
-from d9d_engine.checkpoint.manifest import read_values
-from d9d_engine.checkpoint.manifest_model import VALUES
+from d9d_engine.checkpoint.manifest import read_state
 
 
 class Checkpoint:
@@ -51,17 +50,7 @@ class Checkpoint:
         Raises:
             CheckpointError: they cannot be read.
         """
-
-        def read() -> Any:
-            try:
-                values = read_values(self._storage, self.name, VALUES)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{self.location}: {VALUES} cannot be read ({error})") from error
-            if not isinstance(values, dict):
-                raise CheckpointError(f"{self.location}: {VALUES} holds no JSON object but a {type(values).__name__}")
-            return values
-
-        values: dict[str, Any] = on_main(read, self._group)
+        values: dict[str, Any] = on_main(lambda: read_state(self._storage, self.name), self._group)
         return values
 
     def load_into(self, tensors: Mapping[str, Tensor], scope: str = "", optional: Collection[str] = ()) -> None:

@@ -19,7 +19,7 @@ from d9d_weights.files.safetensors import TensorFile
 from d9d_weights.hugging_face.layout import CONFIG
 from torch import Tensor
 
-from d9d_engine.checkpoint.manifest import read_manifest
+from d9d_engine.checkpoint.manifest import read_manifest, read_state
 from d9d_engine.checkpoint.prune import folder, steps_in
 
 _FOLDER = re.compile(r"step-\d+")
@@ -84,6 +84,14 @@ class CheckpointTensors:
                 raise CheckpointError(f"{self.location}/{piece['file']} cannot be read: {error}") from error
             if here is not part:
                 part.copy_(here)
+
+    def values(self) -> dict[str, Any]:
+        """Values that are no tensors.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        return read_state(self._storage, self._name)
 
     def __enter__(self) -> CheckpointTensors:
         return self

@@ -31,6 +31,8 @@ from d9d_weights.hugging_face.format import HuggingFaceFormat, KeepsFields
 from pydantic import ValidationError
 from rich.table import Table
 
+from d9d_engine.build.model_card.card import MODEL_CARD
+from d9d_engine.build.model_card.stored import card_of
 from d9d_engine.build.pretrained import job_state_graph
 from d9d_engine.checkpoint.stored_model import job_of, merger_of, model_of
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
@@ -144,7 +146,10 @@ def _refuse_taken(target: str) -> None:
 def _described(
     tensors: Tensors, asked: Conversion, registry: Registry
 ) -> tuple[Mapper, dict[str, Any], dict[str, bytes]]:
-    """Graph of the names, new ``config.json``, and the files that are copied."""
+    """Graph of the names, new ``config.json``, and the other files.
+
+    A model's own README.md is not copied: it is about the model that it was written for.
+    """
     if isinstance(tensors, ModelDirectory):
         config = tensors.config()
         if asked.dtype is not None:
@@ -167,7 +172,9 @@ def _described(
         except ValidationError as error:
             raise CheckpointError(f"{tensors.location}: precision in its manifest cannot be: {error}") from error
     kept, others = _taken_over(job, asked.keep_from, layout, model)
-    return merger >> layout.exporter(model), {**layout.config_json(model, dtype), **kept}, others
+    mapper, config = merger >> layout.exporter(model), {**layout.config_json(model, dtype), **kept}
+    card = card_of(tensors, config, StateGraph(mapper, tensors.specs).specs, say)
+    return mapper, config, {**others, MODEL_CARD: card.text()}
 
 
 def _taken_over(

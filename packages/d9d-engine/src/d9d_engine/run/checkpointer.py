@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -39,17 +40,27 @@ _FREE = frozenset({"pretrained"})
 
 @dataclass
 class Progress:
-    """Counters of a run.
+    """Counters of a run, and its last logged values.
 
     Attributes:
         step: optimizer steps done.
         tokens: tokens (or samples) consumed.
         skipped: steps without an update, because something was not finite.
+        logged: the last value of each logged series; of a resumed run, :meth:`losses` of its checkpoint at first.
     """
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
+    logged: dict[str, float] = field(default_factory=dict)
+
+    def losses(self) -> dict[str, float]:
+        """Last losses and evaluation values: alike whenever the run is repeated, which other series are not."""
+        return {
+            name: value
+            for name, value in self.logged.items()
+            if (name == "loss" or name.startswith(("loss/", "eval/"))) and math.isfinite(value)
+        }
 
 
 def open_store(job: JobConfig, topology: Topology, note: Callable[[str], None] = lambda _text: None) -> CheckpointStore:
@@ -126,15 +137,14 @@ class Checkpointer:
 
         on_main(write, self.store.group)
 
-    def save(self, progress: Progress, logged: Mapping[str, float] | None = None, wait: bool = False) -> bool:
+    def save(self, progress: Progress, wait: bool = False) -> bool:
         """Save the present state. Collective over all ranks.
 
         The checkpoint exists when :meth:`poll` says so. Until :meth:`before_mutation` is called, parameters and
         optimizer state must stay as they are.
 
         Args:
-            progress: counters.
-            logged: the last value of each logged series.
+            progress: counters and logged values.
             wait: return when the checkpoint exists.
 
         Returns:
@@ -149,6 +159,7 @@ class Checkpointer:
             "trackers": self._trackers.state(),
             "tokens": progress.tokens,
             "skipped": progress.skipped,
+            "losses": progress.losses(),
         }
         facts = {
             "job": self._job.resolved(),
@@ -163,7 +174,7 @@ class Checkpointer:
             facts,
             # A forward may change buffers and metrics; parameters and moments change in the optimizer's step only.
             volatile=tensors.keys() - self._changed_by_optimizer(),
-            score=self._score(logged or {}),
+            score=self._score(progress.logged),
             wait=wait,
         )
 
@@ -260,7 +271,7 @@ class Checkpointer:
                 f"{checkpoint.location} does not say which {' and '.join(missing)} it is of: no job saved it"
             )
         self._compare(checkpoint)
-        values = _checked(checkpoint.values(), checkpoint.location)
+        values = checked_values(checkpoint.values(), checkpoint.location)
         self._load(checkpoint)
         try:
             self._stream.load_state(values["data"])
@@ -273,7 +284,8 @@ class Checkpointer:
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
         if warning := self.store.prune(checkpoint.step):
             self._note(f"warning: {warning}")
-        return Progress(checkpoint.step, values["tokens"], values["skipped"]), values["trackers"]
+        progress = Progress(checkpoint.step, values["tokens"], values["skipped"], values.get("losses", {}))
+        return progress, values["trackers"]
 
     def _load(self, checkpoint: Checkpoint) -> None:
         tensors = self._everything()
@@ -312,22 +324,32 @@ class Checkpointer:
                 model.check_resume(checkpoint.manifest["job"]["model"])
             except ValueError as error:
                 raise CheckpointError(f"{checkpoint.location} is of another model: model.{error}") from None
-        for field, (before, now) in changed.items():
-            self._note(f"changed since {checkpoint.name}: {field}: {before!r} -> {now!r}")
+        for name, (before, now) in changed.items():
+            self._note(f"changed since {checkpoint.name}: {name}: {before!r} -> {now!r}")
         saved = Manifest(checkpoint.manifest["plugins"])
         for line in saved.differences(self._manifest, "checkpoint", "now"):
             self._note(f"warning: plugins changed since {checkpoint.name}: {line}")
 
 
-def _checked(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
-    """Values of a checkpoint, after a look at their kinds."""
+def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any]:
+    """Values of a checkpoint, after a look at their kinds.
+
+    Raises:
+        CheckpointError: one is absent, or of another kind.
+    """
     kinds = {"data": dict, "tokens": int, "skipped": int, "trackers": dict}
     wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
     wrong += [name for name in ("tokens", "skipped") if name not in wrong and values[name] < 0]
     wrong += ["trackers"] if "trackers" not in wrong and not all(map(_is_table, values["trackers"].values())) else []
+    wrong += ["losses"] if not _are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")
     return values
+
+
+def _are_losses(values: Any) -> bool:
+    """Whether a value of a checkpoint is a table of series and numbers."""
+    return isinstance(values, dict) and all(type(value) is float and math.isfinite(value) for value in values.values())
 
 
 def _is_table(value: object) -> bool:

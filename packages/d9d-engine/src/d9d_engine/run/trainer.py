@@ -56,7 +56,7 @@ class Trainer:
         trackers: where logged values go.
         evaluator: measures the loss on other data.
         checkpointer: checkpoints.
-        export: writes the trained model.
+        export: writes the trained model; its card says how far the run is.
         interrupts: whether this process was asked to stop.
         events: observers.
         note: prints a line.
@@ -73,7 +73,7 @@ class Trainer:
         trackers: TrackerHub,
         evaluator: Evaluator | None,
         checkpointer: Checkpointer,
-        export: Callable[[], None] | None,
+        export: Callable[[Progress], None] | None,
         interrupts: Interrupts,
         events: ev.Events,
         note: Callable[[str], None],
@@ -87,11 +87,11 @@ class Trainer:
         self.trackers = trackers
         self.evaluator = evaluator
         self.checkpointer = checkpointer
-        self.export = export
+        self.progress = Progress()
+        self.export = None if export is None else lambda: export(self.progress)
         self.interrupts = interrupts
         self.events = events
         self.note = note
-        self._logged: dict[str, float] = {}
         self._saved: int | None = None  # the step of the last save
         self._between_steps = True
 
@@ -127,7 +127,8 @@ class Trainer:
         return outcome
 
     def _train(self) -> Outcome:
-        progress, tracker_states = self.checkpointer.restore()
+        self.progress, tracker_states = self.checkpointer.restore()
+        progress = self.progress
         total = self.total_steps
         if progress.step >= total:
             self.note(f"nothing left to train: the checkpoint is at step {progress.step}, the job has {total} steps")
@@ -238,8 +239,9 @@ class Trainer:
         due = progress.step % self.job.logging.every == 0 or progress.step == 1
         if not due and progress.step < self.total_steps:
             logbook.record(progress.step, result, None)
-            return
-        logbook.record(progress.step, result, {"lr": lr}, self.step.statistics.compute(), clock.take())
+        else:
+            logbook.record(progress.step, result, {"lr": lr}, self.step.statistics.compute(), clock.take())
+        progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
@@ -248,7 +250,7 @@ class Trainer:
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         self.topology.watchdog.phase("checkpoint", progress.step)
         self.events.emit(ev.CheckpointStarts(progress.step))
-        saved = self.checkpointer.save(progress, self._logged, wait)
+        saved = self.checkpointer.save(progress, wait)
         self._saved = progress.step if saved else self._saved
         self._announce()
         return saved
@@ -270,7 +272,7 @@ class Trainer:
         self.events.emit(ev.EvaluationEnds(step, values))
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        self._logged.update(values)
+        self.progress.logged.update(values)
         self.trackers.write(step, values)
         self.events.emit(ev.ValuesLogged(step, values))
 

@@ -1,0 +1,1 @@
+"""Model card of an export: ``README.md``, as the Hugging Face Hub shows it."""

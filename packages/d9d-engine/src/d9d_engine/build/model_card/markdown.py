@@ -1,0 +1,53 @@
+"""Markdown from texts that nobody has checked: a name from a job file cannot leave its place in the page."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+import yaml
+
+_LONGEST = 300
+#: Control characters, surrogates, and such as reorder or hide what follows them.
+_INVISIBLE = frozenset({"Cc", "Cf", "Cs"})
+_PUNCTUATION = re.compile(r"[*_\[\]#~$!{}]")
+#: Characters that would end a cell, begin HTML, code or a formula, or make a link of a name: readers differ in what a
+#: backslash before them means.
+_ENTITIES = {character: f"&#{ord(character)};" for character in "&<>|`@\\"}
+
+
+def inline(value: object) -> str:
+    """Escape a text as one line of plain text, good for a heading, a paragraph or the cell of a table."""
+    words = "".join(" " if c.isspace() else c for c in str(value) if c.isspace() or _is_visible(c)).split()
+    line = " ".join(words)
+    if len(line) > _LONGEST:
+        line = line[: _LONGEST - 1] + "…"
+    escaped = "".join(_ENTITIES.get(c, c) for c in line)
+    escaped = _PUNCTUATION.sub(r"\\\g<0>", escaped.replace("&#", "\0")).replace("\0", "&#")
+    return escaped.replace("://", "&#58;//").replace("www.", "www&#46;")
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Write a table; titles and cells are plain text."""
+    lines = [titles, ["---"] * len(titles)]
+    texts = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([*texts, *("| " + " | ".join(map(inline, row)) + " |" for row in rows)])
+
+
+def yaml_block(value: object) -> str:
+    """Write a value as a code block in YAML."""
+    text = yaml_text(value)
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text) or [""]))
+    return f"{fence}yaml\n{text}{fence}"
+
+
+def yaml_text(value: object) -> str:
+    """Write a value as YAML; invisible characters are escaped."""
+    # Lines are not folded: a folded text may begin a line with what ends the front matter.
+    texts = (yaml.safe_dump(value, sort_keys=False, allow_unicode=plain, width=2**31) for plain in (True, False))
+    return next(text for text in texts if text.isascii() or all(c == "\n" or _is_visible(c) for c in text))
+
+
+def _is_visible(character: str) -> bool:
+    return unicodedata.category(character) not in _INVISIBLE

@@ -1,0 +1,49 @@
+"""Model card of a training checkpoint that becomes a model directory, as far as the checkpoint knows the facts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from d9d_core.errors import CheckpointError
+from d9d_core.types import TensorSpec
+
+from d9d_engine.build.model_card.card import ModelCard
+from d9d_engine.build.model_card.versions import versions_of
+from d9d_engine.checkpoint.stored_model import job_of
+from d9d_engine.checkpoint.tensors import CheckpointTensors
+from d9d_engine.run.checkpointer import checked_values
+
+
+def card_of(
+    tensors: CheckpointTensors,
+    config_json: Mapping[str, Any],
+    published: Mapping[str, TensorSpec],
+    note: Callable[[str], None],
+) -> ModelCard:
+    """Model card of a checkpoint; it has no facts of the data, and all fields of the job.
+
+    Args:
+        tensors: the checkpoint.
+        config_json: contents of the model's ``config.json``.
+        published: tensors of the model directory.
+        note: prints a warning. The tensors may be sound where other values of the checkpoint are not.
+
+    Raises:
+        CheckpointError: no job saved the checkpoint.
+    """
+    values: Mapping[str, Any] = {}
+    try:
+        values = checked_values(tensors.values(), tensors.location)
+    except CheckpointError as error:
+        note(f"warning: the model card lacks tokens and losses: {error}")
+    return ModelCard(
+        job=job_of(tensors),
+        config_json=config_json,
+        parameters=sum(math.prod(spec.shape) for spec in published.values()),
+        step=tensors.manifest["step"],
+        tokens=values.get("tokens"),
+        losses=values.get("losses", {}),
+        versions=versions_of(tensors.manifest.get("plugins") or {}),
+    )
