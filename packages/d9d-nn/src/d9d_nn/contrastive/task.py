@@ -6,7 +6,7 @@ Size under Memory Limited Setup"): a first one, without gradients, gives all emb
 with respect to each; the second one carries these gradients into the model. The result is that of one backward over the
 whole batch, with the memory of one microbatch, in every layout.
 
-Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Rows
+Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Row
 ``(1 + N) i`` of a microbatch is query i, its texts follow. A row of length zero is no text; its query does not count.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.loss import contrast
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.microbatch import check_fields
 
 _TERM = "contrastive"
 #: Tensors that the first pass adds to a microbatch.
@@ -77,7 +78,18 @@ class Embedding:
         return FirstPass("model")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the first pass, which are those of the second."""
+        """Inputs of the first pass, which are those of the second.
+
+        Raises:
+            JobError: the dataset gives no queries with texts.
+        """
+        check_fields(microbatch, self.config.name, "samples")
+        rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
+        if rows < 2 * samples or rows % samples:
+            raise JobError(
+                f"data: task 'embedding' reads a query and its texts a sample, and the dataset gives {rows} rows for "
+                f"{samples} samples; use a dataset of queries with texts"
+            )
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
