@@ -20,6 +20,7 @@ from d9d_testing.suites.support.component import build_component
 from d9d_testing.toy.config import ToyDataConfig
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 WEIGHTS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
@@ -50,6 +51,14 @@ def test_places_of_a_part_come_in_order_and_end_with_its_epochs(weights: list[in
             assert len(places) == 2 * (limits[part] or 0)
         elif limits[part] is not None:
             assert len(places) <= limits[part]
+
+
+def test_a_mistake_in_a_part_is_the_only_one() -> None:
+    with pytest.raises(ValidationError, match="greater than 0") as caught:
+        MixtureConfig.model_validate({"parts": [{"weight": -1, "data": ToyDataConfig()}]})
+    assert [error["loc"] for error in caught.value.errors()] == [("parts", 0, "weight")]
+    with pytest.raises(ValidationError, match="parts is empty; write a list"):
+        MixtureConfig(parts=())
 
 
 def test_where_a_part_ends_the_others_keep_their_proportions() -> None:

@@ -84,7 +84,7 @@ class MixtureStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """What the parts have in common, and under ``parts`` the facts of each.
+        """Facts that the parts have in common, and under ``parts`` those of each.
 
         ``samples`` is there if all parts have an end.
         """
