@@ -26,9 +26,9 @@ def test_tokens_without_targets_are_none_of_a_language_model() -> None:
 def test_labels_of_texts_are_none_of_tokens() -> None:
     texts, words = microbatch(labels=torch.zeros(4)), microbatch(labels=torch.zeros(4, 3))
     per_text, per_word = Classification(ClassificationConfig()), TokenClassification(TokenClassificationConfig())
-    with pytest.raises(JobError, match=r"reads labels of 2 dims, and the dataset gives labels of shape \[4\]"):
+    with pytest.raises(JobError, match=r"reads labels \[B, S\], and the dataset gives labels of shape \[4\]"):
         per_word.weights(texts)
-    with pytest.raises(JobError, match=r"reads labels of 1 dims, and the dataset gives labels of shape \[4, 3\]"):
+    with pytest.raises(JobError, match=r"reads labels \[B\], and the dataset gives labels of shape \[4, 3\]"):
         per_text.weights(words)
     with pytest.raises(JobError, match="reads labels, and the dataset gives tokens"):
         per_text.weights(microbatch())

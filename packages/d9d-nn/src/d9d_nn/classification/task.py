@@ -32,9 +32,9 @@ class Classification:
         config: config with the head's name.
     """
 
-    #: Kind of head that the task trains, and number of dims of the labels.
+    #: Kind of head that the task trains, and shape of the labels.
     kind = "classification"
-    label_dims = 1
+    label_shape: tuple[str, ...] = ("B",)
 
     def __init__(self, config: ClassificationConfig | TokenClassificationConfig) -> None:
         self.config = config
@@ -72,10 +72,10 @@ class Classification:
         """
         check_fields(microbatch, self.config.name, "labels")
         labels = microbatch["labels"]
-        if labels.ndim != self.label_dims:
+        if labels.ndim != len(self.label_shape):
             raise JobError(
-                f"data: task '{self.config.name}' reads labels of {self.label_dims} dims, and the dataset gives labels "
-                f"of shape {list(labels.shape)}; use a dataset for this task, or another task"
+                f"data: task '{self.config.name}' reads labels [{', '.join(self.label_shape)}], and the dataset gives "
+                f"labels of shape {list(labels.shape)}; use a dataset for this task, or another task"
             )
         return {_TERM: (labels != IGNORE).sum(dtype=torch.float32)}
 
@@ -113,4 +113,4 @@ class TokenClassification(Classification):
     """
 
     kind = "token_classification"
-    label_dims = 2
+    label_shape = ("B", "S")
