@@ -174,6 +174,10 @@ def task_plugin(config: str) -> SimpleNamespace:
         ("steps: true\n", "job.yaml:6: steps: input should be a number, got True"),
         ("batch: {size: true}\n", "job.yaml:6: batch.size: input should be a number, got True"),
         ("batch: {microbatch: yes}\n", "job.yaml:6: batch.microbatch: input should be a number, got True"),
+        (
+            "peft: {name: toy_peft, trains: {a: 1}}\n",
+            "job.yaml:6: peft.trains: input should be a list, got {'a': 1}",
+        ),
         ("gradient_clipping: {p: true}\n", "job.yaml:6: gradient_clipping.p: input should be a number, got True"),
     ],
 )

@@ -52,16 +52,16 @@ def test_losses_and_gradients_are_those_of_one_backward(
     right = expected(samples, 0.1, symmetric)
     (gradient,) = torch.autograd.grad(right.sum(), samples)
     torch.testing.assert_close(found.losses, right.detach())
-    torch.testing.assert_close(torch.cat([found.queries.unsqueeze(1), found.texts], 1), gradient)
+    torch.testing.assert_close(torch.cat([found.query_gradient.unsqueeze(1), found.text_gradient], 1), gradient)
 
 
-def test_what_is_not_there_is_compared_with_nothing() -> None:
-    there = torch.ones(Q, 1 + N, dtype=torch.bool)
-    there[2], there[3, 2] = False, False
+def test_what_is_absent_is_compared_with_nothing() -> None:
+    present = torch.ones(Q, 1 + N, dtype=torch.bool)
+    present[2], present[3, 2] = False, False
     samples = embeddings()
-    found = contrast(samples[:, 0], samples[:, 1:], Alone(), 0.1, symmetric=True, there=there)
+    found = contrast(samples[:, 0], samples[:, 1:], Alone(), 0.1, symmetric=True, present=present)
     similarities = samples[:, 0] @ samples[:, 1:].flatten(0, 1).T / 0.1
-    left = there[:, 1:].flatten()
+    left = present[:, 1:].flatten()
     places = (left.cumsum(0) - 1)[torch.arange(Q) * N]
     right = functional.cross_entropy(similarities[:, left], places, reduction="none")
     queries = [n for n in range(Q) if n != 2]
@@ -70,7 +70,7 @@ def test_what_is_not_there_is_compared_with_nothing() -> None:
     )
     torch.testing.assert_close(found.losses[queries], (right[queries] + back) / 2)
     assert found.losses[2] == 0
-    for gradient in (found.queries[2], found.texts[2], found.texts[3, 1]):
+    for gradient in (found.query_gradient[2], found.text_gradient[2], found.text_gradient[3, 1]):
         assert not gradient.any()
 
 
@@ -83,7 +83,7 @@ def test_a_hit_is_a_query_whose_own_text_is_the_most_similar() -> None:
 
 
 def test_the_second_pass_carries_the_gradient_of_the_whole_batch() -> None:
-    """Of microbatches of different sizes, each with the embeddings that the model gives again."""
+    """Microbatches have different sizes, each with the embeddings that the model gives again."""
     task = Embedding(EmbeddingConfig(temperature=0.1))
     samples = embeddings().requires_grad_()
     sizes = (4, 2)

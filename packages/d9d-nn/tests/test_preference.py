@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from d9d_core.extend import JobError
 from d9d_nn.preference.config import DpoConfig
 from d9d_nn.preference.task import REFERENCE, Dpo
 from pydantic import ValidationError
@@ -81,6 +82,15 @@ def test_the_reference_gives_one_number_for_each_text() -> None:
     kept = task.first_outputs({"token_loss": token_loss()}, microbatch())[REFERENCE]
     assert kept.shape == (B, 2)
     torch.testing.assert_close(kept, -token_loss().detach().sum(-1).view(B, 2))
+
+
+def test_data_that_is_no_pairs_is_refused() -> None:
+    task = Dpo(DpoConfig())
+    with pytest.raises(JobError, match="task 'dpo' reads samples, and the dataset gives lengths, reference_logps, t"):
+        task.first_inputs(microbatch())
+    with pytest.raises(JobError, match="6 rows for 2 samples"):
+        task.first_inputs({**microbatch(), "samples": torch.arange(2)})
+    task.first_inputs({**microbatch(), "samples": torch.arange(B)})
 
 
 def test_smoothing_without_meaning_is_refused() -> None:

@@ -107,7 +107,7 @@ class TestDistillation(TaskSuite):
 
 
 class TestEmbedding(TaskSuite):
-    """Its second pass; the first one is tested with the loss."""
+    """Second pass of the task; the first one is tested with the loss."""
 
     target = "embedding"
     observes = ("contrastive_loss", "retrieval_hits")

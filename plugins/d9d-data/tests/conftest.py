@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from d9d_core.extend import DataContext
 from d9d_data.config import TextConfig
 from d9d_data.stream.text import TextStream, build_text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 WORDS = [
     "the",
@@ -26,6 +28,25 @@ WORDS = [
     "it",
     "all",
 ]
+#: Template of ChatML.
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's tokenizer of bytes and special tokens, and its template."""
+    directory = tmp_path_factory.mktemp("model")
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
 
 
 @pytest.fixture

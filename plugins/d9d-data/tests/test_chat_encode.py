@@ -163,7 +163,9 @@ def test_a_tokenizer_that_pads_and_truncates_does_neither() -> None:
 IDS, WEIGHTS = np.arange(6), np.array([False, False, True, True, False, True])
 
 
-@pytest.mark.parametrize(("policy", "expected"), [("end", [0, 1, 2, 3]), ("start", [2, 3, 4, 5]), ("drop", None)])
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("cut_end", [0, 1, 2, 3]), ("cut_start", [2, 3, 4, 5]), ("drop", None)]
+)
 def test_long_conversations_are_truncated_or_dropped(policy: Any, expected: list[int] | None) -> None:
     cut = truncate(IDS, WEIGHTS, 4, policy)
     if expected is None:
@@ -173,7 +175,7 @@ def test_long_conversations_are_truncated_or_dropped(policy: Any, expected: list
         assert (cut[0].tolist(), cut[1].tolist()) == (expected, WEIGHTS[expected].tolist())
 
 
-@pytest.mark.parametrize("policy", ["end", "start", "drop", "error"])
+@pytest.mark.parametrize("policy", ["cut_end", "cut_start", "drop", "error"])
 def test_conversations_that_fit_are_kept(policy: Any) -> None:
     cut = truncate(IDS, WEIGHTS, 6, policy)
     assert cut is not None

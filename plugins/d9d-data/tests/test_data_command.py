@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from d9d_core.extend import DataError
 from d9d_data.cli.commands import show
-from d9d_data.cli.samples import Sample, marked
+from d9d_data.cli.samples import Sample, marked, samples_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 PLUGIN = """
@@ -116,6 +117,12 @@ def test_labels_and_texts_of_a_sample_are_named(
 def test_a_dataset_without_text_is_refused(job: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the dataset 'mine' has no tokenizer, so its samples are no text"):
         show(job, count=1, plugin=[tmp_path / "plugin.py"], overrides=["data={name: mine}"])
+
+
+def test_samples_without_tokens_are_refused() -> None:
+    stream: Any = SimpleNamespace(facts={}, next_pack=lambda: [{"x": np.zeros(2)}])
+    with pytest.raises(DataError, match="samples have no tokens to show; they have x"):
+        next(samples_of(stream))
 
 
 def test_colours_and_lines_tell_learned_tokens_and_documents_apart(tokenizer: Tokenizer) -> None:

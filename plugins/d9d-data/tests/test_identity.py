@@ -10,10 +10,10 @@ from typing import Any
 import fsspec
 import pytest
 from d9d_core.extend import DataError
-from d9d_data.corpus import identity
+from d9d_data.corpus import cache, identity
 from d9d_data.sources import opening
 
-SAMPLE = identity.SAMPLE_BLOCK * identity.SAMPLE_BLOCKS
+SAMPLE = cache.SAMPLE_BLOCK * cache.SAMPLE_BLOCKS
 
 
 class Counter:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from d9d_core.extend import DataContext, DataError
 from d9d_data.mixture.config import MixtureConfig, MixturePart
 from d9d_data.mixture.merge import merge, with_lengths
@@ -20,6 +21,7 @@ from d9d_testing.suites.support.component import build_component
 from d9d_testing.toy.config import ToyDataConfig
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 WEIGHTS = st.lists(st.integers(1, 60), min_size=1, max_size=6)
@@ -50,6 +52,14 @@ def test_places_of_a_part_come_in_order_and_end_with_its_epochs(weights: list[in
             assert len(places) == 2 * (limits[part] or 0)
         elif limits[part] is not None:
             assert len(places) <= limits[part]
+
+
+def test_a_mistake_in_a_part_is_the_only_one() -> None:
+    with pytest.raises(ValidationError, match="greater than 0") as caught:
+        MixtureConfig.model_validate({"parts": [{"weight": -1, "data": ToyDataConfig()}]})
+    assert [error["loc"] for error in caught.value.errors()] == [("parts", 0, "weight")]
+    with pytest.raises(ValidationError, match="parts is empty; write a list"):
+        MixtureConfig(parts=())
 
 
 def test_where_a_part_ends_the_others_keep_their_proportions() -> None:
@@ -96,13 +106,20 @@ def write(directory: Path) -> None:
     )
     chats = [{"prompt": f"{n}?", "completion": "yes " * (n % 5 + 1)} for n in range(30)]
     (directory / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chats))
-    texts = [{"text": f"text {n} " + "word " * (n % 7)} for n in range(60)]
+    texts = [{"text": f"text {n} " + "word " * (n % 7), "label": "ab"[n % 2]} for n in range(60)]
+    words = [{"tokens": ["word"] * (1 + 3 * n), "labels": ["ab"[n % 2]] * (1 + 3 * n)} for n in range(12)]
+    (directory / "words.jsonl").write_text("".join(json.dumps(record) + "\n" for record in words))
     (directory / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in texts))
 
 
 def text(**fields: Any) -> dict[str, Any]:
     own = {"name": "text", "sources": ["data/texts.jsonl"], "field": "text", "sequence_length": 24}
     return {**own, "tokenizer": "data/tokenizer.json", **fields}
+
+
+def labelled(file: str, **fields: Any) -> dict[str, Any]:
+    own = {"name": "labelled", "sources": [f"data/{file}"], "tokenizer": "bytes", "sequence_length": 192}
+    return {**own, **fields}
 
 
 CHAT = {"name": "chat", "sources": ["data/chats.jsonl"], "sequence_length": 64, "tokenizer": "data"}
@@ -184,6 +201,16 @@ def test_an_epoch_has_every_sample_of_each_part_as_often_as_its_epochs_say(opene
     assert sorted(rows.values()) == sorted([*[2] * 60, *[1] * 30])
 
 
+def test_a_mixture_of_labelled_words_has_their_classes_and_labels_no_padding(opened: Any) -> None:
+    words = labelled("words.jsonl", per="word")
+    stream = opened({"data": words}, {"data": words})
+    (microbatch,) = stream.next_pack()
+    inside = torch.arange(microbatch["labels"].shape[1]) < microbatch["lengths"].unsqueeze(1)
+    assert not inside.all()
+    assert (microbatch["labels"][~inside] == -100).all()
+    assert (stream.facts["num_classes"], stream.facts["labels"]) == (2, ["a", "b"])
+
+
 def test_facts_are_those_in_common_and_those_of_each_part(opened: Any) -> None:
     facts = opened({"weight": 3, "data": text()}, {"epochs": 2, "data": CHAT}).facts
     assert (facts["vocab_size"], facts["sequence_length"]) == (258, 64)
@@ -204,6 +231,10 @@ def test_facts_are_those_in_common_and_those_of_each_part(opened: Any) -> None:
             r"data\.parts\[1\]\.data\.sequence_length: 9999 positions",
         ),
         ([{"data": text(workers=2)}], r"data\.parts\[0\]\.data\.workers: has no effect in a mixture; .* data\.workers"),
+        (
+            [{"data": labelled("texts.jsonl")}, {"data": labelled("texts.jsonl", labels=["b", "a"])}],
+            r"parts\[0\] has the classes a, b, and parts\[1\] has b, a; mix datasets that have the same",
+        ),
         ([{"data": {**CHAT, "bucket_window": 8}}], r"data\.parts\[0\]\.data\.bucket_window: has no effect"),
     ],
 )

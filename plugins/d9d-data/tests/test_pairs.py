@@ -117,6 +117,14 @@ def test_a_long_text_keeps_its_end_and_is_counted(stream: Open) -> None:
     assert any("cut 1 pairs to the 16 tokens of a sample" in note for note in notes)
 
 
-def test_no_tokenizer_is_trained_on_pairs() -> None:
-    with pytest.raises(ValidationError, match="none is trained on pairs"):
-        PairsConfig.model_validate({"sources": ["a.jsonl"], "sequence_length": 8, "tokenizer": {"bpe": 300}})
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tokenizer": {"bpe": 300}}, "none is trained on pairs"),
+        ({"query": "text", "positive": "text"}, "query and positive are both 'text'; name two fields"),
+        ({"negative": "other"}, "negative has no effect without negatives"),
+    ],
+)
+def test_fields_that_make_no_pairs_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        PairsConfig.model_validate({"sources": ["a.jsonl"], "sequence_length": 8, **fields})

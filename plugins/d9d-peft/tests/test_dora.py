@@ -71,7 +71,7 @@ def test_the_term_that_undoes_a_row_gives_no_nan() -> None:
 def test_banks_of_experts_and_adapters_without_magnitudes_are_refused() -> None:
     experts = pytest.importorskip("d9d_moe.experts.grouped_swiglu")
     bank = nn.ModuleDict({"experts": experts.GroupedSwiGLU(6, 4, 3, std=0.5, output_std=0.5), "q": nn.Linear(4, 4)})
-    with pytest.raises(BuildError, match="no layers match 'gate_proj'; there are: q"):
+    with pytest.raises(BuildError, match="no linear layers match 'gate_proj'; there are: q"):
         Dora(DoraConfig(r=2, targets=("gate_proj",))).inject(bank)
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 3.0, "use_rslora": False}
     method = Dora(DoraConfig(r=2, alpha=3))

@@ -262,7 +262,11 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
     """Most positions of each text, its end of text included; longer texts are cut, and counted."""
 
     @model_validator(mode="after")
-    def _no_tokenizer_to_train(self) -> Self:
+    def _fields_fit_each_other(self) -> Self:
+        if self.query == self.positive:
+            raise ValueError(f"query and positive are both '{self.query}'; name two fields")
+        if self.negative is not None and not self.negatives:
+            raise ValueError("negative has no effect without negatives; give their number too, such as negatives: 1")
         if isinstance(self.tokenizer, BpeTokenizer):
             raise ValueError("tokenizer: none is trained on pairs; use 'bytes' or a tokenizer.json")  # noqa: TRY004
         return self

@@ -92,6 +92,8 @@ def _line(line: Mapping[str, Any], document: Document, prefix: Location) -> str:
     if line["type"] == "missing":
         text = f"missing; add '{location[-1]}:' " + (f"under '{dotted(location[:-1])}'" if location[1:] else _TO_JOB)
     elif line["type"] not in ("unknown_field", "plugin", "not_named", "no_registry", "value_error"):
+        # Job files have lists, which configs read as tuples.
+        text = text.replace("a valid tuple", "a list").replace("Tuple should", "List should")
         text = f"{text[0].lower()}{text[1:]}, got {_short(repr(line['input']))}"
     label = f"{dotted(location)}: " if location else ""
     return f"{document.where(location)}: {label}{text}"

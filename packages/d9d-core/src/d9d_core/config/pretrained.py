@@ -94,8 +94,8 @@ def read_config_json(location: str) -> dict[str, Any]:
     except Exception as error:  # drivers of addresses raise whatever their client library raises
         reason = f"{type(error).__name__}: {error}" if "://" in location else getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout. A run that has "
-            "checkpoints goes on without it: run its job.yaml with model.pretrained set to null"
+            f"its config.json cannot be read ({reason}); give a directory in Hugging Face layout, or that of a run. "
+            "A run that has checkpoints goes on without it: run its job.yaml with model.pretrained set to null"
         ) from error
     try:
         values = parse_json(content)

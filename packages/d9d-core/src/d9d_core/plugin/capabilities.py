@@ -64,7 +64,7 @@ class Chosen:
         return self.entry.spec
 
     def family(self) -> Iterator[Chosen]:
-        """This record, and all that are inside of it, however deep."""
+        """Records of the component and of all inside of it, however deep."""
         yield self
         for inner, _ in self.inner:
             yield from inner.family()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.microbatch import check_fields
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -57,7 +58,12 @@ class CausalLM:
         return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of targets that are predicted, or the sum of their weights."""
+        """Number of targets that are predicted, or the sum of their weights.
+
+        Raises:
+            JobError: the dataset gives no targets.
+        """
+        check_fields(microbatch, self.config.name, "targets")
         predicted = microbatch["targets"] != IGNORE
         if "weights" in microbatch:
             return {_TERM: (microbatch["weights"] * predicted).sum(dtype=torch.float32)}

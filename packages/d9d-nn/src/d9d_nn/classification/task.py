@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.microbatch import check_fields
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -31,8 +32,9 @@ class Classification:
         config: config with the head's name.
     """
 
-    #: Kind of head that the task trains.
+    #: Kind of head that the task trains, and shape of the labels.
     kind = "classification"
+    label_shape: tuple[str, ...] = ("B",)
 
     def __init__(self, config: ClassificationConfig | TokenClassificationConfig) -> None:
         self.config = config
@@ -63,8 +65,19 @@ class Classification:
         return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Number of labels that are predicted."""
-        return {_TERM: (microbatch["labels"] != IGNORE).sum(dtype=torch.float32)}
+        """Number of labels that are predicted.
+
+        Raises:
+            JobError: the dataset gives no labels, or those of texts where the task reads those of tokens.
+        """
+        check_fields(microbatch, self.config.name, "labels")
+        labels = microbatch["labels"]
+        if labels.ndim != len(self.label_shape):
+            raise JobError(
+                f"data: task '{self.config.name}' reads labels [{', '.join(self.label_shape)}], and the dataset gives "
+                f"labels of shape {list(labels.shape)}; use a dataset for this task, or another task"
+            )
+        return {_TERM: (labels != IGNORE).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
@@ -100,3 +113,4 @@ class TokenClassification(Classification):
     """
 
     kind = "token_classification"
+    label_shape = ("B", "S")

@@ -6,7 +6,7 @@ Size under Memory Limited Setup"): a first one, without gradients, gives all emb
 with respect to each; the second one carries these gradients into the model. The result is that of one backward over the
 whole batch, with the memory of one microbatch, in every layout.
 
-Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Rows
+Shapes: B queries, N texts for each (the first belongs to it, others are negatives), S positions, D features. Row
 ``(1 + N) i`` of a microbatch is query i, its texts follow. A row of length zero is no text; its query does not count.
 """
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.loss import contrast
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.microbatch import check_fields
 
 _TERM = "contrastive"
 #: Tensors that the first pass adds to a microbatch.
@@ -63,8 +64,8 @@ class Embedding:
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of queries that, like their texts, have a token."""
-        there = _there(microbatch)
-        return {_TERM: (there[:, 0] & there[:, 1]).sum(dtype=torch.float32)}
+        present = _present(microbatch)
+        return {_TERM: (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
@@ -77,7 +78,18 @@ class Embedding:
         return FirstPass("model")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the first pass, which are those of the second."""
+        """Inputs of the first pass, which are those of the second.
+
+        Raises:
+            JobError: the dataset gives no queries with texts.
+        """
+        check_fields(microbatch, self.config.name, "samples")
+        rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
+        if rows < 2 * samples or rows % samples:
+            raise JobError(
+                f"data: task 'embedding' reads a query and its texts a sample, and the dataset gives {rows} rows for "
+                f"{samples} samples; use a dataset of queries with texts"
+            )
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
@@ -87,17 +99,17 @@ class Embedding:
             JobError: the model has no such output.
         """
         embedding = read_output(outputs, "embedding", self.config.head).detach()
-        there = _there(microbatch)
-        return {"embedding": embedding.view(*there.shape, embedding.shape[-1]), "there": there}
+        present = _present(microbatch)
+        return {"embedding": embedding.view(*present.shape, embedding.shape[-1]), "present": present}
 
     def complete(self, kept: Sequence[Mapping[str, Tensor]], ranks: DataRanks) -> Sequence[Mapping[str, Tensor]]:
         """Loss and hit of each query [B], and the gradient of each embedding [B (1 + N), D]. Collective over ranks."""
         sizes = [len(one["embedding"]) for one in kept]
         embeddings = torch.cat([one["embedding"] for one in kept])
-        there = torch.cat([one["there"] for one in kept])
+        present = torch.cat([one["present"] for one in kept])
         config = self.config
-        found = contrast(embeddings[:, 0], embeddings[:, 1:], ranks, config.temperature, config.symmetric, there)
-        gradient = torch.cat([found.queries.unsqueeze(1), found.texts], dim=1)
+        found = contrast(embeddings[:, 0], embeddings[:, 1:], ranks, config.temperature, config.symmetric, present)
+        gradient = torch.cat([found.query_gradient.unsqueeze(1), found.text_gradient], dim=1)
         parts = zip(*(torch.split(tensor, sizes) for tensor in (found.losses, found.hits, gradient)), strict=True)
         return [{_LOSS: loss, _HITS: hits, _GRADIENT: grad.flatten(0, 1)} for loss, hits, grad in parts]
 
@@ -108,15 +120,15 @@ class Embedding:
             JobError: the model has no such output.
         """
         embedding = read_output(outputs, "embedding", self.config.head)
-        carrier = (embedding * microbatch[_GRADIENT]).sum()
-        return {_TERM: microbatch[_LOSS].sum() + (carrier - carrier.detach())}
+        surrogate = (embedding * microbatch[_GRADIENT]).sum()
+        return {_TERM: microbatch[_LOSS].sum() + (surrogate - surrogate.detach())}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Loss of each query, and whether its own text is the most similar of all in the step, [B]."""
         return {"contrastive_loss": microbatch[_LOSS], "retrieval_hits": microbatch[_HITS]}
 
 
-def _there(microbatch: Microbatch) -> Tensor:
+def _present(microbatch: Microbatch) -> Tensor:
     """Whether a row has tokens, by sample: bool [B, 1 + N]."""
     samples, tokens = len(microbatch["samples"]), microbatch["tokens"]
     if "lengths" not in microbatch:

@@ -16,6 +16,7 @@ from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.microbatch import check_fields
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _SOFT, _HARD = "divergence", "cross_entropy"
@@ -90,7 +91,12 @@ class Distillation:
         return FirstPass("other", self.config.teacher, where="task.teacher")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the teacher, which are those of the model."""
+        """Inputs of the teacher, which are those of the model.
+
+        Raises:
+            JobError: the dataset gives no targets.
+        """
+        check_fields(microbatch, self.config.name, "targets")
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002

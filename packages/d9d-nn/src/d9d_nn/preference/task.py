@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.microbatch import check_fields
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.preference.config import DpoConfig
 
@@ -25,8 +26,8 @@ REFERENCE = "reference_logps"
 class Dpo:
     """Direct preference optimisation with one loss term, ``dpo``: the mean over the pairs.
 
-    Microbatches hold ``tokens`` and ``targets``, int64 [2B, S], and ``lengths`` int64 [2B]; they may hold ``positions``
-    and ``documents``, int64 [2B, S], and ``samples`` int64 [B]. The model's last stage returns ``token_loss`` float32
+    Microbatches hold ``tokens`` and ``targets``, int64 [2B, S], and ``samples`` int64 [B]; they may hold ``positions``
+    and ``documents``, int64 [2B, S], and ``lengths`` int64 [2B]. The model's last stage returns ``token_loss`` float32
     [2B, S]. A text's log-probability is the sum over its targets.
 
     Args:
@@ -72,7 +73,18 @@ class Dpo:
         return FirstPass("frozen" if reference == "auto" else reference, where="task.reference")
 
     def first_inputs(self, microbatch: Microbatch) -> StageInputs:
-        """Inputs of the reference model, which are those of the trained one."""
+        """Inputs of the reference model, which are those of the trained one.
+
+        Raises:
+            JobError: the dataset gives no pairs of texts with targets.
+        """
+        check_fields(microbatch, self.config.name, "targets", "samples")
+        rows, samples = len(microbatch["tokens"]), len(microbatch["samples"])
+        if rows != 2 * samples:
+            raise JobError(
+                f"data: task 'dpo' reads two texts a sample, and the dataset gives {rows} rows for {samples} samples; "
+                "use a dataset of preferred and rejected texts"
+            )
         return self.inputs(microbatch)
 
     def first_outputs(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:

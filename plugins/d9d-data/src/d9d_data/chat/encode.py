@@ -19,7 +19,8 @@ from d9d_data.chat.template import ChatTemplate, Span
 from d9d_data.tokenizer.base import Ids, TextTokenizer
 
 Loss = Literal["assistant", "last_turn", "all"]
-Policy = Literal["end", "start", "drop", "error"]
+#: Treatment of a text that is too long, as ``data.too_long`` names it.
+Policy = Literal["cut_end", "cut_start", "drop", "error"]
 Weights = npt.NDArray[np.bool_]
 W = TypeVar("W", bound=np.bool_ | np.float32)
 #: Characters that mark quoted special tokens; one that the conversation does not hold is taken.
@@ -194,8 +195,8 @@ def truncate(
         ids: ``[N]`` int64.
         weights: ``[N]``.
         length: most tokens, at least 1.
-        policy: what becomes of a longer conversation: it loses its ``end`` or its ``start``, it is left out
-            (``drop``), or it is an ``error``.
+        policy: treatment of a longer conversation: it loses its end (``cut_end``) or its beginning (``cut_start``), is
+            left out (``drop``), or is an ``error``.
         where: name of the record in messages.
 
     Returns:
@@ -211,9 +212,9 @@ def truncate(
     if policy == "error":
         raise DataError(
             f"{where} has {len(ids):,} tokens, more than the {length:,} of a sequence; use longer sequences, leave out "
-            "the record, or let long conversations be truncated or dropped"
+            "the record, or set data.too_long to cut_end, cut_start or drop"
         )
-    kept = slice(length) if policy == "end" else slice(len(ids) - length, None)
+    kept = slice(length) if policy == "cut_end" else slice(len(ids) - length, None)
     return ids[kept], weights[kept]
 
 

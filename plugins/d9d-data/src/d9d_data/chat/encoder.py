@@ -17,9 +17,6 @@ from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
 from d9d_data.tokenizer.base import TextTokenizer
 
-#: Policies of a job file for conversations that are too long, as :func:`~d9d_data.chat.encode.truncate` calls them.
-POLICIES: dict[str, Policy] = {"cut_end": "end", "cut_start": "start", "drop": "drop", "error": "error"}
-
 
 class ChatEncoder:
     """Encoder of conversations: rendered by a template, with weight on what the assistant writes.
@@ -32,20 +29,20 @@ class ChatEncoder:
         template: of the model.
         loss: which tokens are learned.
         longest: most tokens of a sample.
-        too_long: what becomes of longer conversations: ``cut_end``, ``cut_start``, ``drop`` or ``error``.
+        too_long: treatment of longer conversations.
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_, "scales": np.float32}
 
     def __init__(
-        self, tokenizer: TextTokenizer, template: ChatTemplate, loss: Loss, longest: int, too_long: str
+        self, tokenizer: TextTokenizer, template: ChatTemplate, loss: Loss, longest: int, too_long: Policy
     ) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer = ChatTokenizer.of(tokenizer)
         self._template = template
         self._loss = loss
         self._longest = longest
-        self._policy = POLICIES[too_long]
+        self._too_long = too_long
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
@@ -69,7 +66,7 @@ class ChatEncoder:
         where = str(record.place)
         conversation = read_conversation(record.values, where)
         whole = encode_weighted(conversation, self._template, self._tokenizer, self._loss)
-        kept = truncate(*whole, self._longest, self._policy, where)
+        kept = truncate(*whole, self._longest, self._too_long, where)
         if kept is None or not is_trainable(kept[1]):
             return None
         ids, weights = kept

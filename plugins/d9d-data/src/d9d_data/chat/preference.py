@@ -17,8 +17,7 @@ import numpy.typing as npt
 from d9d_core.extend import DataError
 
 from d9d_data.chat.conversation import join_conversation
-from d9d_data.chat.encode import ChatTokenizer, Weights, encode, encode_prompt, is_trainable, truncate
-from d9d_data.chat.encoder import POLICIES
+from d9d_data.chat.encode import ChatTokenizer, Policy, Weights, encode, encode_prompt, is_trainable, truncate
 from d9d_data.chat.template import ChatTemplate
 from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
 from d9d_data.sources.document import Piece
@@ -115,18 +114,18 @@ class PreferenceEncoder:
         tokenizer: of the model.
         template: of the model; ``None`` if it has none, and then only strings can be encoded.
         longest: most tokens of a text.
-        too_long: what becomes of longer texts: ``cut_end``, ``cut_start``, or of their pair: ``drop``, ``error``.
+        too_long: treatment of longer texts (``cut_end``, ``cut_start``), or of their pair (``drop``, ``error``).
     """
 
     columns: Mapping[str, npt.DTypeLike] = {"weights": np.bool_}
 
-    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, longest: int, too_long: str) -> None:
+    def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate | None, longest: int, too_long: Policy) -> None:
         self.vocab_size = tokenizer.vocab_size
         self._texts = tokenizer
         self._tokenizer = ChatTokenizer.of(tokenizer)
         self._template = template
         self._longest = longest
-        self._policy = POLICIES[too_long]
+        self._too_long = too_long
 
     @classmethod
     def load(cls, tokenizer: TextTokenizer, file: Path | None, settings: dict[str, Any]) -> Self:
@@ -156,7 +155,7 @@ class PreferenceEncoder:
                 raise DataError(
                     f"{where}: {name} adds no token to the prompt; give a completion, or leave the pair out"
                 )
-            kept = truncate(ids, np.arange(len(ids)) >= begin, self._longest, self._policy, f"{where}: {name}")
+            kept = truncate(ids, np.arange(len(ids)) >= begin, self._longest, self._too_long, f"{where}: {name}")
             if kept is None:
                 return None
             if not is_trainable(kept[1]):

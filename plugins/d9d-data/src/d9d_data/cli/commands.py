@@ -62,11 +62,11 @@ def show(
 
 
 def _title(number: int, sample: Sample) -> str:
-    found = None if sample.targets is None else sample.targets >= 0
-    found = sample.marks if found is None else found
-    learned = (
-        "" if found is None else f", {int(found.sum()):,} {'learned' if sample.targets is not None else 'labelled'}"
-    )
+    learned = ""
+    if sample.targets is not None:
+        learned = f", {int((sample.targets >= 0).sum()):,} learned"
+    elif sample.marks is not None:
+        learned = f", {int(sample.marks.sum()):,} labelled"
     label = f", label {sample.label}" if sample.label else ""
     documents = int(sample.documents[-1]) + 1
     several = f", {documents} documents" if documents > 1 else ""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import tokenizers
-from d9d_core.extend import DataStream
+from d9d_core.extend import DataError, DataStream
 from rich.text import Text
 
 from d9d_data.tokenizer.base import TOKENIZER_FILE
@@ -48,11 +48,17 @@ def names_of_texts(stream: DataStream) -> list[str]:
 
 
 def samples_of(stream: DataStream) -> Iterator[Sample]:
-    """Samples of a stream, pack by pack, without end; of one with several texts, its texts."""
+    """Samples of a stream, pack by pack, without end; of one with several texts, its texts.
+
+    Raises:
+        DataError: the stream gives no tokens, or fails.
+    """
     texts = names_of_texts(stream)
     while True:
         for microbatch in stream.next_pack():
             rows: dict[str, Any] = {name: np.asarray(tensor) for name, tensor in microbatch.items()}
+            if "tokens" not in rows:
+                raise DataError(f"data: samples have no tokens to show; they have {', '.join(rows)}")
             count, length = rows["tokens"].shape
             lengths = rows.get("lengths", np.full(count, length))
             documents = rows.get("documents", np.zeros((count, length), dtype=np.int64))

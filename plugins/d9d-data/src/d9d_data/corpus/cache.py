@@ -177,6 +177,11 @@ def _sweep(root: Path) -> None:
             continue  # its owner finished just now
 
 
+def sample_begins(size: int) -> list[int]:
+    """First byte of each block of the sample of a file of ``size`` bytes that is larger than the sample."""
+    return [(size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
+
+
 def _sample(path: Path) -> str:
     """SHA-256 of a sample of a file: of all of it, if it is no larger than that."""
     size, digest = path.stat().st_size, hashlib.sha256()
@@ -184,8 +189,8 @@ def _sample(path: Path) -> str:
         if size <= SAMPLE_BLOCK * SAMPLE_BLOCKS:
             digest.update(file.read())
             return digest.hexdigest()
-        for number in range(SAMPLE_BLOCKS):
-            file.seek((size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1))
+        for begin in sample_begins(size):
+            file.seek(begin)
             digest.update(file.read(SAMPLE_BLOCK))
     return digest.hexdigest()
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from d9d_data.config import ModelTextConfig, PreparedConfig, TokenizedConfig
+from d9d_data.corpus.cache import SAMPLE_BLOCK, SAMPLE_BLOCKS, sample_begins
 from d9d_data.corpus.encoding import encoding_of, tokenizer_of
 from d9d_data.sources.document import Piece, topics_digest
 from d9d_data.sources.opening import FileStat, SourceFile, open_stored, read_blocks, stat_file
@@ -22,9 +23,6 @@ from d9d_data.tokenizer.select import tokenizer_identity
 FORMAT = 4
 #: Bytes of the largest corpus that is hashed as a whole although its config asks for samples.
 SMALL_CORPUS = 1 << 26
-#: Bytes of a block of a sample, and how many blocks it has: the first, the last, and others at equal distances.
-SAMPLE_BLOCK = 1 << 14
-SAMPLE_BLOCKS = 6
 _READ = 1 << 20  # bytes
 
 
@@ -94,8 +92,7 @@ def _whole(address: str) -> str:
 
 
 def _sample(address: str, size: int) -> str:
-    begins = [(size - SAMPLE_BLOCK) * number // (SAMPLE_BLOCKS - 1) for number in range(SAMPLE_BLOCKS)]
     digest = hashlib.sha256()
-    for block in read_blocks(address, begins, SAMPLE_BLOCK):
+    for block in read_blocks(address, sample_begins(size), SAMPLE_BLOCK):
         digest.update(block)
     return digest.hexdigest()

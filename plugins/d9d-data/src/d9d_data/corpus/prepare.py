@@ -105,11 +105,6 @@ class Corpus:
         """Positions that documents [D] take: one less than tokens where the last is a target only."""
         return self.starts[documents + 1] - self.starts[documents] - int(self.encoding.targets)
 
-    @property
-    def end_of_text(self) -> int:
-        """Token id that ends every document."""
-        return int(self.tokens[-1])
-
     def __reduce__(self) -> tuple[Callable[..., Corpus], tuple[object, ...]]:
         """Let another process map the files anew; by default it would get a copy of all that they hold."""
         values = [getattr(self, field.name) for field in fields(self)]

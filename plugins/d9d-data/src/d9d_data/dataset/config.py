@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Any, Literal
 
 from d9d_core.extend import PluginConfig
-from pydantic import Field
+from pydantic import Field, field_validator
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 class DatasetConfig(PluginConfig):
@@ -13,7 +16,7 @@ class DatasetConfig(PluginConfig):
 
     name: Literal["dataset"] = "dataset"
     """Selects the plugin."""
-    build: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$")]
+    build: str
     """Function ``package.module:function`` that returns the dataset; its items map names to numbers, lists of numbers,
     arrays or tensors."""
     arguments: dict[str, Any] = {}
@@ -32,3 +35,10 @@ class DatasetConfig(PluginConfig):
     what the dataset's ``sort_key(index)`` returns, else the length of the first field in ``padding``."""
     workers: int = Field(default=0, ge=0)
     """Processes that build packs ahead, each with a dataset of its own; 0 builds packs where they are asked for."""
+
+    @field_validator("build")
+    @classmethod
+    def _names_a_function(cls, build: str) -> str:
+        if not _FUNCTION.fullmatch(build):
+            raise ValueError(f"'{build[:80]}' names no function; write package.module:function")
+        return build

@@ -136,7 +136,7 @@ class Items:
         return {str(name): _array(value, f"{where}: field '{name}'") for name, value in item.items()}
 
     def _asked(self, read: Callable[[], Any], what: str) -> Any:
-        """What the user's dataset answers."""
+        """Answer of the user's dataset, or an error that names its function."""
         try:
             return read()
         except FOREIGN_FAILURES as failure:

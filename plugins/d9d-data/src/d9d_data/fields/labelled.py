@@ -17,7 +17,7 @@ from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
 from d9d_data.fields.label_table import NO_LABEL, LabelTable
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
-from d9d_data.sources.records import value_of
+from d9d_data.sources.records import field_of, value_of
 from d9d_data.tokenizer.base import TextTokenizer
 
 #: Fields of the labels of words in published data sets, unless a config names one.
@@ -103,7 +103,7 @@ class LabelledEncoder:
                 shown = "empty" if isinstance(word, str) else f"a {type(word).__name__}"
                 raise DataError(f"{where}: {self._field}[{number}] is {shown}; give a text")
         choices = _OF_WORDS if self._label is None else (self._label,)
-        field = next((name for name in choices if value_of(record, name) is not None), choices[0])
+        field = field_of(record, choices)
         values = value_of(record, field)
         if not isinstance(values, list):
             raise _without(record, "list of labels", field)

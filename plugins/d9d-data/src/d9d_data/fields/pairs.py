@@ -13,7 +13,7 @@ from d9d_core.extend import DataError
 from d9d_data.corpus.encoder import Encoded, Sample, encode_samples
 from d9d_data.sources.document import Piece
 from d9d_data.sources.place import Record, Reject
-from d9d_data.sources.records import value_of
+from d9d_data.sources.records import field_of, value_of
 from d9d_data.tokenizer.base import TextTokenizer
 
 #: Fields of negatives, unless a config names one.
@@ -89,7 +89,7 @@ class PairsEncoder:
     def _negatives_of(self, record: Record) -> dict[str, Any]:
         """Negatives by what messages call them."""
         choices = _NEGATIVES if self._negative is None else (self._negative,)
-        field = next((name for name in choices if value_of(record, name) is not None), choices[0])
+        field = field_of(record, choices)
         found = value_of(record, field)
         if not isinstance(found, list):
             found = [] if found is None else [found]

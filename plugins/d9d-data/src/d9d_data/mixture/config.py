@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from d9d_core.extend import Named, PluginConfig, Section
-from pydantic import Field
+from pydantic import Field, model_validator
 
 
 class MixturePart(Section):
@@ -24,7 +24,14 @@ class MixtureConfig(PluginConfig):
 
     name: Literal["mixture"] = "mixture"
     """Selects the plugin."""
-    parts: tuple[MixturePart, ...] = Field(min_length=1)
+    parts: tuple[MixturePart, ...]
     """Datasets with their weights."""
     workers: int = Field(default=0, ge=0)
     """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
+
+    @model_validator(mode="after")
+    def _something_is_mixed(self) -> Self:
+        # A length in the field's type would also count parts that have mistakes of their own as absent.
+        if not self.parts:
+            raise ValueError("parts is empty; write a list such as [{weight: 3, data: {name: text, ...}}]")
+        return self

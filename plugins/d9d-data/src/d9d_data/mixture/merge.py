@@ -20,12 +20,12 @@ LENGTHS = "lengths"
 def merge(samples: Sequence[Sample], fill: Mapping[str, float] | None = None) -> Sample:
     """Merge samples into a microbatch, each tensor padded to the longest there.
 
-    Padding follows a sample as another document, with positions of its own and without targets; where the sample ends
-    in padding already, that goes on.
+    Padding follows a sample as another document, with positions of its own and without targets or labels; where the
+    sample ends in padding already, that goes on.
 
     Args:
         samples: arrays [1, ...] by name, the same names in all; more rows where a sample has several texts.
-        fill: value that pads each array; 0 by default, and -100 in ``targets``.
+        fill: value that pads each array; 0 by default, and -100 in ``targets`` and ``labels``.
 
     Returns:
         Arrays [B, S, ...], or [B] where they have one dimension.
@@ -62,5 +62,5 @@ def _fill(name: str, sample: Sample, longest: int, fill: Mapping[str, float]) ->
     if name == "documents":
         last = array[:, -1:] + (ends == length)[:, None]
         return np.repeat(last, longest - length, axis=1)
-    value = fill.get(name, NO_TARGET if name == "targets" else 0)
+    value = fill.get(name, NO_TARGET if name in ("targets", "labels") else 0)
     return np.full((rows, longest - length, *array.shape[2:]), value, dtype=array.dtype)

@@ -128,7 +128,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     whole = _reduced([int(weight * common) for weight in exact])
     if sum(whole) > MAX_PERIOD:
         raise DataError(
-            f"data.parts: the weights {', '.join(f'{weight:g}' for weight in weights)} are in proportion only after "
+            f"data.parts: the weights {', '.join(map(str, weights))} are in proportion only after "
             f"{sum(whole):,} samples, and at most {MAX_PERIOD:,} can be planned; round them"
         )
     return whole

@@ -23,7 +23,13 @@ from d9d_data.stream.reader import Arrays, PackSource
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
 #: Fields of parts that would change nothing: a mixture forms the packs, in its own processes.
-_UNUSED = {"workers": "data.workers", "bucket_window": "nothing, since packs are formed of all parts"}
+_UNUSED: Mapping[str, str] = {
+    "workers": "data.workers",
+    "bucket_window": "nothing, since packs are formed of all parts",
+}
+
+#: Facts that all parts have alike, and their names in messages.
+_EQUAL = {"labels": "classes", "texts": "texts"}
 
 
 def build_mixture(
@@ -77,6 +83,7 @@ class MixtureStream(PackStream):
         source = MixturePacks(tuple(sources), self._order, layout, lengths, offsets, _fill(config.parts))
         _check_alike([source.completed(first, 0) for first in firsts], config.parts)
         self._check_tokenizers()
+        self._check_facts()
         fingerprints = [stream.state()["fingerprint"] for stream in streams]
         identity = f"mixture {[(p.weight, p.epochs, f) for p, f in zip(config.parts, fingerprints, strict=True)]}"
         needs = "the order, weight and epochs of the parts, and all that the samples of each part depend on,"
@@ -84,7 +91,7 @@ class MixtureStream(PackStream):
 
     @property
     def facts(self) -> State:
-        """What the parts have in common, and under ``parts`` the facts of each.
+        """Facts that the parts have in common, and under ``parts`` those of each.
 
         ``samples`` is there if all parts have an end.
         """
@@ -92,9 +99,12 @@ class MixtureStream(PackStream):
         common: dict[str, Any] = {}
         if lengths := [facts["sequence_length"] for facts in all_facts if "sequence_length" in facts]:
             common["sequence_length"] = max(lengths)
-        for name in ("vocab_size", "tokenizer"):
+        for name in ("vocab_size", "num_classes"):
             if values := [facts[name] for facts in all_facts if name in facts]:
-                common[name] = max(values) if name == "vocab_size" else values[0]
+                common[name] = max(values)
+        for name in ("tokenizer", "texts_per_sample", *_EQUAL):
+            if values := [facts[name] for facts in all_facts if name in facts]:
+                common[name] = values[0]
         if self._order.samples is not None:
             common["samples"] = self._order.samples
         parts = [
@@ -135,6 +145,17 @@ class MixtureStream(PackStream):
                     f"data.parts: parts[{first}] and parts[{index}] have different tokenizers, so the same token would "
                     "mean two things; give both the same 'tokenizer', such as the path of a tokenizer.json"
                 )
+
+    def _check_facts(self) -> None:
+        """Compare the names of classes and of texts: equal numbers, or rows, have to mean the same in all parts."""
+        for name, what in _EQUAL.items():
+            found = {index: stream.facts.get(name) for index, stream in enumerate(self._streams)}
+            for index, values in found.items():
+                if values != found[0]:
+                    raise DataError(
+                        f"data.parts: parts[0] has the {what} {_listed(found[0])}, and parts[{index}] has "
+                        f"{_listed(values)}; mix datasets that have the same"
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +254,10 @@ def _limit(part: MixturePart, facts: State, index: int) -> int | None:
             "remove epochs"
         )
     return math.ceil(Fraction(str(part.epochs)) * samples)
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values)) if values else "none with names"
 
 
 def _check_alike(samples: Sequence[Sample], parts: Sequence[MixturePart]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,11 @@ def value_of(record: Record, field: str) -> Any:
             return None
         value = value.get(name)
     return value
+
+
+def field_of(record: Record, fields: Sequence[str]) -> str:
+    """Field of a record: the first of ``fields`` that has a value, else the first of them."""
+    return next((field for field in fields if value_of(record, field) is not None), fields[0])
 
 
 def _column_of(file: SourceFile, field: str | None) -> str | None:

@@ -64,7 +64,7 @@ class PackStream:
         self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def next_pack(self) -> Pack:
-        """Microbatches of this rank in the next step: CPU tensors by the names of language modelling.
+        """Microbatches of this rank in the next step: CPU tensors by name.
 
         Raises:
             DataError: a worker process failed.

@@ -114,7 +114,7 @@ class Lora:
         return modules
 
     def _targets(self, sites: Mapping[str, Site]) -> list[str]:
-        config, what = self._config, "layers"
+        config, what = self._config, "layers" if self.how is AdaptedLinear else "linear layers"
         if not sites:
             raise BuildError("peft.targets: the model has no layers that can have a term")
         select(sites, [one for one in config.targets if one != ALL_LINEAR], "peft.targets", what)
