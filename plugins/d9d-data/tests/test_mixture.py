@@ -201,6 +201,16 @@ def test_an_epoch_has_every_sample_of_each_part_as_often_as_its_epochs_say(opene
     assert sorted(rows.values()) == sorted([*[2] * 60, *[1] * 30])
 
 
+def test_weights_of_messages_are_one_elsewhere(opened: Any) -> None:
+    said = {"role": "assistant", "content": "yes", "weight": 0.5}
+    record = json.dumps({"messages": [{"role": "user", "content": "?"}, said]}) + "\n"
+    Path("data/weighted.jsonl").write_text(record * 8)
+    stream = opened({"data": text()}, {"data": {**CHAT, "sources": ["data/weighted.jsonl"]}})
+    (microbatch,) = stream.next_pack()
+    assert set(microbatch["weights"].unique().tolist()) == {0.0, 0.5, 1.0}
+    assert torch.equal(microbatch["weights"] > 0, microbatch["targets"] >= 0)
+
+
 def test_a_mixture_of_labelled_words_has_their_classes_and_labels_no_padding(opened: Any) -> None:
     words = labelled("words.jsonl", per="word")
     stream = opened({"data": words}, {"data": words})

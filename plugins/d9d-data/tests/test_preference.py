@@ -150,7 +150,7 @@ def test_what_is_no_pair_is_refused_with_its_place_or_skipped(
     notes: list[str] = []
     reader = stream(good, record, malformed="skip", notes=notes)
     assert (reader.facts["samples"], reader.facts["skipped"]) == (1, 1)
-    assert any(note.startswith("left out 1 malformed documents; the first: ") for note in notes)
+    assert any(note.startswith("left out 1 malformed pairs; the first: ") for note in notes)
 
 
 def test_long_texts_are_cut_or_their_pair_is_left_out(model: Path, stream: Open) -> None:

@@ -50,7 +50,7 @@ class Corpus:
         unigram_entropy: nats per token of the train split's token frequencies: the loss of knowing only those.
         digest: identifies tokens and boundaries.
         assets: directory with the tokenizer's files; ``None`` if they are the model's own, which an export has anyway.
-        skipped: malformed documents that both splits together lack.
+        skipped: malformed records that both splits together lack.
         weights: bool [N], whether tokens are learned, memory-mapped; ``None`` if all are.
         learned: how many are, if there are weights.
         dropped: records that both splits lack because they are too long, or have nothing left to learn.
@@ -195,7 +195,7 @@ def prepare(config: C, cache_dir: Path, note: Callable[[str], None]) -> Corpus:
                     "data.sources: a file changed while it was being read; start again when all are in place"
                 )
             if facts["skipped"]:
-                note(f"left out {facts['skipped']:,} malformed documents; the first: {facts['first_skipped']}")
+                note(f"left out {facts['skipped']:,} malformed {encoding.plural}; the first: {facts['first_skipped']}")
             if facts["cut"]:
                 note(f"cut {facts['cut']:,} {encoding.plural} to the {config.sequence_length:,} tokens of a sample")
             if facts["dropped"]:

@@ -45,7 +45,7 @@ class FinishedShard:
 
 
 class Skips:
-    """Counter of the malformed documents that are left out, which keeps what is wrong with the first."""
+    """Counter of the malformed records that are left out, which keeps what is wrong with the first."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -69,7 +69,7 @@ def write_shard(
     Args:
         encoder: makes the tokens.
         shard: what to read.
-        malformed: what to do with malformed documents.
+        malformed: what to do with malformed records.
         work: directory of the shards' directories.
         advance: told about how many bytes were read since the last call.
 

@@ -53,7 +53,7 @@ def tokenise(config: PreparedConfig, shards: Sequence[Shard], work: Path, direct
 
     Returns:
         The facts: ``vocab_size``, ``tokenizer`` in words, ``unigram_entropy`` of the train split in nats per token,
-        ``skipped`` malformed documents and what is wrong with the first of them.
+        ``skipped`` malformed records and what is wrong with the first of them.
 
     Raises:
         DataError: a file cannot be read, the tokenizer is none, there is no text, or no document is set aside.

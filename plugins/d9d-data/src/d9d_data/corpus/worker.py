@@ -41,7 +41,7 @@ class Setup:
         tokenizer: ``bytes``, a path, or the size of the vocabulary that was trained.
         end_of_text: the token that ends documents, if the config names one.
         tokenizer_directory: where a trained tokenizer was saved.
-        malformed: what to do with malformed documents.
+        malformed: what to do with malformed records.
         work: directory of the shards' directories.
         encoder: name of the encoder, see :data:`~d9d_data.corpus.encoding.ENCODERS`.
         settings: of the encoder.

@@ -46,7 +46,8 @@ class LabelTable:
         """
         if isinstance(value, float) and value.is_integer():  # columns of numbers with gaps are read as such
             value = int(value)
-        if isinstance(value, bool):
+        numeric = isinstance(value, str) and value not in self._ids and _NUMBER.fullmatch(value)
+        if isinstance(value, bool) or (numeric and self._listed is not None):  # CSV files have numbers as texts
             value = int(value)
         if not isinstance(value, str | int) or value == "":
             shown = "empty" if value is None or value == "" else f"a {type(value).__name__}"

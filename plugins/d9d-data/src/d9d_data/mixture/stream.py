@@ -19,6 +19,7 @@ from d9d_data.mixture.merge import LENGTHS, Sample, merge, with_lengths
 from d9d_data.mixture.order import MixtureOrder
 from d9d_data.order.layout import Layout
 from d9d_data.stream.base import PackStream
+from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays, PackSource
 from d9d_data.tokenizer.base import TOKENIZER_FILE
 
@@ -79,8 +80,9 @@ class MixtureStream(PackStream):
         firsts = [source.pack_at(0)[0] for source in sources]
         uneven = len({first["tokens"].shape[1:] for first in firsts if "tokens" in first}) > 1
         lengths = uneven or any(LENGTHS in first for first in firsts)
+        weighted = any("weights" in first for first in firsts)
         offsets = tuple(sum(samples[:index]) for index in range(len(samples)))
-        source = MixturePacks(tuple(sources), self._order, layout, lengths, offsets, _fill(config.parts))
+        source = MixturePacks(tuple(sources), self._order, layout, lengths, weighted, offsets, _fill(config.parts))
         _check_alike([source.completed(first, 0) for first in firsts], config.parts)
         self._check_tokenizers()
         self._check_facts()
@@ -167,6 +169,7 @@ class MixturePacks:
         order: assigns samples to parts.
         layout: of the packs.
         lengths: whether microbatches say how long their samples are.
+        weighted: whether microbatches have weights of targets; those of parts without are 1.
         fill: values that pad, where the parts say so.
         offsets: what is added to the numbers of each part's samples, if these have numbers, so that all differ.
     """
@@ -175,6 +178,7 @@ class MixturePacks:
     order: MixtureOrder
     layout: Layout
     lengths: bool
+    weighted: bool
     offsets: tuple[int, ...]
     fill: Mapping[str, float]
 
@@ -191,6 +195,8 @@ class MixturePacks:
         """Sample of a part as the mixture gives it."""
         if self.lengths and "tokens" in sample:
             sample = with_lengths(sample)
+        if self.weighted and "targets" in sample and "weights" not in sample:
+            sample = {**sample, "weights": (sample["targets"] != NO_TARGET).astype(np.float32)}
         return {**sample, "samples": sample["samples"] + self.offsets[part]} if "samples" in sample else sample
 
     def _sample(self, number: int) -> Sample:

@@ -47,7 +47,7 @@ def texts_of(piece: Piece, reject: Reject = refuse) -> Iterator[str]:
 
     Args:
         piece: the part.
-        reject: told of malformed documents.
+        reject: told of malformed records.
 
     Raises:
         DataError: the file cannot be read, or has no such field.
