@@ -35,6 +35,7 @@ def test_the_exported_model_gives_the_same_logits_in_transformers(
     text = "the quick brown fox jumps over the lazy dog"
     tokens = torch.tensor([reader(text)["input_ids"]])
     assert reader.decode(tokens[0]) == text
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == reader.eos_token_id
     stage = trainer.stage.eval()
     with torch.no_grad():
         ours = stage(tokens=tokens, positions=torch.arange(tokens.shape[1])[None])["logits"]

@@ -57,7 +57,7 @@ def exporter(
     assert spec.hugging_face is not None  # check_parts made sure
     layout = spec.hugging_face.load()()
     config = {**layout.config_json(job.model, job.precision.parameters), **published.fields}
-    config |= _names_of_classes(config, stream.facts)
+    config |= _names_of_classes(config, stream.facts) | _end_of_text(config, stream.facts)
 
     def write_model(directory: Path, card: ModelCard) -> None:
         with merged(assembly.peft, assembly.full_model):
@@ -94,6 +94,12 @@ def exporter(
                 ) from error
 
     return export
+
+
+def _end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:
+    """Field of ``config.json`` for the token with which texts end, if the model had none before."""
+    end = facts.get("eos_token_id")
+    return {"eos_token_id": end} if isinstance(end, int) and config.get("eos_token_id") is None else {}
 
 
 def _names_of_classes(config: Mapping[str, Any], facts: State) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from d9d_data.stream.reader import PackReader, PackSource
 
 
 def facts_of(corpus: Corpus) -> State:
-    """Facts of a split: sizes, and the entropy (nats per token) of the train split, or how much is learned.
+    """Facts of a split: sizes, and how much is learned.
 
-    ``skipped`` counts malformed records, and ``dropped`` those that were left out for their length, of both splits.
+    Texts have the token that ends them, too, and the entropy (nats per token) of the train split. ``skipped``
+    counts malformed records, and ``dropped`` those that were left out for their length, of both splits.
     """
     facts: dict[str, Any] = {
         "vocab_size": corpus.vocab_size,
@@ -33,7 +34,8 @@ def facts_of(corpus: Corpus) -> State:
     if not corpus.encoding.targets:
         return facts
     if corpus.weights is None:
-        return {**facts, "unigram_entropy": corpus.unigram_entropy}
+        end = int(corpus.tokens[-1])  # of the last document
+        return {**facts, "eos_token_id": end, "unigram_entropy": corpus.unigram_entropy}
     dropped = {"dropped": corpus.dropped} if corpus.dropped else {}
     return {**facts, "learned_tokens": corpus.learned, **dropped}
 
