@@ -26,6 +26,7 @@ from d9d_core.plugin import Registry
 from d9d_engine.api import Job, Trainer
 from d9d_weights import map_tensors, model_tensors
 from random_tokens import Synthetic
+from timing import timed
 from torch import nn
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_peft.plugin", "d9d_qwen3.plugin")
@@ -107,21 +108,6 @@ def their_step(trainer: Trainer, options: argparse.Namespace, device: torch.devi
         return loss.detach()
 
     return step
-
-
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def timed(run: Callable[[], Any], steps: int) -> float:
-    """Seconds per step."""
-    _synchronise()
-    start = time.perf_counter()
-    for _ in range(steps):
-        run()
-    _synchronise()
-    return (time.perf_counter() - start) / steps
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from d9d_core.plugin import Registry
 from d9d_engine.api import Job, Trainer
 from d9d_weights import map_tensors, model_tensors
 from random_tokens import Synthetic
+from timing import synchronise, timed
 from torch import nn
 
 MODULES = ("d9d_nn.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin", "d9d_qwen3.plugin")
@@ -104,24 +105,9 @@ def transformers_step(trainer: Trainer, config: Any, device: torch.device) -> Ca
     return step
 
 
-def _synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def timed(run: Callable[[], Any], steps: int) -> float:
-    """Seconds per step."""
-    _synchronise()
-    start = time.perf_counter()
-    for _ in range(steps):
-        run()
-    _synchronise()
-    return (time.perf_counter() - start) / steps
-
-
 def check_no_waits(run: Callable[[], Any]) -> str:
     """Run with every wait of the host for the device made an error."""
-    _synchronise()
+    synchronise()
     torch.cuda.set_sync_debug_mode("error")
     run()
     torch.cuda.set_sync_debug_mode("default")
@@ -133,7 +119,7 @@ def where_time_goes(run: Callable[[], Any], trace: Path | None) -> dict[str, Any
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
-        _synchronise()
+        synchronise()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profile.export_chrome_trace(file.name)
         text = Path(file.name).read_text()
