@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -11,6 +13,7 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
@@ -66,56 +69,21 @@ class ProgressBar:
         self._progress.stop()
 
 
-class SampleBar:
-    """Progress bar of samples, on standard error if it is a terminal; else nothing.
+class _CountBar:
+    """Progress bar of things that are counted, on a terminal's standard error; else nothing. Any thread may add.
 
     Args:
         what: in a word.
-        total: samples.
+        total: how many.
         shown: false for all but one of several processes.
+        columns: what is shown between the bar and the time that remains.
     """
 
-    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+    def __init__(self, what: str, total: int, shown: bool, columns: Sequence[ProgressColumn]) -> None:
         self._progress = Progress(
             TextColumn(what),
             BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
-        )
-        self._task = self._progress.add_task(what, total=total)
-
-    def add(self, count: int) -> None:
-        """Add samples that are done."""
-        self._progress.advance(self._task, count)
-
-    def __enter__(self) -> SampleBar:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-
-class ByteBar:
-    """Progress bar of the bytes of a long transfer, on a terminal's standard error; else nothing. Any thread may add.
-
-    Args:
-        what: in a word.
-        total: bytes.
-        shown: false for all but one of several processes.
-    """
-
-    def __init__(self, what: str, total: int, shown: bool = True) -> None:
-        self._progress = Progress(
-            TextColumn(what),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            *columns,
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
@@ -125,14 +93,14 @@ class ByteBar:
 
     @property
     def done(self) -> int:
-        """Bytes done so far."""
+        """Number of those that are done."""
         return int(self._progress.tasks[0].completed)
 
     def add(self, count: int) -> None:
-        """Add bytes that are done."""
+        """Add some that are done."""
         self._progress.advance(self._task, count)
 
-    def __enter__(self) -> ByteBar:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -140,3 +108,17 @@ class ByteBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+
+class SampleBar(_CountBar):
+    """Progress bar of samples; see :class:`_CountBar`."""
+
+    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+        super().__init__(what, total, shown, [MofNCompleteColumn()])
+
+
+class ByteBar(_CountBar):
+    """Progress bar of the bytes of a long transfer; see :class:`_CountBar`."""
+
+    def __init__(self, what: str, total: int, shown: bool = True) -> None:
+        super().__init__(what, total, shown, [DownloadColumn(binary_units=True), TransferSpeedColumn()])
