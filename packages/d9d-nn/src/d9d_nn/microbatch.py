@@ -1,8 +1,9 @@
-"""Check of what a dataset gives against what a task reads."""
+"""Microbatches as tasks of language models read them. Shapes: B samples, S positions."""
 
 from __future__ import annotations
 
-from d9d_core.extend import JobError, Microbatch
+from d9d_core.extend import JobError, Microbatch, StageInputs
+from torch import Tensor
 
 
 def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
@@ -21,3 +22,20 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
             f"data: task '{task}' reads {', '.join(missing)}, and the dataset gives {', '.join(sorted(microbatch))}; "
             "use a dataset for this task, or another task"
         )
+
+
+def count_positions(microbatch: Microbatch) -> int | Tensor:
+    """Number of positions without padding: of ``lengths``, 0-d; or of the shape of ``tokens`` where there is none."""
+    return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+
+
+def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
+    """Inputs of a stage: ``tokens`` [B, S] enter the first one; what else there is reaches every stage.
+
+    Args:
+        microbatch: with ``tokens``, and maybe ``positions``, ``documents`` and ``lengths``.
+        more: further names that the model takes, if they are there.
+    """
+    names = ("positions", "documents", "lengths", *more)
+    shared = {name: microbatch[name] for name in names if name in microbatch}
+    return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)

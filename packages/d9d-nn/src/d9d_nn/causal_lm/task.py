@@ -14,7 +14,7 @@ from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields
+from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -55,7 +55,7 @@ class CausalLM:
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions, ignored targets included and padding not."""
-        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets that are predicted, or the sum of their weights.
@@ -71,9 +71,7 @@ class CausalLM:
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
-        names = ("positions", "documents", "lengths", "targets")
-        shared = {name: microbatch[name] for name in names if name in microbatch}
-        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+        return stage_inputs(microbatch, "targets")
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the token losses, each times its weight; ignored targets have none.

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields
+from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -62,7 +62,7 @@ class Classification:
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions without padding."""
-        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of labels that are predicted.
@@ -81,8 +81,7 @@ class Classification:
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
-        shared = {name: microbatch[name] for name in ("positions", "documents", "lengths") if name in microbatch}
-        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+        return stage_inputs(microbatch)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the losses of all labels, computed in float32 or wider; ignored labels have none.

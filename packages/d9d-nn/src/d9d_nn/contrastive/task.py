@@ -22,7 +22,7 @@ from torch import Tensor
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.loss import contrast
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields
+from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 
 _TERM = "contrastive"
 #: Tensors that the first pass adds to a microbatch.
@@ -60,7 +60,7 @@ class Embedding:
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions without padding, of all texts."""
-        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of queries that, like their texts, have a token."""
@@ -69,8 +69,7 @@ class Embedding:
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
-        shared = {name: microbatch[name] for name in ("positions", "documents", "lengths") if name in microbatch}
-        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+        return stage_inputs(microbatch)
 
     @property
     def first_pass(self) -> FirstPass:

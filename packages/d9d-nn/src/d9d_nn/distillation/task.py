@@ -16,7 +16,7 @@ from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields
+from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _SOFT, _HARD = "divergence", "cross_entropy"
@@ -71,7 +71,7 @@ class Distillation:
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions, ignored targets included and padding not."""
-        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of targets, or the sum of their weights, for each term."""
@@ -81,9 +81,7 @@ class Distillation:
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage, without targets: tokens enter the first one; all else reaches every stage."""
-        names = ("positions", "documents", "lengths")
-        shared = {name: microbatch[name] for name in names if name in microbatch}
-        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+        return stage_inputs(microbatch)
 
     @property
     def first_pass(self) -> FirstPass:

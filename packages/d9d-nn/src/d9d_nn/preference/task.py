@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields
+from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.preference.config import DpoConfig
 
@@ -54,7 +54,7 @@ class Dpo:
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions without padding, of both texts."""
-        return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+        return count_positions(microbatch)
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of pairs that have a target."""
@@ -62,9 +62,7 @@ class Dpo:
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
-        names = ("positions", "documents", "lengths", "targets")
-        shared = {name: microbatch[name] for name in names if name in microbatch}
-        return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+        return stage_inputs(microbatch, "targets")
 
     @property
     def first_pass(self) -> FirstPass:
