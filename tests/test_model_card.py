@@ -97,7 +97,7 @@ def test_invisible_characters_and_links_of_names_are_not_in_a_page() -> None:
         ("hf:/data/saved", "saved"),
         ("s3://bucket/some/corpus.jsonl", "corpus.jsonl"),
         ("https://me:secret@host/corpus.txt?signature=a/b", "corpus.txt"),
-        ("zip://inner.txt::s3://bucket/all.zip", "all.zip"),
+        ("simplecache::s3://bucket/all.jsonl", "all.jsonl"),
         ("https://host.example", "https://..."),
         ("https://host.example/?key=1", "https://..."),
         ("d9d-nn/causal_lm", "causal_lm"),
