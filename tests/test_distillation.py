@@ -49,6 +49,7 @@ def values(teacher: Path, tmp_path: Path, **task: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_the_first_loss_is_the_divergence_of_the_two_models(teacher: Path, tmp_path: Path) -> None:
     """Against transformers, on the batch that the job takes."""
     transformers = pytest.importorskip("transformers")
@@ -67,6 +68,7 @@ def test_the_first_loss_is_the_divergence_of_the_two_models(teacher: Path, tmp_p
     torch.testing.assert_close(found.double(), expected.sum(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("task", [{}, {"top_k": 8, "hard_weight": 0.5}], ids=["all words", "eight words"])
 def test_a_student_comes_closer_to_its_teacher(teacher: Path, tmp_path: Path, task: dict[str, Any]) -> None:
     job = Job.from_values(values(teacher, tmp_path, **task) | {"steps": 30})

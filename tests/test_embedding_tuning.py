@@ -51,6 +51,7 @@ def test_a_model_learns_to_find_what_answers_a_query(base: Path, questions: Path
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.thorough
 def test_the_gradient_is_that_of_one_batch_however_it_is_split(base: Path, questions: Path) -> None:
     """Against one backward through all similarities, with negatives of its own and dropout."""
     job = Job.load(

@@ -13,6 +13,7 @@ from d9d_core.extend import D9dError, JobError
 from d9d_engine.api import Job
 from d9d_weights import model_tensors
 
+pytestmark = pytest.mark.thorough
 LORA = {"name": "lora", "r": 4}
 
 
