@@ -70,7 +70,7 @@ class Qwen3Base(ModelConfig):
     """How the weights start."""
 
     heads: Heads = {"causal_lm": CausalLMHeadConfig()}
-    """What is computed from the hidden states, by name: of kind causal_lm, classification,
+    """Heads on the hidden states, by name: of kind causal_lm, classification,
     token_classification or embedding."""
 
     @model_validator(mode="before")
