@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import JobError, Microbatch, StageInputs, State
+from d9d_core.extend import Microbatch, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
-from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.heads.choice import check_language_model, read_output
 from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
@@ -48,10 +48,7 @@ class CausalLM:
         Raises:
             JobError: the head cannot be found, or the data has token ids or positions that the model has not.
         """
-        choose_head(model, "causal_lm", self.config.head)
-        problems = exceeded(model, facts)
-        if problems:
-            raise JobError("\n".join(problems))
+        check_language_model(model, "causal_lm", self.config.head, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions, ignored targets included and padding not."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.loss import contrast
-from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.heads.choice import check_language_model, read_output
 from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 
 _TERM = "contrastive"
@@ -54,9 +54,7 @@ class Embedding:
         Raises:
             JobError: the head cannot be found, or the data has token ids or positions that the model has not.
         """
-        choose_head(model, "embedding", self.config.head)
-        if problems := exceeded(model, facts):
-            raise JobError("\n".join(problems))
+        check_language_model(model, "embedding", self.config.head, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions without padding, of all texts."""

@@ -55,11 +55,8 @@ class Distillation:
         self._words = getattr(model, "vocab_size", None)
         choose_head(model, "causal_lm", config.head)
         problems = exceeded(model, facts)
-        try:
-            choose_head(config.teacher, "causal_lm", config.teacher_head)
-        except JobError as error:
-            raise JobError(str(error).replace("task.head", "task.teacher_head")) from error
-        problems += [line.replace("model.", "task.teacher.", 1) for line in exceeded(config.teacher, facts)]
+        choose_head(config.teacher, "causal_lm", config.teacher_head, "task.teacher_head")
+        problems += exceeded(config.teacher, facts, "task.teacher")
         problems += check_vocabularies(model, config.teacher)
         if getattr(config.teacher, "pretrained", None) is None:
             problems.append("task.teacher: it has no weights that anything could be learned from; give pretrained")

@@ -10,13 +10,14 @@ from d9d_core.extend import JobError, State, closest
 T = TypeVar("T")
 
 
-def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
+def choose_head(model: Any, kind: str, name: str | None, where: str = "task.head") -> Any | None:
     """Choose the head that a task reads, as its config; ``None`` if the model's config states no heads.
 
     Args:
         model: the model's config, with heads by name in ``heads`` if it has several kinds.
         kind: kind of head that the task needs.
-        name: ``task.head``; may be ``None`` if the model has one head.
+        name: name of the head; may be ``None`` if the model has one.
+        where: field of the job file that gives the name.
 
     Raises:
         JobError: there is no such head, it is of another kind, or several exist and none is named.
@@ -24,20 +25,20 @@ def choose_head(model: Any, kind: str, name: str | None) -> Any | None:
     heads = getattr(model, "heads", None)
     if not isinstance(heads, Mapping):
         if name is not None:
-            raise JobError(f"task.head: '{name}' is no head of the model, which states none; leave task.head out")
+            raise JobError(f"{where}: '{name}' is no head of the model, which states none; leave {where} out")
         return None
     kinds = ", ".join(f"{other} ({head.kind})" for other, head in heads.items())
     if name is None and len(heads) > 1:
-        raise JobError(f"task.head: the model has several heads, name one of kind {kind}: {kinds}")
+        raise JobError(f"{where}: the model has several heads, name one of kind {kind}: {kinds}")
     if name is None:
         (name,) = heads
     elif name not in heads:
         near = closest(name, heads)
         hint = f"did you mean '{near}'? " if near else ""
-        raise JobError(f"task.head: the model has no head '{name}'; {hint}it has: {kinds}")
+        raise JobError(f"{where}: the model has no head '{name}'; {hint}it has: {kinds}")
     if heads[name].kind != kind:
         raise JobError(
-            f"task.head: the task needs a head of kind {kind}, the model has: {kinds}; "
+            f"{where}: the task needs a head of kind {kind}, the model has: {kinds}; "
             f"add {{kind: {kind}}} to model.heads, or choose another task"
         )
     return heads[name]
@@ -55,11 +56,17 @@ def read_output(outputs: Mapping[str, T], key: str, head: str | None) -> T:
     raise JobError(f"task: the model gave no '{key}'; it gave: {', '.join(outputs) or 'nothing'}")
 
 
-def exceeded(model: Any, facts: State) -> list[str]:
-    """Limits of the model that the data exceeds, a line each: token ids and positions, as far as both state them."""
+def exceeded(model: Any, facts: State, where: str = "model") -> list[str]:
+    """Limits of the model that the data exceeds, a line each: token ids and positions, as far as both state them.
+
+    Args:
+        model: its config.
+        facts: of the data.
+        where: field of the job file that the config is from.
+    """
     return [
-        f"model.{field}: the model has {have} {what}, the data has {need}; "
-        f"set model.{field} to {need} or more, or {otherwise}"
+        f"{where}.{field}: the model has {have} {what}, the data has {need}; "
+        f"set {where}.{field} to {need} or more, or {otherwise}"
         for field, fact, what, otherwise in (
             ("vocab_size", "vocab_size", "token ids", "give the data a smaller vocabulary"),
             ("max_positions", "sequence_length", "positions", "lower data.sequence_length"),
@@ -68,3 +75,20 @@ def exceeded(model: Any, facts: State) -> list[str]:
         and isinstance(need := facts.get(fact), int)
         and need > have
     ]
+
+
+def check_language_model(model: Any, kind: str, head: str | None, facts: State) -> None:
+    """Find the head that a task reads, and compare the model with the data, as far as both state their sizes.
+
+    Args:
+        model: its config.
+        kind: kind of head that the task needs.
+        head: name of the head, if it is named.
+        facts: of the data.
+
+    Raises:
+        JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+    """
+    choose_head(model, kind, head)
+    if problems := exceeded(model, facts):
+        raise JobError("\n".join(problems))

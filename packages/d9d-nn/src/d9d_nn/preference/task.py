@@ -13,7 +13,7 @@ from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInp
 from torch import Tensor
 from torch.nn import functional
 
-from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.heads.choice import check_language_model, read_output
 from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.preference.config import DpoConfig
@@ -48,9 +48,7 @@ class Dpo:
         Raises:
             JobError: the head cannot be found, or the data has token ids or positions that the model has not.
         """
-        choose_head(model, "causal_lm", self.config.head)
-        if problems := exceeded(model, facts):
-            raise JobError("\n".join(problems))
+        check_language_model(model, "causal_lm", self.config.head, facts)
 
     def count(self, microbatch: Microbatch) -> int | Tensor:
         """Number of positions without padding, of both texts."""
