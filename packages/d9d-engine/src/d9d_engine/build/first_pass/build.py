@@ -40,7 +40,7 @@ class BuiltFirstPass:
     """
 
     forward: FirstForward | None = None
-    store: Callable[[FirstForward, DataStream, str], FirstPassRunner] | None = None
+    store: Callable[[DataStream, str], FirstPassRunner] | None = None
 
     def over(self, stream: DataStream, where: str) -> FirstPassRunner:
         """Runner over the packs of a stream. Collective over all ranks.
@@ -51,7 +51,7 @@ class BuiltFirstPass:
         """
         if self.forward is None:
             return no_first_pass
-        return self.forward if self.store is None else self.store(self.forward, stream, where)
+        return self.forward if self.store is None else self.store(stream, where)
 
 
 def build_first_pass(
@@ -114,7 +114,7 @@ def build_first_pass(
     last = assembly.pipeline.stages_of(topology.coordinate["pp"])
     holds_last = len(assembly.pipeline.stages) - 1 in last
 
-    def store(forward: FirstForward, stream: DataStream, where: str) -> FirstPassRunner:
+    def store(stream: DataStream, where: str) -> FirstPassRunner:
         return stored_outputs(job, forward, stream, where, ranks, holds_last, topology, note)
 
     return BuiltFirstPass(forward, store)
