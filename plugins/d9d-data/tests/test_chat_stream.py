@@ -186,7 +186,7 @@ def test_bins_hold_each_sample_once_none_overflows_and_few_are_needed(lengths: l
 def test_what_packs_are_made_of_can_be_sent_to_a_process(stream: Open) -> None:
     reader = stream(chat("a", "b"), packing="best_fit")
     source = pickle.loads(pickle.dumps(reader._source))  # type: ignore[union-attr]
-    assert isinstance(source.corpus.weights, np.memmap)
+    assert isinstance(source.samples.corpus.weights, np.memmap)
     assert torch.equal(torch.as_tensor(source.pack_at(0)[0]["tokens"]), reader.next_pack()[0]["tokens"])
 
 

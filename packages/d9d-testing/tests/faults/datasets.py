@@ -136,6 +136,51 @@ class EmptyEpochs(Faulty):
         return {**super().facts, "samples": 0}
 
 
+class InOnePass(Faulty):
+    """Says that it makes one pass, over 20 samples."""
+
+    @property
+    def facts(self) -> State:
+        return {**super().facts, "samples": 20, "rows": 20}
+
+    def next_pack(self) -> Pack:
+        context = self._context
+        share = context.batch_size // context.ranks
+        first = self._packs * context.batch_size + context.rank * share
+        pack = super().next_pack()
+        rows = torch.arange(first, first + share).split(context.microbatch_size)
+        return [
+            {**microbatch, "rows": self.numbered(of), "targets": self.masked(microbatch["targets"], of)}
+            for microbatch, of in zip(pack, rows, strict=True)
+        ]
+
+    def numbered(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows < 20, rows, -1)
+
+    def masked(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where((rows < 20)[:, None], targets, -100)
+
+
+class LeavesOutARow(InOnePass):
+    def numbered(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.where(rows < 19, rows, -1)
+
+
+class FillersLearn(InOnePass):
+    def masked(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return targets.clamp(min=0)
+
+
+class FillersFirst(InOnePass):
+    def numbered(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().numbered(rows).flip(0)
+
+
+class RowsOfTheRank(InOnePass):
+    def numbered(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().numbered(rows - self._context.rank)
+
+
 class Sound(DatasetSuite):
     target = "faulty"
     plugin = "d9d_testing.toy.plugin"
@@ -164,5 +209,9 @@ FAULTS = {
     "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
     "facts have tensors": ({"made_of": FactsWithTensors}, "must be what JSON can hold"),
     "facts differ between ranks": ({"made_of": FactsOfTheRank}, "one rank"),
+    "one pass leaves out a row": ({"made_of": LeavesOutARow}, "expected each of 20 once"),
+    "fillers have targets": ({"made_of": FillersLearn}, "a filler has targets"),
+    "fillers stand first": ({"made_of": FillersFirst}, ""),
+    "rows depend on the rank": ({"made_of": RowsOfTheRank}, "ranks against one"),
     "epochs have no samples": ({"made_of": EmptyEpochs}, "give a whole number above 0"),
 }

@@ -1,4 +1,21 @@
-"""Data streams: resumable packs of microbatches for one data-parallel rank."""
+"""Data streams: resumable packs of microbatches for one data-parallel rank.
+
+Training reads a stream without end. Evaluation and inference make one pass (:attr:`DataContext.one_pass`): every sample
+once, in the order of the sources, whatever the config says about shuffling. A stream opened so keeps to this:
+
+- Its facts have ``rows``, the number of rows, which are what an output has a line for: samples, the documents in packed
+  samples, or the texts of a sample with several; and ``samples``. A stream without the fact ``rows`` cannot make one
+  pass, and whoever asked refuses it.
+- Pack p holds the samples [p * batch_size, (p + 1) * batch_size), of which rank r of R has the r-th of R equal runs.
+  After the last sample come fillers, so an epoch may be smaller than a batch; packs after the last are fillers alone.
+- Every microbatch has ``rows``, int64 [B] for a first dimension of B: number of the first row in that place, or -1 for
+  a filler. Fillers come last in their microbatch; what is in them is valid, without targets where there are targets.
+  With T texts a sample, text t of sample s is row s * T + t. If the fact ``packed`` is true, a place holds several
+  rows: ``documents`` [B, S] numbers them from 0, and ``lengths`` [B] says where padding begins.
+- A rank's run may be arranged to save padding, within blocks that do not depend on the ranks, of which a run has a
+  whole number: which samples share a microbatch, and its padded length, are the same for any number of ranks.
+- ``state()`` may be loaded on another number of ranks, at any pack.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +39,7 @@ class DataContext:
         cache_dir: where prepared data may be kept between runs.
         note: prints one line about long work, such as tokenisation.
         pretrained: directory or address of the weights that the model starts from, if it does.
+        one_pass: give every sample once, in the order of the sources, then fillers; see the module.
     """
 
     seed: int
@@ -32,16 +50,18 @@ class DataContext:
     ranks: int = 1
     note: Callable[[str], None] = lambda _text: None
     pretrained: str | None = None
+    one_pass: bool = False
 
 
 class DataStream(Protocol):
-    """An endless, resumable stream of packs for one data-parallel rank."""
+    """An endless, resumable stream of packs for one data-parallel rank; in one pass, fillers have no end."""
 
     @property
     def facts(self) -> State:
         """Facts about the data, such as ``vocab_size``, ``sequence_length`` or ``unigram_entropy``; alike on all ranks.
 
-        ``samples`` is the number of samples of an epoch, if there are epochs: a job with ``epochs`` needs it.
+        ``samples`` is the number of samples of an epoch, if there are epochs: a job with ``epochs`` needs it. ``rows``
+        is the number of rows in one pass, and says that the stream makes one.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -220,6 +220,74 @@ class DatasetSuite(ComponentSuite):
             assets.mkdir()
             stream.save_assets(assets)
 
+    def test_one_pass_gives_every_row_once(self, tmp_path: Path) -> None:
+        """In order over the packs and the ranks, then fillers; in the same microbatches whatever the ranks."""
+        for size, micro in ((self.batch_size, 2), (4 * self.batch_size, 1)):
+            alone = self._passed(tmp_path, size, micro, ranks=1)
+            self._check_rows(tmp_path, alone, size)
+            for ranks in (2, 4):
+                where = f"one pass with batches of {size} in microbatches of {micro}, {ranks} ranks against one"
+                difference = _difference(self._passed(tmp_path, size, micro, ranks=ranks), alone)
+                assert difference is None, (
+                    f"{where}: {difference}; give rank r of R the r-th of R equal runs of a pack, and let nothing else "
+                    "depend on the ranks"
+                )
+
+    def test_one_pass_resumes_at_any_pack(self, tmp_path: Path) -> None:
+        """On another number of ranks, too."""
+        size = self.batch_size
+        expected = self._passed(tmp_path, size, 2, ranks=1)
+        with self._in_one_pass(tmp_path, size, 2) as stream:
+            self.take(stream, 1)
+            state = plain_json(stream.state(), "state()")
+        found = self._passed(tmp_path, size, 2, ranks=2, state=state)
+        difference = _difference(found[: len(expected) - 1], expected[1:])
+        assert difference is None, f"one pass that two ranks resume after a pack: {difference}"
+
+    def _in_one_pass(
+        self, directory: Path, size: int, micro: int, rank: int = 0, ranks: int = 1
+    ) -> AbstractContextManager[Any]:
+        return self.opened(directory, batch_size=size, microbatch_size=micro, one_pass=True, rank=rank, ranks=ranks)
+
+    def _passed(
+        self, directory: Path, size: int, micro: int, ranks: int, state: Mapping[str, Any] | None = None
+    ) -> list[_Plain]:
+        """Packs of one pass, the parts of all ranks after each other; nothing where the stream makes none."""
+        packs: list[_Plain] = []
+        for rank in range(ranks):
+            with self._in_one_pass(directory, size, micro, rank=rank, ranks=ranks) as stream:
+                if "rows" not in stream.facts:
+                    pytest.skip("the stream makes no pass in order: it has no fact 'rows'")
+                if state is not None:
+                    stream.load_state(state)
+                count = -(-int(stream.facts["samples"]) // size)
+                for index, pack in enumerate(self.take(stream, count)):
+                    packs[index : index + 1] = [packs[index] + pack if rank else pack]
+        return packs
+
+    def _check_rows(self, directory: Path, packs: Sequence[_Plain], size: int) -> None:
+        with self._in_one_pass(directory, size, 1) as stream:
+            facts = plain_json(stream.facts, "facts")
+        found: list[int] = []
+        for pack in packs:
+            rows: list[int] = []
+            for microbatch in pack:
+                firsts = microbatch["rows"]
+                fillers = firsts < 0
+                assert bool((fillers[1:] >= fillers[:-1]).all()), f"fillers stand before samples: rows {firsts}"
+                targets = microbatch.get("targets")
+                assert targets is None or targets.is_floating_point() or bool((targets[fillers] < 0).all()), (
+                    f"a filler has targets: rows {firsts}; give it -100"
+                )
+                for place, first in enumerate(firsts.tolist()):
+                    held = 1
+                    if facts.get("packed"):
+                        held = int(microbatch["documents"][place, int(microbatch["lengths"][place]) - 1]) + 1
+                    rows += range(first, first + held) if first >= 0 else ()
+            found += sorted(rows)
+        expected = list(range(facts["rows"]))
+        assert found == expected, f"one pass has the rows {found}, expected each of {facts['rows']} once, in order"
+
     # --- what subclasses may use
 
     @contextmanager
@@ -231,16 +299,19 @@ class DatasetSuite(ComponentSuite):
         rank: int = 0,
         ranks: int = 1,
         microbatch_size: int = 2,
+        batch_size: int | None = None,
+        one_pass: bool = False,
         fields: Mapping[str, Any] | None = None,
     ) -> Iterator[Any]:
         """A stream over the data; closed afterwards if it can be."""
         context = DataContext(
             seed=seed,
-            batch_size=self.batch_size,
+            batch_size=batch_size or self.batch_size,
             microbatch_size=microbatch_size,
             cache_dir=directory / "cache",
             rank=rank,
             ranks=ranks,
+            one_pass=one_pass,
         )
         stream = self.build(context, **{**self._data(directory), **(fields or {})})
         try:

@@ -21,8 +21,9 @@ class ToyStream:
     @property
     def facts(self) -> State:
         """The width, and the samples of an epoch if it has any."""
-        samples = {} if self._config.samples is None else {"samples": self._config.samples}
-        return {"features": self._config.features, **samples}
+        names = ("samples", "rows") if self._context.one_pass else ("samples",)
+        counts = {} if self._config.samples is None else dict.fromkeys(names, self._config.samples)
+        return {"features": self._config.features, **counts}
 
     def next_pack(self) -> Pack:
         """The next microbatches of this rank."""
@@ -33,12 +34,16 @@ class ToyStream:
         if self._packs == self._config.nan_at:
             y = torch.full_like(y, torch.nan)
         mask = torch.zeros(size) if self._packs == self._config.masked_at else torch.ones(size)
+        rows = torch.arange(self._packs * size, (self._packs + 1) * size)
+        if self._config.samples is not None and self._context.one_pass:
+            rows[rows >= self._config.samples] = -1
         self._packs += 1
         mine = slice(
             self._context.rank * size // self._context.ranks, (self._context.rank + 1) * size // self._context.ranks
         )
-        parts = (torch.split(tensor[mine], micro) for tensor in (x, y, mask))
-        return [{"x": a, "y": b, "mask": c} for a, b, c in zip(*parts, strict=True)]
+        tensors = {"x": x, "y": y, "mask": mask} | ({"rows": rows} if "rows" in self.facts else {})
+        parts = {name: torch.split(tensor[mine], micro) for name, tensor in tensors.items()}
+        return [{name: parts[name][index] for name in tensors} for index in range(len(parts["x"]))]
 
     def state(self) -> State:
         """Packs taken."""

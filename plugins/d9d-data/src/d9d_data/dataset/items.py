@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,12 @@ class Items:
             name = next(iter(config.padding))
             batch[LENGTHS] = np.asarray([len(row[name]) for row in rows], dtype=np.int64)
         return batch
+
+    def save_assets(self, directory: Path) -> None:
+        """Let the dataset write what an exported model needs, if it has a ``save_assets`` too."""
+        save = getattr(self.dataset, "save_assets", None)
+        if callable(save):
+            save(directory)
 
     def _stacked(self, name: str, arrays: Sequence[npt.NDArray[Any]], indices: Sequence[int]) -> npt.NDArray[Any]:
         config = self.config

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,18 +18,69 @@ from d9d_data.library.bucketing import sorted_packs
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.base import PackStream
+from d9d_data.stream.one_pass import ROWS, OnePassStream
 from d9d_data.stream.reader import Arrays
 
 Int64 = npt.NDArray[np.int64]
 
 
-def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream:
+def build_dataset(config: DatasetConfig, context: DataContext) -> DatasetStream | OnePassStream:
     """Make the dataset, and open its stream.
 
     Raises:
         DataError: the function, what it returns, or the sizes cannot be used; the text says what to change.
     """
-    return DatasetStream(config, context, Items(config))
+    items = Items(config)
+    if not context.one_pass:
+        return DatasetStream(config, context, items)
+    items.check_padding()
+    _check_sizes(config, items)
+    window = config.bucket_window or context.microbatch_size  # without buckets nothing is sorted
+    count = len(items)
+    identity = f"dataset {_described(items)} {count}"
+    needs = "build, arguments, the number of items and the 'fingerprint' of the dataset if it has one"
+    source, facts = ItemSamples(items), _facts_of(items)
+    return OnePassStream(
+        source, count, count, context, config.workers, identity, needs, facts, items.save_assets, window
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSamples:
+    """Source of any items as microbatches."""
+
+    items: Items
+
+    def sizes(self, samples: Int64) -> npt.NDArray[np.float64]:
+        """Sizes [B] of items."""
+        return self.items.sizes(samples.tolist())
+
+    def microbatch(self, samples: Int64) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of items, arrays [B, ...], with ``rows``.
+
+        Raises:
+            DataError: the items have a field of that name.
+        """
+        collated = self.items.collate(samples.tolist())
+        if ROWS in collated:
+            raise DataError(
+                f"data.build: items of {self.items.config.build} have a field '{ROWS}', which numbers the rows of one "
+                "pass; call it something else"
+            )
+        return {**collated, ROWS: samples}
+
+
+def _described(items: Items) -> str:
+    """Description of what is known of a dataset; what is in the items nobody knows but the user."""
+    own = getattr(items.dataset, "fingerprint", None)
+    config = items.config
+    return json.dumps([config.build, config.arguments, own if isinstance(own, str) else None], default=str)
+
+
+def _facts_of(items: Items) -> dict[str, Any]:
+    """Number of samples of an epoch, the function, and the ``facts`` of the dataset, if it has any."""
+    own = getattr(items.dataset, "facts", {})
+    return {"samples": len(items), "dataset": items.config.build, **(own if isinstance(own, Mapping) else {})}
 
 
 class DatasetStream(PackStream):
@@ -54,30 +106,20 @@ class DatasetStream(PackStream):
         order = SampleOrder(len(items), context.seed, config.shuffle)
         source = DatasetPacks(items, order, layout, window)
         self._items = items
-        # What is in the items nobody knows but the user.
-        own = getattr(items.dataset, "fingerprint", None)
         sizes = f"{window} {layout.batch_size}" if window else ""
-        given = json.dumps([config.build, config.arguments, own if isinstance(own, str) else None], default=str)
         needs = "build, arguments, the number of items, the 'fingerprint' of the dataset if it has one, shuffle and "
         needs += "bucket_window, and with that batch.size,"
-        identity = f"dataset {given} {len(items)} {config.shuffle} {sizes}"
+        identity = f"dataset {_described(items)} {len(items)} {config.shuffle} {sizes}"
         super().__init__(source, layout.batch_size, config.workers, identity, needs)
 
     @property
     def facts(self) -> State:
         """Number of samples of an epoch, the function, and the ``facts`` of the dataset, if it has any."""
-        own = getattr(self._items.dataset, "facts", {})
-        return {
-            "samples": len(self._items),
-            "dataset": self._items.config.build,
-            **(own if isinstance(own, Mapping) else {}),
-        }
+        return _facts_of(self._items)
 
     def save_assets(self, directory: Path) -> None:
         """Let the dataset write what an exported model needs, if it has a ``save_assets`` too."""
-        save = getattr(self._items.dataset, "save_assets", None)
-        if callable(save):
-            save(directory)
+        self._items.save_assets(directory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +184,13 @@ def _check_window(config: DatasetConfig, items: Items, batch_size: int) -> None:
         raise DataError(
             f"batch.size: a batch of {batch_size} samples cannot be sorted out of {len(items)}; use at most that many"
         )
+    _check_sizes(config, items)
+
+
+def _check_sizes(config: DatasetConfig, items: Items) -> None:
+    """Refuse buckets of items of unknown sizes."""
+    if config.bucket_window is None:
+        return
     if not config.padding and getattr(items.dataset, "sort_key", None) is None:
         raise DataError(
             "data.bucket_window: nothing says how large items are; give the dataset a method sort_key(index), or name "

@@ -8,10 +8,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, DataStream, State
 
 from d9d_data.mixture.config import MixtureConfig, MixturePart
@@ -19,6 +21,7 @@ from d9d_data.mixture.merge import LENGTHS, Sample, merge, with_lengths
 from d9d_data.mixture.order import MixtureOrder
 from d9d_data.order.layout import Layout
 from d9d_data.stream.base import PackStream
+from d9d_data.stream.one_pass import ROWS, OnePassStream
 from d9d_data.stream.packing import NO_TARGET
 from d9d_data.stream.reader import Arrays, PackSource
 from d9d_data.tokenizer.base import TOKENIZER_FILE
@@ -35,7 +38,7 @@ _EQUAL = {"labels": "classes", "texts": "texts"}
 
 def build_mixture(
     config: MixtureConfig, context: DataContext, build_inner: Callable[[Any, DataContext], DataStream]
-) -> MixtureStream:
+) -> MixtureStream | OnePassStream:
     """Open the datasets of all parts, and mix them.
 
     Raises:
@@ -51,7 +54,8 @@ def build_mixture(
             streams.append(build_inner(part.data, own))
         except DataError as error:
             raise _placed(error, index) from error
-    return MixtureStream(config, context, streams)
+    stream = MixtureStream(config, context, streams)
+    return stream.one_pass(context) if context.one_pass else stream
 
 
 class MixtureStream(PackStream):
@@ -90,6 +94,41 @@ class MixtureStream(PackStream):
         identity = f"mixture {[(p.weight, p.epochs, f) for p, f in zip(config.parts, fingerprints, strict=True)]}"
         needs = "the order, weight and epochs of the parts, and all that the samples of each part depend on,"
         super().__init__(source, layout.batch_size, config.workers, identity, needs)
+        self._sources = source
+        self._workers = config.workers
+        self._described = (identity, needs)
+
+    def one_pass(self, context: DataContext) -> OnePassStream:
+        """Stream of one pass over all parts, one after another; weights and epochs have no say.
+
+        Raises:
+            DataError: a part makes no pass, or rows mean different things in the parts.
+        """
+        facts = [stream.facts for stream in self._streams]
+        for index, (part, own) in enumerate(zip(self._parts, facts, strict=True)):
+            where = f"data.parts[{index}].data: dataset '{part.data.selector}'"
+            if not isinstance(own.get(ROWS), int):
+                raise DataError(f"{where} makes no pass over its samples in order: its stream has no fact '{ROWS}'")
+            if own.get("packed") != facts[0].get("packed"):
+                raise DataError(
+                    f"{where} and that of parts[0] differ in whether samples are packed with several documents, so "
+                    "their rows cannot be numbered alike; use the same packing"
+                )
+        samples, rows = ([int(str(own[name])) for own in facts] for name in ("samples", ROWS))
+        source = MixtureSamples(self._sources, *(tuple(accumulate(sizes[:-1], initial=0)) for sizes in (samples, rows)))
+        packed = {"packed": True} if facts[0].get("packed") else {}
+        # The size of a sample is known when it is read only, so nothing is sorted.
+        return OnePassStream(
+            source,
+            sum(samples),
+            sum(rows),
+            context,
+            self._workers,
+            *self._described,
+            {**self.facts, **packed},
+            self.save_assets,
+            context.microbatch_size,
+        )
 
     @property
     def facts(self) -> State:
@@ -187,7 +226,7 @@ class MixturePacks:
         layout = self.layout
         first = consumed + layout.rank * layout.share
         return [
-            merge([self._sample(number) for number in range(begin, begin + layout.microbatch_size)], self.fill)
+            self.merged([self.order(number) for number in range(begin, begin + layout.microbatch_size)])
             for begin in range(first, first + layout.share, layout.microbatch_size)
         ]
 
@@ -199,9 +238,38 @@ class MixturePacks:
             sample = {**sample, "weights": (sample["targets"] != NO_TARGET).astype(np.float32)}
         return {**sample, "samples": sample["samples"] + self.offsets[part]} if "samples" in sample else sample
 
-    def _sample(self, number: int) -> Sample:
-        part, place = self.order(number)
-        return self.completed(self.sources[part].pack_at(place)[0], part)
+    def merged(self, places: Sequence[tuple[int, int]]) -> Sample:
+        """Microbatch of samples, each given by its part and its number there."""
+        samples = [self.completed(self.sources[part].pack_at(place)[0], part) for part, place in places]
+        return merge(samples, self.fill)
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureSamples:
+    """Source of any samples of a mixture, part after part.
+
+    Attributes:
+        packs: of the mixture.
+        samples: number of the first sample of each part.
+        rows: number of the first row of each part.
+    """
+
+    packs: MixturePacks
+    samples: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Sizes [b], which nobody knows."""
+        return np.zeros(len(samples), dtype=np.int64)
+
+    def microbatch(self, samples: npt.NDArray[np.int64]) -> Sample:
+        """Microbatch of samples [b], with ``rows``."""
+        parts = np.searchsorted(self.samples, samples, side="right") - 1
+        places = samples - np.asarray(self.samples)[parts]
+        merged = dict(self.packs.merged(list(zip(parts.tolist(), places.tolist(), strict=True))))
+        texts = len(merged[ROWS]) // len(samples)
+        merged[ROWS] = merged[ROWS] + np.repeat(np.asarray(self.rows)[parts], texts)
+        return merged
 
 
 def _placed(error: DataError, index: int) -> DataError:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, State
 
 from d9d_data.config import ChatConfig, TextConfig
@@ -11,7 +15,8 @@ from d9d_data.corpus.prepare import Corpus
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.base import CorpusStream, facts_of
-from d9d_data.stream.bins import Bins, Pieces, best_fit, cut_pieces, pack_bins
+from d9d_data.stream.bins import Bins, Pieces, best_fit, cut_pieces, next_fit, pack_bins
+from d9d_data.stream.one_pass import OnePassStream, one_pass_of
 from d9d_data.stream.reader import Arrays
 
 
@@ -36,7 +41,7 @@ class BinStream(CorpusStream):
             )
         context.note(f"packed into {len(bins):,} samples, of which {bins.unused:.1%} is padding")
         order = SampleOrder(len(bins), context.seed, config.shuffle)
-        source = BinPacks(corpus, pieces, bins, order, config.sequence_length, layout)
+        source = BinPacks(BinSamples(corpus, pieces, bins, config.sequence_length), order, layout)
         identity = f"best fit {corpus.digest} {config.sequence_length} {config.shuffle}"
         super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
         self._source = source
@@ -44,7 +49,7 @@ class BinStream(CorpusStream):
     @property
     def facts(self) -> State:
         """Facts of the split (:func:`~d9d_data.stream.base.facts_of`), its samples, and their fraction of padding."""
-        source = self._source
+        source = self._source.samples
         return {
             **facts_of(self._corpus),
             "sequence_length": source.sequence_length,
@@ -53,30 +58,64 @@ class BinStream(CorpusStream):
         }
 
 
+def one_pass_of_bins(config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> OnePassStream:
+    """Stream of samples that are filled with whole documents in their order, for one pass.
+
+    Of documents longer than a sample the first positions are used; the fact ``cut_documents`` counts them.
+
+    Raises:
+        DataError: there are no documents, or the sizes cannot be used.
+    """
+    length = config.sequence_length
+    positions = np.diff(corpus.starts) - 1
+    pieces = Pieces(np.asarray(corpus.starts[:-1]), np.minimum(positions, length))
+    bins = next_fit(np.maximum(pieces.lengths, 1), length)
+    source = BinSamples(corpus, pieces, bins, length)
+    facts = {
+        "packed": True,
+        "cut_documents": int(np.count_nonzero(positions > length)),
+        "unused_positions": bins.unused,
+    }
+    identity = f"bins in order {corpus.digest} {length}"
+    # All samples are of one length, so there is nothing to sort.
+    sizes = (len(bins), len(positions))
+    return one_pass_of(corpus, source, sizes, config, context, identity, facts, context.microbatch_size)
+
+
 @dataclass(frozen=True, slots=True)
-class BinPacks:
-    """Source of one rank's part of any pack of bins; see :class:`BinStream`."""
+class BinSamples:
+    """Source of any bins as microbatches of [B, S]."""
 
     corpus: Corpus
     pieces: Pieces
     bins: Bins
-    order: SampleOrder
     sequence_length: int
+
+    def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Lengths [B], all alike."""
+        return np.full(len(samples), self.sequence_length)
+
+    def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of bins [B] of documents in their order, with ``rows``."""
+        return {**self.packed(samples), "rows": self.bins.members[self.bins.starts[samples]]}
+
+    def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of bins [B] as training has it."""
+        corpus, length = self.corpus, self.sequence_length
+        return pack_bins(corpus.tokens, corpus.weights, self.pieces, self.bins, samples, length, corpus.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class BinPacks:
+    """Source of one rank's part of any pack of bins; see :class:`BinStream`."""
+
+    samples: BinSamples
+    order: SampleOrder
     layout: Layout
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S] each."""
-        corpus, layout = self.corpus, self.layout
+        layout = self.layout
         chosen = self.order.take(consumed + layout.rank * layout.share, layout.share)
-        return [
-            pack_bins(
-                corpus.tokens,
-                corpus.weights,
-                self.pieces,
-                self.bins,
-                chosen[begin : begin + layout.microbatch_size],
-                self.sequence_length,
-                corpus.scales,
-            )
-            for begin in range(0, layout.share, layout.microbatch_size)
-        ]
+        begins = range(0, layout.share, layout.microbatch_size)
+        return [self.samples.packed(chosen[begin : begin + layout.microbatch_size]) for begin in begins]

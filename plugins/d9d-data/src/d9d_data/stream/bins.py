@@ -66,13 +66,31 @@ def best_fit(lengths: Int64, capacity: int) -> Bins:
     return Bins(members, starts, 1 - float(lengths.sum()) / (count * capacity))
 
 
+def next_fit(lengths: Int64, capacity: int) -> Bins:
+    """Fill bins in order: a sample that does not fit into the last bin opens the next one.
+
+    Args:
+        lengths: int64 [D], positions of each sample, from 1 to ``capacity``.
+        capacity: positions of a bin.
+    """
+    ends = np.cumsum(lengths)
+    starts = [0]
+    while starts[-1] < len(lengths):
+        before = int(ends[starts[-1] - 1]) if starts[-1] else 0
+        starts.append(int(np.searchsorted(ends, before + capacity, side="right")))
+    count = len(starts) - 1
+    unused = 1 - float(lengths.sum()) / (count * capacity) if count else 0.0
+    return Bins(np.arange(len(lengths), dtype=np.int64), np.asarray(starts, dtype=np.int64), unused)
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Runs of tokens that bins are filled with: whole documents, or parts of those that are longer than a bin.
 
     Attributes:
         firsts: int64 [D], place of each piece's first token.
-        lengths: int64 [D], positions of each; the token after the last of them is its last target.
+        lengths: int64 [D], positions of each; the token after the last of them is its last target. A piece of length 0,
+            a document of one token, takes one position without a target.
     """
 
     firsts: Int64
@@ -133,15 +151,16 @@ def pack_bins(
         place = number = 0
         for number, piece in enumerate(bins.members[bins.starts[which] : bins.starts[which + 1]].tolist()):
             first, length = int(pieces.firsts[piece]), int(pieces.lengths[piece])
+            taken = max(length, 1)
+            packed["tokens"][row, place : place + taken] = tokens[first : first + taken]
+            packed["positions"][row, place : place + taken] = np.arange(taken)
+            packed["documents"][row, place : place + taken] = number
             here, targets = slice(place, place + length), slice(first + 1, first + 1 + length)
             learned = True if weights is None else weights[targets]
-            packed["tokens"][row, here] = tokens[first : first + length]
             packed["targets"][row, here] = np.where(learned, np.asarray(tokens[targets], dtype=np.int64), NO_TARGET)
             if scales is not None:
                 packed["weights"][row, here] = np.where(learned, scales[targets], np.float32(0))
-            packed["positions"][row, here] = np.arange(length)
-            packed["documents"][row, here] = number
-            place = here.stop
+            place += taken
         packed["positions"][row, place:] = np.arange(sequence_length - place)
         packed["documents"][row, place:] = number + 1
         used[row] = place

@@ -10,12 +10,13 @@ from d9d_data.chat.template import ChatTemplate
 from d9d_data.config import ChatConfig, ModelTextConfig, PreferenceConfig
 from d9d_data.corpus.prepare import prepare_for
 from d9d_data.stream.binned import BinStream
-from d9d_data.stream.documents import DocumentStream
-from d9d_data.stream.text import TextStream
+from d9d_data.stream.documents import DocumentStream, open_documents
+from d9d_data.stream.one_pass import OnePassStream
+from d9d_data.stream.text import TextStream, open_text
 from d9d_data.tokenizer.file import find_tokenizer_file
 
 
-def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | TextStream | BinStream:
+def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | TextStream | BinStream | OnePassStream:
     """Prepare the conversations (once, then from the cache) and open their stream.
 
     Raises:
@@ -24,11 +25,11 @@ def build_chat(config: ChatConfig, context: DataContext) -> DocumentStream | Tex
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
     if config.packing == "none":
-        return DocumentStream(config, context, corpus)
-    return (TextStream if config.packing == "concat" else BinStream)(config, context, corpus)
+        return open_documents(config, context, corpus)
+    return open_text(config, context, corpus)
 
 
-def build_preference(config: PreferenceConfig, context: DataContext) -> DocumentStream:
+def build_preference(config: PreferenceConfig, context: DataContext) -> DocumentStream | OnePassStream:
     """Prepare the pairs (once, then from the cache) and open their stream: two rows each, chosen and rejected.
 
     Raises:
@@ -36,7 +37,7 @@ def build_preference(config: PreferenceConfig, context: DataContext) -> Document
     """
     config, corpus = prepare_for(config, context)
     _warn_of_dates(config, context.note)
-    return DocumentStream(config, context, corpus)
+    return open_documents(config, context, corpus)
 
 
 def _warn_of_dates(config: ModelTextConfig, note: Callable[[str], None]) -> None:

@@ -16,6 +16,7 @@ from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.order.windows import WindowOrder
 from d9d_data.stream.base import CorpusStream, facts_of
+from d9d_data.stream.one_pass import OnePassStream, one_pass_of
 from d9d_data.stream.padding import pad, pad_texts
 from d9d_data.stream.reader import Arrays
 
@@ -23,13 +24,35 @@ from d9d_data.stream.reader import Arrays
 _WINDOW_BATCHES = 64
 
 
-def build_documents(config: DocumentsConfig | LabelledConfig | PairsConfig, context: DataContext) -> DocumentStream:
+def build_documents(
+    config: DocumentsConfig | LabelledConfig | PairsConfig, context: DataContext
+) -> DocumentStream | OnePassStream:
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
         DataError: the data or the sizes cannot be used; the text says what to change.
     """
-    return DocumentStream(config, context, prepare_for(config, context)[1])
+    return open_documents(config, context, prepare_for(config, context)[1])
+
+
+def open_documents(config: PaddedConfig, context: DataContext, corpus: Corpus) -> DocumentStream | OnePassStream:
+    """Open the stream of a prepared corpus, without end or for one pass.
+
+    Raises:
+        DataError: the sizes cannot be used; the text says what to change.
+    """
+    if not context.one_pass:
+        return DocumentStream(config, context, corpus)
+    source = DocumentSamples(corpus, config.sequence_length, config.pad_multiple)
+    identity = f"documents {corpus.digest} {config.sequence_length}"
+    facts = {"cut_documents": corpus.cut or count_longer(corpus, config.sequence_length)}
+    rows = corpus.samples * corpus.documents_per_sample
+    return one_pass_of(corpus, source, (corpus.samples, rows), config, context, identity, facts, config.bucket_window)
+
+
+def count_longer(corpus: Corpus, sequence_length: int) -> int:
+    """Documents that have more positions than a sample."""
+    return int(np.count_nonzero(np.diff(corpus.starts) > sequence_length + int(corpus.encoding.targets)))
 
 
 class DocumentStream(CorpusStream):
@@ -56,7 +79,7 @@ class DocumentStream(CorpusStream):
         order = SampleOrder(samples, context.seed, config.shuffle)
         window = _window(config.bucket_window, samples, layout.batch_size)
         windows = WindowOrder(order, corpus, config.sequence_length, window, layout.batch_size)
-        source = DocumentPacks(corpus, windows, config.sequence_length, config.pad_multiple, layout)
+        source = DocumentPacks(DocumentSamples(corpus, config.sequence_length, config.pad_multiple), windows, layout)
         identity = f"documents by epoch {corpus.digest} {config.sequence_length} {config.shuffle}"
         super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
         self._sequence_length = config.sequence_length
@@ -74,16 +97,11 @@ class DocumentStream(CorpusStream):
         return {
             **facts_of(self._corpus),
             "sequence_length": self._sequence_length,
-            "cut_documents": self._corpus.cut or self._cut_here(),
+            "cut_documents": self._corpus.cut or count_longer(self._corpus, self._sequence_length),
             "samples": self._corpus.samples,
             "bucket_window": self._window,
             "unused_positions": self._unused,
         }
-
-    def _cut_here(self) -> int:
-        """Documents that are cut when they are read."""
-        extra = int(self._corpus.encoding.targets)
-        return int(np.count_nonzero(np.diff(self._corpus.starts) > self._sequence_length + extra))
 
     def state(self) -> State:
         """Samples consumed by all ranks together, the fingerprint of the data, and the sizes that form packs."""
@@ -122,39 +140,33 @@ class DocumentStream(CorpusStream):
 
 
 @dataclass(frozen=True, slots=True)
-class DocumentPacks:
-    """Source of one rank's part of any pack of documents; see :class:`DocumentStream`."""
+class DocumentSamples:
+    """Source of any documents as microbatches of [B, S], each of its own S."""
 
     corpus: Corpus
-    order: WindowOrder
     sequence_length: int
     pad_multiple: int
-    layout: Layout
 
-    def unused(self, samples: int) -> float:
-        """Fraction of padding in the first samples, a multiple of the batch size, over all ranks."""
-        corpus, layout = self.corpus, self.layout
-        used = padded = 0
-        for consumed in range(0, samples, layout.batch_size):
-            dealt = self.order(consumed).reshape(-1, layout.ranks).T.reshape(-1)  # as pack_at() does, rank by rank
-            documents = corpus.documents_of(dealt)
-            lengths = np.clip(corpus.positions_of(documents), 1, self.sequence_length)
-            rows = lengths.reshape(-1, layout.microbatch_size * corpus.documents_per_sample)
-            longest = -(-rows.max(axis=1) // self.pad_multiple) * self.pad_multiple
-            used, padded = used + int(lengths.sum()), padded + int(longest.sum()) * rows.shape[1]
-        return 1 - used / padded
+    def lengths(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions of the documents of samples [b]: [b, documents of each]."""
+        positions = self.corpus.positions_of(self.corpus.documents_of(samples))
+        return np.clip(positions, 1, self.sequence_length).reshape(len(samples), -1)
 
-    def pack_at(self, consumed: int) -> Arrays:
-        """Microbatches of [B, S], each of its own S; the shortest first.
+    def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Positions of the longest document of each sample: [b]."""
+        longest: npt.NDArray[np.int64] = self.lengths(samples).max(axis=1)
+        return longest
 
-        Where a sample has several documents, these are consecutive rows, and ``samples`` [B] says which samples.
+    def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of samples [b], with ``rows``.
+
+        Where a sample has several documents, these are consecutive rows, and ``samples`` [b] says which samples.
         """
-        corpus, layout = self.corpus, self.layout
-        mine = self.order(consumed)[layout.rank :: layout.ranks]
-        begins = range(0, layout.share, layout.microbatch_size)
-        return [self._microbatch(corpus, mine[begin : begin + layout.microbatch_size]) for begin in begins]
+        return {**self.padded(samples), "rows": self.corpus.documents_of(samples)}
 
-    def _microbatch(self, corpus: Corpus, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+    def padded(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of samples [b] as training has it."""
+        corpus = self.corpus
         sizes = (corpus.documents_of(samples), self.sequence_length, self.pad_multiple)
         if corpus.encoding.targets:
             padded = pad(corpus.tokens, corpus.starts, *sizes, corpus.weights, corpus.scales)
@@ -162,6 +174,34 @@ class DocumentPacks:
             each = corpus.encoding.settings.get("per") == "word"
             padded = pad_texts(corpus.tokens, corpus.starts, *sizes, corpus.labels, label_each=each)
         return {**padded, "samples": samples} if corpus.texts else padded
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPacks:
+    """Source of one rank's part of any pack of documents; see :class:`DocumentStream`."""
+
+    samples: DocumentSamples
+    order: WindowOrder
+    layout: Layout
+
+    def unused(self, samples: int) -> float:
+        """Fraction of padding in the first samples, a multiple of the batch size, over all ranks."""
+        layout, multiple = self.layout, self.samples.pad_multiple
+        used = padded = 0
+        for consumed in range(0, samples, layout.batch_size):
+            dealt = self.order(consumed).reshape(-1, layout.ranks).T.reshape(-1)  # as pack_at() does, rank by rank
+            lengths = self.samples.lengths(dealt)
+            rows = lengths.reshape(-1, layout.microbatch_size * lengths.shape[1])
+            longest = -(-rows.max(axis=1) // multiple) * multiple
+            used, padded = used + int(lengths.sum()), padded + int(longest.sum()) * rows.shape[1]
+        return 1 - used / padded
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Microbatches of [B, S], each of its own S; the shortest first."""
+        layout = self.layout
+        mine = self.order(consumed)[layout.rank :: layout.ranks]
+        begins = range(0, layout.share, layout.microbatch_size)
+        return [self.samples.padded(mine[begin : begin + layout.microbatch_size]) for begin in begins]
 
 
 def _window(wanted: int | None, samples: int, batch_size: int) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from d9d_core.extend import DataContext, DataError, State
 
 from d9d_data.config import ChatConfig, TextConfig
@@ -11,19 +15,55 @@ from d9d_data.corpus.prepare import Corpus, prepare_for
 from d9d_data.order.layout import Layout
 from d9d_data.order.samples import SampleOrder
 from d9d_data.stream.base import CorpusStream, facts_of
-from d9d_data.stream.binned import BinStream
+from d9d_data.stream.binned import BinStream, one_pass_of_bins
+from d9d_data.stream.one_pass import OnePassStream, one_pass_of
 from d9d_data.stream.packing import pack, sample_count
 from d9d_data.stream.reader import Arrays
 
 
-def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStream:
+def build_text(config: TextConfig, context: DataContext) -> TextStream | BinStream | OnePassStream:
     """Prepare the corpus (once, then from the cache) and open its stream.
 
     Raises:
         DataError: the data or the sizes cannot be used; the text says what to change.
     """
     config, corpus = prepare_for(config, context)
-    return (TextStream if config.packing == "concat" else BinStream)(config, context, corpus)
+    return open_text(config, context, corpus)
+
+
+def open_text(
+    config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus
+) -> TextStream | BinStream | OnePassStream:
+    """Open the stream of a prepared corpus that is packed, without end or for one pass.
+
+    Raises:
+        DataError: the sizes cannot be used; the text says what to change.
+    """
+    if config.packing != "concat":
+        return (one_pass_of_bins if context.one_pass else BinStream)(config, context, corpus)
+    if not context.one_pass:
+        return TextStream(config, context, corpus)
+    samples = _count(config, corpus)
+    source = TextSamples(corpus, config.sequence_length)
+    identity = f"concat {corpus.digest} {config.sequence_length}"
+    # All samples are of one length, so there is nothing to sort.
+    return one_pass_of(corpus, source, (samples, samples), config, context, identity, {}, context.microbatch_size)
+
+
+def _count(config: TextConfig | ChatConfig, corpus: Corpus) -> int:
+    """Number of samples.
+
+    Raises:
+        DataError: there is none.
+    """
+    tokens = len(corpus.tokens)
+    samples = sample_count(tokens, config.sequence_length)
+    if samples == 0:
+        raise DataError(
+            f"data.sequence_length: {config.sequence_length} positions need {config.sequence_length + 1} tokens, "
+            f"but the {config.split} split has {tokens}; use at most {tokens - 1}, or more text"
+        )
+    return samples
 
 
 class TextStream(CorpusStream):
@@ -35,14 +75,8 @@ class TextStream(CorpusStream):
 
     def __init__(self, config: TextConfig | ChatConfig, context: DataContext, corpus: Corpus) -> None:
         layout = Layout.of(context)
-        tokens = len(corpus.tokens)
-        samples = sample_count(tokens, config.sequence_length)
-        if samples == 0:
-            raise DataError(
-                f"data.sequence_length: {config.sequence_length} positions need {config.sequence_length + 1} tokens, "
-                f"but the {config.split} split has {tokens}; use at most {tokens - 1}, or more text"
-            )
-        source = TextPacks(corpus, SampleOrder(samples, context.seed, config.shuffle), config.sequence_length, layout)
+        order = SampleOrder(_count(config, corpus), context.seed, config.shuffle)
+        source = TextPacks(TextSamples(corpus, config.sequence_length), order, layout)
         identity = f"{corpus.digest} {config.sequence_length} {config.shuffle}"
         super().__init__(corpus, source, layout.batch_size, config.workers, identity, ("sequence_length", "shuffle"))
         self._source = source
@@ -53,33 +87,44 @@ class TextStream(CorpusStream):
         source = self._source
         return {
             **facts_of(self._corpus),
-            "sequence_length": source.sequence_length,
+            "sequence_length": source.samples.sequence_length,
             "samples": source.order.samples,
             "unused_positions": 0.0,
         }
 
 
 @dataclass(frozen=True, slots=True)
+class TextSamples:
+    """Source of any samples of text as microbatches of [B, S]."""
+
+    corpus: Corpus
+    sequence_length: int
+
+    def sizes(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Lengths [B], all alike."""
+        return np.full(len(samples), self.sequence_length)
+
+    def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of samples [B], with ``rows``."""
+        return {**self.packed(samples), "rows": samples}
+
+    def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of samples [B] as training has it."""
+        corpus = self.corpus
+        return pack(corpus.tokens, corpus.starts, samples, self.sequence_length, corpus.weights, corpus.scales)
+
+
+@dataclass(frozen=True, slots=True)
 class TextPacks:
     """Source of one rank's part of any pack of text; see :class:`TextStream`."""
 
-    corpus: Corpus
+    samples: TextSamples
     order: SampleOrder
-    sequence_length: int
     layout: Layout
 
     def pack_at(self, consumed: int) -> Arrays:
         """Microbatches of [B, S] each."""
-        corpus, layout = self.corpus, self.layout
-        samples = self.order.take(consumed + layout.rank * layout.share, layout.share)
-        return [
-            pack(
-                corpus.tokens,
-                corpus.starts,
-                samples[begin : begin + layout.microbatch_size],
-                self.sequence_length,
-                corpus.weights,
-                corpus.scales,
-            )
-            for begin in range(0, layout.share, layout.microbatch_size)
-        ]
+        layout = self.layout
+        chosen = self.order.take(consumed + layout.rank * layout.share, layout.share)
+        begins = range(0, layout.share, layout.microbatch_size)
+        return [self.samples.packed(chosen[begin : begin + layout.microbatch_size]) for begin in begins]

@@ -1,0 +1,215 @@
+"""One pass over a dataset: every sample once, in the order of the sources, then fillers.
+
+The contract is that of :mod:`d9d_core.protocols.data`. Samples are sorted by length inside of blocks of microbatches.
+A block has one eighth of the microbatches of a pack, and at most eight: so it depends on the sizes of the job file
+alone, and one, two, four or eight ranks have whole blocks.
+
+Shapes: b samples, B rows of tensors (b times the texts of a sample).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from d9d_core.extend import DataContext, DataError, State
+
+from d9d_data.config import PreparedConfig
+from d9d_data.corpus.prepare import Corpus
+from d9d_data.order.layout import Layout
+from d9d_data.stream.base import PackStream, facts_of
+from d9d_data.stream.packing import NO_TARGET
+from d9d_data.stream.reader import Arrays
+
+#: Number of the first row in each place of a microbatch.
+ROWS = "rows"
+# Most microbatches of a block, and the fraction of a pack's that it is.
+_BLOCK = 8
+
+Int64 = npt.NDArray[np.int64]
+
+
+class SampleSource(Protocol):
+    """Source of any samples of a dataset, in the order of its sources; can be sent to another process."""
+
+    def sizes(self, samples: Int64) -> npt.NDArray[Any]:
+        """Lengths [b] by which samples are sorted; all alike for no sorting."""
+        ...
+
+    def microbatch(self, samples: Int64) -> Mapping[str, npt.NDArray[Any]]:
+        """Microbatch of samples, with ``rows`` [B]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OnePassPacks:
+    """Source of one rank's part of any pack of one pass.
+
+    Attributes:
+        source: makes microbatches.
+        samples: number of samples.
+        layout: of the packs.
+        block: samples that are sorted together, a divisor of a rank's share.
+    """
+
+    source: SampleSource
+    samples: int
+    layout: Layout
+    block: int
+
+    def pack_at(self, consumed: int) -> Arrays:
+        """Microbatches of this rank, block by block; in each the shortest samples first."""
+        begin = consumed + self.layout.rank * self.layout.share
+        blocks = range(begin, begin + self.layout.share, self.block)
+        return [microbatch for first in blocks for microbatch in self._block(first)]
+
+    def _block(self, first: int) -> Arrays:
+        real = np.arange(min(first, self.samples), min(first + self.block, self.samples), dtype=np.int64)
+        if len(real) and self.block > self.layout.microbatch_size:
+            # Stable: samples of one length stay in their order.
+            real = real[np.argsort(self.source.sizes(real), kind="stable")]
+        size = self.layout.microbatch_size
+        return [self._microbatch(real[begin : begin + size]) for begin in range(0, self.block, size)]
+
+    def _microbatch(self, real: Int64) -> Mapping[str, npt.NDArray[Any]]:
+        fillers = self.layout.microbatch_size - len(real)
+        if not fillers:
+            return self.source.microbatch(real)
+        # A filler repeats the shortest sample beside it, so that it lengthens nothing.
+        repeated = np.full(fillers, real[0] if len(real) else 0, dtype=np.int64)
+        return _without_targets(self.source.microbatch(np.concatenate([real, repeated])), len(real), fillers)
+
+
+class OnePassStream(PackStream):
+    """Stream of one pass over a dataset; see :class:`d9d_core.protocols.data.DataStream`.
+
+    Args:
+        source: makes microbatches.
+        samples: number of samples.
+        rows: number of rows.
+        context: of the job.
+        workers: processes that build packs ahead.
+        identity: everything that decides which sample has which number; as words.
+        needs: that in words, for messages.
+        facts: of the data.
+        save_assets: writes what an exported model needs.
+        window: most samples that are sorted together, if the job file says so.
+
+    Raises:
+        DataError: ranks would not have whole blocks.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        samples: int,
+        rows: int,
+        context: DataContext,
+        workers: int,
+        identity: str,
+        needs: str,
+        facts: State,
+        save_assets: Callable[[Path], None],
+        window: int | None = None,
+    ) -> None:
+        layout = Layout.of(context)
+        packs = OnePassPacks(source, samples, layout, _block_size(layout, window))
+        super().__init__(packs, layout.batch_size, workers, f"one pass {identity}", needs)
+        self._facts: State = {**facts, "samples": samples, ROWS: rows}
+        self._save_assets = save_assets
+
+    @property
+    def facts(self) -> State:
+        """Facts of the data, with ``samples`` and ``rows``."""
+        return self._facts
+
+    def save_assets(self, directory: Path) -> None:
+        """Write what an exported model needs from the data, such as tokenizer files."""
+        self._save_assets(directory)
+
+
+def one_pass_of(
+    corpus: Corpus,
+    source: SampleSource,
+    sizes: tuple[int, int],
+    config: PreparedConfig,
+    context: DataContext,
+    identity: str,
+    facts: State,
+    window: int | None,
+) -> OnePassStream:
+    """Stream of one pass over a corpus.
+
+    Args:
+        corpus: what is read.
+        source: makes microbatches.
+        sizes: numbers of samples and of rows.
+        config: of the dataset.
+        context: of the job.
+        identity: everything that decides which sample has which number.
+        facts: besides those of any corpus.
+        window: most samples that are sorted together, if the job file says so.
+
+    Raises:
+        DataError: there are no samples, or ranks would not have whole blocks.
+    """
+    if not sizes[0]:
+        raise DataError(f"data.split: the {config.split} split is empty, so there is nothing to make a pass over")
+    return OnePassStream(
+        source,
+        *sizes,
+        context,
+        config.workers,
+        identity,
+        "the contents of the sources, tokenizer, split, held_out, packing and sequence_length",
+        {**facts_of(corpus), "sequence_length": config.sequence_length, **facts},
+        corpus.save_assets,
+        window,
+    )
+
+
+def _block_size(layout: Layout, window: int | None) -> int:
+    """Samples that are sorted together, whatever the number of ranks.
+
+    Raises:
+        DataError: a rank's share is no multiple of that.
+    """
+    size, ranks = layout.microbatch_size, layout.ranks
+
+    def microbatches_of(batch_size: int) -> int:
+        block = math.gcd(_BLOCK, max(batch_size // size // _BLOCK, 1))
+        return block if window is None else math.gcd(block, max(window // size, 1))
+
+    def fits(batch_size: int) -> bool:
+        return batch_size // ranks % (microbatches_of(batch_size) * size) == 0
+
+    block = microbatches_of(layout.batch_size) * size
+    if not fits(layout.batch_size):
+        unit = size * ranks
+        below = next(filter(fits, range(layout.batch_size - unit, 0, -unit)), None)
+        above = next(filter(fits, range(layout.batch_size + unit, 2 * _BLOCK**2 * unit + layout.batch_size, unit)))
+        options = " or ".join(str(option) for option in (below, above) if option)
+        raise DataError(
+            f"batch.size: one pass over the data sorts blocks of {block} samples, but of a batch of "
+            f"{layout.batch_size} each of {ranks} ranks has {layout.share}; use a batch of {options}, or "
+            f"'bucket_window: {size}' in this data, which sorts nothing"
+        )
+    return block
+
+
+def _without_targets(
+    microbatch: Mapping[str, npt.NDArray[Any]], real: int, fillers: int
+) -> dict[str, npt.NDArray[Any]]:
+    """Microbatch whose last samples are fillers: no rows, and nothing to learn."""
+    changed = dict(microbatch)
+    first = len(microbatch[ROWS]) // (real + fillers) * real
+    for name, value in (ROWS, -1), ("targets", NO_TARGET), ("labels", NO_TARGET), ("weights", 0):
+        if name in changed and changed[name].dtype.kind in "if":
+            changed[name] = changed[name].copy()
+            changed[name][first:] = value
+    return changed
