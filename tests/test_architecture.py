@@ -53,6 +53,8 @@ LAYERS = {
         {"step"},
         {"run"},
         {"build"},
+        {"joining"},
+        {"inference"},
         {"job"},
         {"launch", "verify"},
         {"api", "extend", "testing"},

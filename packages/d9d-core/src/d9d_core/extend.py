@@ -10,6 +10,7 @@ Everything a component itself needs is here; importing this module imports no to
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
 | data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs``, ``TwoPassTask`` and ``FirstPass`` |
+| inference | ``InferenceTask``, ``ReadsModules``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
@@ -53,11 +54,18 @@ from d9d_core.events import (
     Events,
     ForwardBackwardEnds,
     ForwardBackwardStarts,
+    InferenceFailed,
+    InferenceFinished,
+    InferenceStarts,
+    InferenceStopped,
     JobConfigured,
     ModelReady,
     OptimizerReady,
     OptimizerStepEnds,
     OptimizerStepStarts,
+    PackEnds,
+    PackStarts,
+    RowsWritten,
     SaveReport,
     StepEnds,
     StepResult,
@@ -101,6 +109,7 @@ from d9d_core.program.validation import placement, problems_of, validate
 from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.health import Health
+from d9d_core.protocols.inference import ROW, Columns, InferenceTask, ReadsModules, Writer
 from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
@@ -154,6 +163,7 @@ __all__ = [
     "AXES",
     "CATALOGUE",
     "FOREIGN_FAILURES",
+    "ROW",
     "TRAITS",
     "Action",
     "Adapts",
@@ -165,6 +175,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaved",
     "CheckpointStarts",
+    "Columns",
     "ContextParallelizable",
     "D9dError",
     "DataContext",
@@ -195,6 +206,11 @@ __all__ = [
     "HasOps",
     "HasTallies",
     "Health",
+    "InferenceFailed",
+    "InferenceFinished",
+    "InferenceStarts",
+    "InferenceStopped",
+    "InferenceTask",
     "InputBackward",
     "JobConfigured",
     "JobError",
@@ -219,6 +235,8 @@ __all__ = [
     "OptimizerStepStarts",
     "Overlap",
     "Pack",
+    "PackEnds",
+    "PackStarts",
     "PassModel",
     "PeftMethod",
     "PipelineStage",
@@ -226,11 +244,13 @@ __all__ = [
     "PluginError",
     "Program",
     "ProgramIndex",
+    "ReadsModules",
     "ReceiveActivation",
     "ReceiveGradient",
     "Reduce",
     "Reducer",
     "Routing",
+    "RowsWritten",
     "RunInfo",
     "SaveError",
     "SaveReport",
@@ -271,6 +291,7 @@ __all__ = [
     "ValuesLogged",
     "Visit",
     "WeightBackward",
+    "Writer",
     "awaited",
     "closest",
     "compute_parts",

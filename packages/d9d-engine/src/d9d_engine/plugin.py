@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from d9d_core.plugin.hooks import API_VERSION, hookimpl
-from d9d_core.plugin.records import CommandSpec, HealthCheckSpec, JobCheckSpec, TrackerSpec, ViewDim, ViewSpec
+from d9d_core.plugin.records import (
+    CommandSpec,
+    HealthCheckSpec,
+    JobCheckSpec,
+    TrackerSpec,
+    ViewDim,
+    ViewSpec,
+    WriterSpec,
+)
 from d9d_core.plugin.ref import Ref
 
 D9D_API = API_VERSION
@@ -27,6 +35,24 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
         summary="One JSON object per logged step in <run>/metrics.jsonl.",
         config=Ref("d9d_engine.trackers.config:JsonlConfig"),
         build=Ref("d9d_engine.trackers.jsonl:JsonlTracker"),
+    )
+
+
+@hookimpl
+def d9d_writers() -> Iterator[WriterSpec]:
+    """Writers ``jsonl`` and ``parquet``."""
+    yield WriterSpec(
+        name="jsonl",
+        summary="One JSON object per row.",
+        config=Ref("d9d_engine.inference.config:JsonlWriterConfig"),
+        build=Ref("d9d_engine.inference.writers.jsonl:JsonlWriter"),
+    )
+    yield WriterSpec(
+        name="parquet",
+        summary="Parquet; needs pyarrow.",
+        requires=frozenset({"import:pyarrow"}),
+        config=Ref("d9d_engine.inference.config:ParquetWriterConfig"),
+        build=Ref("d9d_engine.inference.writers.parquet:ParquetWriter"),
     )
 
 
@@ -102,6 +128,12 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Train, or continue after an interruption.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.train:app"),
+    )
+    yield CommandSpec(
+        name="infer",
+        summary="Run a model over data, and write a row of output for each row.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.infer:app"),
     )
     yield CommandSpec(
         name="explain",
