@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.open_union import Named
-from d9d_core.config.resolve import check_world
 from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
 from d9d_core.plugin.manifest import Manifest
@@ -55,7 +54,11 @@ class Job(JobFile):
     def of(cls, file: JobFile) -> Job:
         """Make the job of a job file that core has read, with the engine's defaults."""
         given = {name: getattr(file, name) for name in file.model_fields_set}
-        return cls(**given).use(file.registry)
+        return cls(**given).use(file.registry, file.source)
+
+    @classmethod
+    def _started(cls) -> int | None:
+        return ProcessEnv.from_environment(os.environ).world_size
 
     def plan(self, world_size: int | None = None) -> Plan:
         """Check the whole job without a GPU, a process group or memory for the model.
@@ -119,7 +122,7 @@ class Job(JobFile):
             D9dError: this rank has no device, ranks run different things, or some did not arrive.
         """
         env = env or ProcessEnv.from_environment(os.environ)
-        check_world(self, env.world_size)
+        self.check_layout(env.world_size)
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.world import joined

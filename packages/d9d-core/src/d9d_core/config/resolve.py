@@ -11,7 +11,7 @@ from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
-from d9d_core.plugin.records import MetricSpec, ModelSpec, StrategySpec, TaskSpec
+from d9d_core.plugin.records import MetricSpec, ModelSpec, TaskSpec
 from d9d_core.plugin.registry import Registry
 
 Part = tuple[Chosen, PluginConfig]
@@ -71,19 +71,17 @@ class Resolution:
     verdicts: Sequence[Verdict]
 
 
-def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: Circumstances) -> Resolution:
-    """Resolve a job: look up its names and make every check that needs no tensors.
+def resolve(job: JobConfig, registry: Registry, circumstances: Circumstances) -> Resolution:
+    """Resolve a job: look up its names and check them against each other.
 
     Args:
         job: validated.
         registry: meaning of its names.
-        world_size: number of processes.
         circumstances: what capabilities are judged against.
 
     Raises:
-        D9dError: the job cannot run on this many processes.
+        D9dError: the components of the job do not go together.
     """
-    check_world(job, world_size)
     selection = select(job, registry)
     check_parts(job, selection)
     verdicts = check_capabilities(selection, registry, circumstances)
@@ -140,24 +138,14 @@ def check_capabilities(selection: Selection, registry: Registry, circumstances: 
 
 
 def check_parts(job: JobConfig, selection: Selection) -> None:
-    """Check that each mesh axis is used by a component of the resolved job, and that its model can be exported.
+    """Check that the model of the resolved job can be exported, and that its metrics find what they read.
 
     Raises:
-        JobError: a mesh axis has several ranks that would all do the same, the model cannot be exported, or a metric
-            reads what the task does not observe.
+        JobError: the model cannot be exported, or a metric reads what the task does not observe.
     """
     _check_metrics(selection)
     if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
         raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
-    used = {
-        axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
-    }
-    used |= {token.removeprefix("mesh:") for chosen in selection.all() for token in chosen.spec.requires}
-    used |= {"pp"} if selection.schedule else set()
-    for axis, size in job.mesh.sizes().items():
-        if size > 1 and axis not in used:
-            what = "a schedule to 'pipeline'" if axis == "pp" else "a strategy for it to 'parallel'"
-            raise JobError(f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1")
 
 
 def _check_metrics(selection: Selection) -> None:
@@ -173,19 +161,3 @@ def _check_metrics(selection: Selection) -> None:
             failed.append(f"{chosen.where}: metric {chosen.entry} reads {names}, {does_not}")
     if failed:
         raise JobError("\n".join(failed))
-
-
-def check_world(job: JobConfig, world_size: int) -> None:
-    """Compare the mesh with the number of processes.
-
-    Raises:
-        JobError: they differ.
-    """
-    needed = job.mesh.world_size
-    if needed != world_size:
-        ranks = f"{needed} rank{'s' if needed != 1 else ''}"
-        start = f"{needed} process{'es' if needed != 1 else ''}"
-        how = f" (d9d train --nproc {needed}, torchrun, or srun)" if needed > 1 else ""
-        raise JobError(
-            f"mesh: {job.mesh} = {ranks}, but the job was started with {world_size}; change mesh or start {start}{how}"
-        )

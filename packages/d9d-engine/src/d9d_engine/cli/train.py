@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
-from d9d_engine.job import Job
+from d9d_engine.job import Job, print_note
 from d9d_engine.launch.process import Process, running
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
@@ -28,7 +28,11 @@ def train(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Annotated[
-        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
+        ),
     ] = None,
     max_restarts: Annotated[
         int | None,
@@ -51,12 +55,16 @@ def train(
                 return
             if env.launcher is not None:
                 raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; tell it instead")
+
+            def load(world_size: int | None, again: bool) -> Job:
+                return load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)
+
             with interrupts.raised():
-                loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
+                loaded = _for_processes(load, nproc)
             options = [word for option in overrides for word in ("--set", option)]
             options += [word for file in plugin for word in ("--plugin", str(file))]
             options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
-            status = _launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0, interrupts)
+            status = _launch(loaded, ["train", str(job), *options], max_restarts or 0, interrupts)
             raise typer.Exit(status)
         except Terminated:
             typer.echo("SIGTERM: stopped during start-up; nothing was trained", err=True)
@@ -70,6 +78,8 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
     with _start_up(interrupts, alone):
         loaded = load()
         loaded.check(env.world_size)
+        if loaded.source.note is not None and not process.repeats:
+            print_note(loaded.source.note)
     with _start_up(), interrupts_deferred():
         # Imports of torch and numpy, once and for all that follows.
         import d9d_engine.build.compose
@@ -96,17 +106,40 @@ def _start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Iter
         raise KeyboardInterrupt("during start-up; nothing was trained") from None
 
 
-def _launch(job: Any, arguments: list[str], nproc: str, restarts: int, interrupts: Interrupts) -> int:
+def _for_processes(load: Callable[[int | None, bool], Job], nproc: str | None) -> Job:
+    """The job, checked for the processes that will be started.
+
+    Args:
+        load: number of processes, if known, and whether the job is read again -> the job.
+        nproc: a number; ``auto``; ``None`` is what the mesh needs.
+    """
+    if nproc is not None and nproc != "auto":
+        if not nproc.isdecimal() or int(nproc) < 1:
+            raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+        job = load(int(nproc), False)
+        job.check(int(nproc))
+        return job
+    job = load(1, False)
+    processes = job.mesh.world_size
+    if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.model_fields_set):
+        with _start_up(), interrupts_deferred():
+            from d9d_engine.distributed.devices import count_devices
+        processes = count_devices(job.device)
+        job = load(processes, True) if processes > 1 else job
+    job.check(processes)
+    return job
+
+
+def _launch(job: Job, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
     from d9d_engine.launch.agent import Launch
 
-    if nproc != "auto" and not nproc.isdecimal():
-        raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
-    processes = job.mesh.world_size if nproc == "auto" else int(nproc)
-    job.check(processes)
+    if job.source.note is not None:
+        print_note(job.source.note)
     with _start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
 
     def name_of(rank: int) -> str:
         return describe_rank(job.mesh.sizes(), rank)
 
+    processes = job.mesh.world_size
     return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of, job.timeouts.startup).run(interrupts)
