@@ -278,7 +278,7 @@ def test_the_same_file_trains_alike_on_one_process_and_on_two(
 
     def losses(name: str) -> list[float]:
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        return [entry["train/loss"] for entry in map(json.loads, lines) if "train/loss" in entry]
+        return [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
 
     assert len(losses("one")) == 4
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)

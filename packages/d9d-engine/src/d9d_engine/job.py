@@ -122,7 +122,8 @@ class Job(JobFile):
             D9dError: this rank has no device, ranks run different things, or some did not arrive.
         """
         env = env or ProcessEnv.from_environment(os.environ)
-        self.check_layout(env.world_size)
+        if self.mesh.world_size != env.world_size:
+            self.check_layout(env.world_size)  # says why, and what else does not fit
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.world import joined
