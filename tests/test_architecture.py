@@ -39,6 +39,7 @@ LAYERS = {
         {"events"},
         {"components"},
         {"program"},
+        {"layout"},
         {"job"},
         {"extend", "scaffold", "testing"},
         {"cli"},

@@ -72,7 +72,7 @@ def build(
         D9dError: the job cannot run; the text says why.
     """
     topology.watchdog.phase("startup")
-    selection = resolve(job, registry, topology.world_size, circumstances(job, topology.device)).selection
+    selection = resolve(job, registry, circumstances(job, topology.device)).selection
     events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
