@@ -54,7 +54,7 @@ LAYERS = {
         {"run"},
         {"build"},
         {"job"},
-        {"launch", "verify"},
+        {"generation", "launch", "verify"},
         {"api", "extend", "testing"},
         {"cli"},
         {"plugin"},

@@ -121,3 +121,9 @@ def d9d_commands() -> Iterator[CommandSpec]:
         requires=TORCH,
         app=Ref("d9d_engine.cli.state:app"),
     )
+    yield CommandSpec(
+        name="generate",
+        summary="Write text with a trained model.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.generate:app"),
+    )
