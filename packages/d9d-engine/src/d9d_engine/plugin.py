@@ -1,11 +1,19 @@
-"""Declarations of the engine: built-in trackers, views of the mesh, health checks and commands. Always loaded."""
+"""Declarations of the engine: trackers, subscribers, views of the mesh, health checks, commands. Always loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from d9d_core.plugin.hooks import API_VERSION, hookimpl
-from d9d_core.plugin.records import CommandSpec, HealthCheckSpec, JobCheckSpec, TrackerSpec, ViewDim, ViewSpec
+from d9d_core.plugin.records import (
+    CommandSpec,
+    HealthCheckSpec,
+    JobCheckSpec,
+    SubscriberSpec,
+    TrackerSpec,
+    ViewDim,
+    ViewSpec,
+)
 from d9d_core.plugin.ref import Ref
 
 D9D_API = API_VERSION
@@ -27,6 +35,18 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
         summary="One JSON object per logged step in <run>/metrics.jsonl.",
         config=Ref("d9d_engine.trackers.config:JsonlConfig"),
         build=Ref("d9d_engine.trackers.jsonl:JsonlTracker"),
+    )
+
+
+@hookimpl
+def d9d_subscribers() -> Iterator[SubscriberSpec]:
+    """Subscriber ``samples``."""
+    yield SubscriberSpec(
+        name="samples",
+        summary="Continuations of fixed prompts during training.",
+        config=Ref("d9d_engine.generation.config:SamplesConfig"),
+        build=Ref("d9d_engine.generation.samples:Samples"),
+        requires=TORCH,
     )
 
 
