@@ -55,6 +55,7 @@ LAYERS = {
         {"build"},
         {"job"},
         {"generation", "launch", "verify"},
+        {"runs"},
         {"api", "extend", "testing"},
         {"cli"},
         {"plugin"},

@@ -147,3 +147,15 @@ def d9d_commands() -> Iterator[CommandSpec]:
         requires=TORCH,
         app=Ref("d9d_engine.cli.generate:app"),
     )
+    yield CommandSpec(
+        name="sweep",
+        summary="Train a job with every combination of some values.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.sweep:app"),
+    )
+    yield CommandSpec(
+        name="runs",
+        summary="List runs and compare them.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.runs:app"),
+    )
