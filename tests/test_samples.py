@@ -137,6 +137,26 @@ def test_a_model_without_logits_is_told(small_job: Callable[..., Path]) -> None:
         Job.load(path).build(lambda _: None).train()
 
 
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_model_is_compiled_for_the_shapes_of_training_only(
+    small_job: Callable[..., Path], tmp_path: Path
+) -> None:
+    from torch._dynamo.utils import counters
+
+    sampled = {"name": "samples", "every": 1, "prompts": ["the"], "max_new_tokens": 2, "show": False}
+    fixed = {"steps": 3, "trackers": [], "metrics": [], "export": False, "checkpoint": {"every": None}}
+    found = []
+    for name, subscribers in (("plain", []), ("sampled", [sampled])):
+        torch.compiler.reset()
+        counters.clear()
+        job = small_job(name, parallel=[{"name": "compile", "backend": "eager"}], subscribers=subscribers, **fixed)
+        Job.load(job).build(lambda _: None).train()
+        found.append((counters["stats"]["unique_graphs"], counters["frames"]["total"]))
+    assert found[0][0] > 0
+    assert found[1] == found[0]
+
+
 class Digest:
     """Fingerprint of all that a run consists of, after each step."""
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 
+import torch
 from d9d_core.errors import BuildError
 from d9d_core.program.placement import Pipeline
 from d9d_core.protocols.task import StageInputs
@@ -18,7 +19,9 @@ from d9d_engine.step.randomness import generators_kept
 
 
 class ModelForward:
-    """Forward of the model in training; see :class:`d9d_core.protocols.forward.ForwardPass`.
+    """Forward of the model in training: a :class:`~d9d_core.protocols.forward.ForwardPass`.
+
+    Compiled blocks run eagerly.
 
     Args:
         build: makes the executor, with :func:`inputs_by_name`, on the first call; collective over all ranks.
@@ -56,7 +59,9 @@ class ModelForward:
             outputs: called with what the last stage returns for each microbatch, on the ranks that have that stage.
         """
         self._topology.watchdog.beat()
-        with evaluation_mode(self._model), generators_kept(self._topology.device):
+        # Dynamo would compile the training for any shape once it has seen another one here, which changes its numbers.
+        eager = torch.compiler.set_stance("force_eager")
+        with evaluation_mode(self._model), generators_kept(self._topology.device), eager:
             self._executor.evaluate(pack, outputs)
 
     @cached_property
