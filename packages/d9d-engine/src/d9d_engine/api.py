@@ -63,6 +63,7 @@ from d9d_core.events import (
 )
 from d9d_core.plugin import PluginPolicy, Registry, discover
 
+from d9d_engine.generation.config import SamplesConfig
 from d9d_engine.job import Job
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
@@ -141,6 +142,7 @@ __all__ = [
     "ProcessEnv",
     "Registry",
     "Run",
+    "SamplesConfig",
     "SaveReport",
     "Section",
     "StateGraph",
