@@ -19,6 +19,12 @@ from d9d_engine.runs.record import JOB, RunRecord
 
 #: Sections that a sweep gives each run, or that must be alike for all.
 _OWN = ("run", "plugins")
+#: Sections and fields that say how a run is done or how long, and may change between two starts of it.
+_HOW = (
+    "device", "mesh", "parallel", "pipeline", "kernels", "metrics", "trackers", "subscribers", "logging", "checkpoint",
+    "loading", "timeouts",
+)  # fmt: skip
+_CHANGEABLE = ("steps", "epochs", "batch.microbatch", "gradients.bucket_mib")
 _OPEN, _CLOSE = "[{(", "]})"
 #: Combinations that are loaded; more are a slip of the pen.
 _MOST = 10_000
@@ -54,7 +60,7 @@ class SweepRun:
         if not (self.directory / JOB).is_file():
             return False
         record, mine = RunRecord.read(self.directory), self.job.resolved()
-        other = differing([_compared(record.job), _compared(mine)], leave_out=("steps", "epochs"))
+        other = differing([_lasting(record.job), _lasting(mine)], leave_out=_CHANGEABLE)
         if record.job and other:
             name, (there, here) = next(iter(other.items()))
             raise JobError(
@@ -177,3 +183,7 @@ def _refuse_equal(runs: Sequence[SweepRun]) -> None:
 
 def _compared(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in job.items() if name not in _OWN}
+
+
+def _lasting(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in _compared(job).items() if name not in _HOW}
