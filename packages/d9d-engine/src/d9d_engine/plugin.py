@@ -1,4 +1,4 @@
-"""Declarations of the engine: built-in trackers, views of the mesh, health checks and commands. Always loaded."""
+"""Declarations of the engine: trackers, subscribers, views of the mesh, health checks, commands. Always loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from d9d_core.plugin.records import (
     CommandSpec,
     HealthCheckSpec,
     JobCheckSpec,
+    SubscriberSpec,
     TrackerSpec,
     ViewDim,
     ViewSpec,
@@ -53,6 +54,18 @@ def d9d_writers() -> Iterator[WriterSpec]:
         requires=frozenset({"import:pyarrow"}),
         config=Ref("d9d_engine.inference.config:ParquetWriterConfig"),
         build=Ref("d9d_engine.inference.writers.parquet:ParquetWriter"),
+    )
+
+
+@hookimpl
+def d9d_subscribers() -> Iterator[SubscriberSpec]:
+    """Subscriber ``samples``."""
+    yield SubscriberSpec(
+        name="samples",
+        summary="Continuations of fixed prompts during training.",
+        config=Ref("d9d_engine.generation.config:SamplesConfig"),
+        build=Ref("d9d_engine.generation.samples:Samples"),
+        requires=TORCH,
     )
 
 
@@ -152,4 +165,22 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Look at checkpoints, convert them, compare them.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.state:app"),
+    )
+    yield CommandSpec(
+        name="generate",
+        summary="Write text with a trained model.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.generate:app"),
+    )
+    yield CommandSpec(
+        name="sweep",
+        summary="Train a job with every combination of some values.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.sweep:app"),
+    )
+    yield CommandSpec(
+        name="runs",
+        summary="List runs and compare them.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.runs:app"),
     )

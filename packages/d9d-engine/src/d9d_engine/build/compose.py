@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
 from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
@@ -122,6 +124,9 @@ def build(
     interrupts = interrupts or Interrupts()
     running = (auxiliary_losses, tallies, gradients, statistics)
     executor = build_executor(job, selection, assembly, topology, task, *running)
+    build = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
+    forward = ModelForward(build, model, assembly.pipeline, job.microbatches, topology)
+    events.emit(ev.ForwardReady(forward, topology))
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,
