@@ -11,9 +11,9 @@ from pydantic import PrivateAttr
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.document import Document
 from d9d_core.config.inner import choose
-from d9d_core.config.job import JobConfig
+from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.load import registry_for, validate_job
-from d9d_core.config.resolve import Resolution, resolve
+from d9d_core.config.resolve import Resolution, Selection, resolve
 from d9d_core.grid import Grid
 from d9d_core.plugin.capabilities import Circumstances
 from d9d_core.plugin.loader import discover
@@ -24,12 +24,8 @@ from d9d_core.program.placement import plan_pipeline
 from d9d_core.protocols.data import DataContext, DataStream
 
 
-class JobFile(JobConfig):
-    """A validated job file. Made by :meth:`load`, or directly from config objects.
-
-    It can be checked here, as far as names, values, capabilities, the mesh and the pipeline schedule go; d9d-engine's
-    ``Job`` runs it.
-    """
+class LoadedJob(BaseJob):
+    """Job of any kind, with the registry that its names refer to. Made by :meth:`load`, or of config objects."""
 
     _registry: Registry | None = PrivateAttr(default=None)
 
@@ -109,7 +105,15 @@ class JobFile(JobConfig):
             views[name] = spec
         return views
 
-    def resolve(self, world_size: int, circumstances: Circumstances | None = None) -> Resolution:
+
+class JobFile(LoadedJob, JobConfig):
+    """A validated job file. Made by :meth:`load`, or directly from config objects.
+
+    It can be checked here, as far as names, values, capabilities, the mesh and the pipeline schedule go; d9d-engine's
+    ``Job`` runs it.
+    """
+
+    def resolve(self, world_size: int, circumstances: Circumstances | None = None) -> Resolution[Selection]:
         """Records behind the job's names, checked against each other and against the number of processes.
 
         Args:
@@ -121,7 +125,7 @@ class JobFile(JobConfig):
         """
         return resolve(self, self.registry, world_size, circumstances or Circumstances(self.mesh.sizes()))
 
-    def check(self, world_size: int | None = None) -> Resolution:
+    def check(self, world_size: int | None = None) -> Resolution[Selection]:
         """Check all that needs no tensors: names, values, capabilities, views, the schedule's programs.
 
         Args:

@@ -11,6 +11,7 @@ from d9d_core.errors import BuildError
 from d9d_core.events import CATALOGUE
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.inference import InferenceTask, Writer
 from d9d_core.protocols.metric import Metric
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod
@@ -24,6 +25,8 @@ REDUCTIONS = ("sum", "max", "min")
 #: Kind of record -> what its component has to be.
 _PROTOCOLS: Mapping[str, type] = {
     "task": Task,
+    "inference task": InferenceTask,
+    "writer": Writer,
     "dataset": DataStream,
     "metric": Metric,
     "tracker": Tracker,

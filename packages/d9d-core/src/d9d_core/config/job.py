@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -271,8 +271,8 @@ class Plugins(Section):
         )
 
 
-class JobConfig(Section):
-    """A job file. See :class:`d9d_engine.job.Job` for what can be done with it."""
+class BaseJob(Section):
+    """Sections that jobs of every kind have: a model, data, and how they are laid out over processes."""
 
     run: Run = Run()
     """Name and directory of the run."""
@@ -283,15 +283,9 @@ class JobConfig(Section):
     mesh: Mesh = Mesh()
     """The process grid."""
     model: Annotated[PluginConfig, Named("model")]
-    """Model to train."""
-    task: Annotated[PluginConfig, Named("task")]
-    """Task to learn."""
+    """Model."""
     data: Annotated[PluginConfig, Named("dataset")]
     """Dataset of the samples."""
-    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
-    """Passes over the data, in place of ``steps``; 0.5 is half of one. Steps are counted when the data is open."""
-    steps: PositiveInt | None = Field(default=None, validate_default=True)
-    """Optimizer steps of the whole run; this or ``epochs``."""
     batch: Batch = Batch()
     """Samples per step."""
     parallel: list[Annotated[PluginConfig, Named("strategy")]] = []
@@ -300,41 +294,16 @@ class JobConfig(Section):
     """Pipeline schedule; null runs the full model on each process."""
     peft: Annotated[PluginConfig, Named("peft method")] | None = None
     """Fine-tuning method; null trains all parameters."""
-    optimizer: Annotated[PluginConfig, Named("optimizer")]
-    """Updates the parameters."""
-    lr_schedule: Annotated[PluginConfig, Named("lr schedule")] | None = None
-    """Learning-rate schedule; null keeps the rate constant."""
-    gradient_clipping: GradientClipping = GradientClipping()
-    """Limit on the gradient norm."""
-    gradients: Gradients = Gradients()
-    """Accumulation and all-reduce of gradients."""
-    nonfinite: Literal["error", "skip"] = "error"
-    """What follows a step with a NaN or infinite loss or gradient; such a step never changes anything."""
     precision: Precision = Precision()
     """Number formats."""
     kernels: dict[str, str] = {}
     """Op -> backend by name; the others are chosen automatically."""
-    metrics: list[Annotated[PluginConfig, Named("metric")]] = []
-    """Statistics over each logging period."""
-    trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
-        default=[], json_schema_extra={"default": ["console", "jsonl"]}
-    )
-    """Destinations of logged values."""
     subscribers: list[Annotated[PluginConfig, Named("subscriber")]] = []
     """Observers of the training loop."""
-    logging: Logging = Logging()
-    """Interval of log entries."""
-    evaluation: Evaluation | None = None
-    """Evaluation of the loss on other data during training."""
-    checkpoint: Checkpoint = Checkpoint()
-    """Interval, directory and retention of checkpoints."""
     loading: Loading = Loading()
     """Reading of the weights that the model starts from."""
     timeouts: Timeouts = Timeouts()
     """Time limits of ranks that wait for each other."""
-    export: Literal["adapter"] | bool = True
-    """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter of a fine-tuning method
-    that has one to <run>/adapter; ``adapter`` writes only that."""
     plugins: Plugins = Plugins()
     """Selection of the plugins that may be loaded."""
 
@@ -342,18 +311,8 @@ class JobConfig(Section):
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003
         return "the job file"
 
-    @field_validator("steps")
-    @classmethod
-    def _says_how_long(cls, steps: int | None, info: ValidationInfo) -> int | None:
-        epochs = info.data.get("epochs")
-        if steps is None and "epochs" in info.data and epochs is None:
-            raise ValueError("missing; add 'steps:' or 'epochs:' to the job file")
-        if steps is not None and epochs is not None:
-            raise ValueError(f"'epochs: {epochs:g}' already says how long the run is; remove one of them")
-        return steps
-
     @model_validator(mode="after")
-    def _batch_divides(self) -> JobConfig:
+    def _batch_divides(self) -> Self:
         ranks, size = self.mesh.data_parallel_size, self.batch.size
         if size % ranks:
             raise ValueError(
@@ -374,9 +333,9 @@ class JobConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _nothing_twice(self) -> JobConfig:
+    def _nothing_twice(self) -> Self:
         for section in ("parallel", "metrics", "trackers", "subscribers"):
-            parts = getattr(self, section)
+            parts = getattr(self, section, [])
             for index, part in enumerate(parts):
                 first = parts.index(part)
                 if first != index:
@@ -397,3 +356,49 @@ class JobConfig(Section):
     def microbatches(self) -> int:
         """Forward passes per optimizer step on one process."""
         return self.batch.size // self.mesh.data_parallel_size // self.microbatch_size
+
+
+class JobConfig(BaseJob):
+    """A job file. See :class:`d9d_engine.job.Job` for what can be done with it."""
+
+    task: Annotated[PluginConfig, Named("task")]
+    """Task to learn."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the data, in place of ``steps``; 0.5 is half of one. Steps are counted when the data is open."""
+    steps: PositiveInt | None = Field(default=None, validate_default=True)
+    """Optimizer steps of the whole run; this or ``epochs``."""
+    optimizer: Annotated[PluginConfig, Named("optimizer")]
+    """Updates the parameters."""
+    lr_schedule: Annotated[PluginConfig, Named("lr schedule")] | None = None
+    """Learning-rate schedule; null keeps the rate constant."""
+    gradient_clipping: GradientClipping = GradientClipping()
+    """Limit on the gradient norm."""
+    gradients: Gradients = Gradients()
+    """Accumulation and all-reduce of gradients."""
+    nonfinite: Literal["error", "skip"] = "error"
+    """What follows a step with a NaN or infinite loss or gradient; such a step never changes anything."""
+    metrics: list[Annotated[PluginConfig, Named("metric")]] = []
+    """Statistics over each logging period."""
+    trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(
+        default=[], json_schema_extra={"default": ["console", "jsonl"]}
+    )
+    """Destinations of logged values."""
+    logging: Logging = Logging()
+    """Interval of log entries."""
+    evaluation: Evaluation | None = None
+    """Evaluation of the loss on other data during training."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Interval, directory and retention of checkpoints."""
+    export: Literal["adapter"] | bool = True
+    """Write the trained model in Hugging Face layout to <run>/model at the end, and the adapter of a fine-tuning method
+    that has one to <run>/adapter; ``adapter`` writes only that."""
+
+    @field_validator("steps")
+    @classmethod
+    def _says_how_long(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        epochs = info.data.get("epochs")
+        if steps is None and "epochs" in info.data and epochs is None:
+            raise ValueError("missing; add 'steps:' or 'epochs:' to the job file")
+        if steps is not None and epochs is not None:
+            raise ValueError(f"'epochs: {epochs:g}' already says how long the run is; remove one of them")
+        return steps

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from d9d_core.config.document import Document
-from d9d_core.config.job import JobConfig, Plugins
+from d9d_core.config.job import BaseJob, Plugins
 from d9d_core.config.location import Location, dotted
 from d9d_core.errors import JobError
 from d9d_core.plugin.loader import discover
@@ -21,7 +21,7 @@ _TO_JOB = "to the job file"
 #: Problems of a job that are spelled out; the others are counted.
 _SHOWN = 50
 _LONG = 200
-Config = TypeVar("Config", bound=JobConfig)
+Config = TypeVar("Config", bound=BaseJob)
 
 
 def plugin_policy(document: Document, extra: PluginPolicy | None = None) -> PluginPolicy:

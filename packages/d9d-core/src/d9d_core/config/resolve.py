@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.inference import InferenceConfig
 from d9d_core.config.inner import choose
-from d9d_core.config.job import JobConfig
+from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
@@ -15,51 +17,66 @@ from d9d_core.plugin.records import MetricSpec, ModelSpec, StrategySpec, TaskSpe
 from d9d_core.plugin.registry import Registry
 
 Part = tuple[Chosen, PluginConfig]
+Selected = TypeVar("Selected", bound="Parts")
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Records that the names of a job resolve to.
+class Parts:
+    """Records that the names of a job of any kind resolve to.
 
     Attributes:
-        model, task, dataset, optimizer, lr_schedule, schedule, peft: one record each, where the job has one.
+        model, dataset, schedule, peft: one record each, where the job has one.
         strategies: in order of application.
-        metrics, trackers, subscribers: as listed.
-        evaluation: the evaluation's dataset.
+        subscribers: as listed.
     """
 
     model: Chosen
-    task: Chosen
     dataset: Chosen
-    optimizer: Chosen
-    lr_schedule: Chosen | None
     schedule: Chosen | None
     peft: Chosen | None
-    evaluation: Chosen | None
     strategies: Sequence[Part]
-    metrics: Sequence[Part]
-    trackers: Sequence[Part]
     subscribers: Sequence[Part]
 
     def all(self) -> list[Chosen]:
         """Every chosen record, and those of components inside of components."""
-        single = (
-            self.model,
-            self.task,
-            self.dataset,
-            self.optimizer,
-            self.lr_schedule,
-            self.schedule,
-            self.peft,
-            self.evaluation,
-        )
-        several = (self.strategies, self.metrics, self.trackers, self.subscribers)
-        chosen = [c for c in single if c is not None] + [chosen for parts in several for chosen, _ in parts]
-        return [member for one in chosen for member in one.family()]
+        values = [getattr(self, field.name) for field in fields(self)]
+        single = [value for value in values if isinstance(value, Chosen)]
+        several = [chosen for value in values if not isinstance(value, Chosen | None) for chosen, _ in value]
+        return [member for one in [*single, *several] for member in one.family()]
 
 
 @dataclass(frozen=True)
-class Resolution:
+class Selection(Parts):
+    """Records that the names of a training job resolve to; see :class:`Parts`.
+
+    Attributes:
+        task, optimizer, lr_schedule: one record each, where the job has one.
+        evaluation: the evaluation's dataset.
+        metrics, trackers: as listed.
+    """
+
+    task: Chosen
+    optimizer: Chosen
+    lr_schedule: Chosen | None
+    evaluation: Chosen | None
+    metrics: Sequence[Part]
+    trackers: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class InferenceSelection(Parts):
+    """Records that the names of an inference job resolve to; see :class:`Parts`.
+
+    Attributes:
+        task, writer: one record each.
+    """
+
+    task: Chosen
+    writer: Chosen
+
+
+@dataclass(frozen=True)
+class Resolution(Generic[Selected]):
     """Records of a job, looked up and compatible with each other.
 
     Attributes:
@@ -67,12 +84,12 @@ class Resolution:
         verdicts: capabilities, satisfied or undecided.
     """
 
-    selection: Selection
+    selection: Selected
     verdicts: Sequence[Verdict]
 
 
-def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: Circumstances) -> Resolution:
-    """Resolve a job: look up its names and make every check that needs no tensors.
+def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: Circumstances) -> Resolution[Selection]:
+    """Resolve a training job: look up its names and make every check that needs no tensors.
 
     Args:
         job: validated.
@@ -85,6 +102,71 @@ def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: 
     """
     check_world(job, world_size)
     selection = select(job, registry)
+    _check_metrics(selection)
+    if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
+        raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
+    return _checked(job, selection, registry, circumstances)
+
+
+def resolve_inference(
+    job: InferenceConfig, registry: Registry, world_size: int, circumstances: Circumstances
+) -> Resolution[InferenceSelection]:
+    """Resolve an inference job; see :func:`resolve`.
+
+    Raises:
+        D9dError: the job cannot run on this many processes.
+    """
+    check_world(job, world_size)
+    selection = InferenceSelection(
+        **_parts(job, registry),
+        task=choose(registry, "inference task", "task", job.task),
+        writer=choose(registry, "writer", "writer", job.writer),
+    )
+    return _checked(job, selection, registry, circumstances)
+
+
+def select(job: JobConfig, registry: Registry) -> Selection:
+    """Resolve every name of a training job to its record.
+
+    Raises:
+        PluginError: a config object names a plugin that the registry does not have.
+    """
+    return Selection(
+        **_parts(job, registry),
+        task=choose(registry, "task", "task", job.task),
+        optimizer=choose(registry, "optimizer", "optimizer", job.optimizer),
+        lr_schedule=_maybe(registry, "lr schedule", "lr_schedule", job.lr_schedule),
+        evaluation=_maybe(registry, "dataset", "evaluation.data", job.evaluation.data if job.evaluation else None),
+        metrics=_several(registry, "metric", "metrics", job.metrics),
+        trackers=_several(registry, "tracker", "trackers", job.trackers),
+    )
+
+
+def _parts(job: BaseJob, registry: Registry) -> dict[str, Any]:
+    """Fields of :class:`Parts`."""
+    strategies = _several(registry, "strategy", "parallel", job.parallel)
+    configs = {chosen.where: config for chosen, config in strategies}
+    return {
+        "model": choose(registry, "model", "model", job.model),
+        "dataset": choose(registry, "dataset", "data", job.data),
+        "schedule": _maybe(registry, "schedule", "pipeline", job.pipeline),
+        "peft": _maybe(registry, "peft method", "peft", job.peft),
+        "strategies": [(chosen, configs[chosen.where]) for chosen in order(chosen for chosen, _ in strategies)],
+        "subscribers": _several(registry, "subscriber", "subscribers", job.subscribers),
+    }
+
+
+def _maybe(registry: Registry, kind: str, where: str, config: PluginConfig | None) -> Chosen | None:
+    return None if config is None else choose(registry, kind, where, config)
+
+
+def _several(registry: Registry, kind: str, where: str, configs: Iterable[PluginConfig]) -> list[Part]:
+    return [(choose(registry, kind, f"{where}[{index}]", config), config) for index, config in enumerate(configs)]
+
+
+def _checked(
+    job: BaseJob, selection: Selected, registry: Registry, circumstances: Circumstances
+) -> Resolution[Selected]:
     check_parts(job, selection)
     verdicts = check_capabilities(selection, registry, circumstances)
     for op, selector in job.kernels.items():
@@ -92,41 +174,7 @@ def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: 
     return Resolution(selection, verdicts)
 
 
-def select(job: JobConfig, registry: Registry) -> Selection:
-    """Resolve every name of the job to its record.
-
-    Raises:
-        PluginError: a config object names a plugin that the registry does not have.
-    """
-
-    def one(kind: str, where: str, config: PluginConfig) -> Chosen:
-        return choose(registry, kind, where, config)
-
-    def maybe(kind: str, where: str, config: PluginConfig | None) -> Chosen | None:
-        return None if config is None else one(kind, where, config)
-
-    def several(kind: str, where: str, configs: Iterable[PluginConfig]) -> list[Part]:
-        return [(one(kind, f"{where}[{index}]", config), config) for index, config in enumerate(configs)]
-
-    strategies = several("strategy", "parallel", job.parallel)
-    configs = {chosen.where: config for chosen, config in strategies}
-    return Selection(
-        model=one("model", "model", job.model),
-        task=one("task", "task", job.task),
-        dataset=one("dataset", "data", job.data),
-        optimizer=one("optimizer", "optimizer", job.optimizer),
-        lr_schedule=maybe("lr schedule", "lr_schedule", job.lr_schedule),
-        schedule=maybe("schedule", "pipeline", job.pipeline),
-        peft=maybe("peft method", "peft", job.peft),
-        evaluation=maybe("dataset", "evaluation.data", job.evaluation.data if job.evaluation else None),
-        strategies=[(chosen, configs[chosen.where]) for chosen in order(chosen for chosen, _ in strategies)],
-        metrics=several("metric", "metrics", job.metrics),
-        trackers=several("tracker", "trackers", job.trackers),
-        subscribers=several("subscriber", "subscribers", job.subscribers),
-    )
-
-
-def check_capabilities(selection: Selection, registry: Registry, circumstances: Circumstances) -> list[Verdict]:
+def check_capabilities(selection: Parts, registry: Registry, circumstances: Circumstances) -> list[Verdict]:
     """Check every requirement of every chosen record.
 
     Raises:
@@ -139,16 +187,12 @@ def check_capabilities(selection: Selection, registry: Registry, circumstances: 
     return verdicts
 
 
-def check_parts(job: JobConfig, selection: Selection) -> None:
-    """Check that each mesh axis is used by a component of the resolved job, and that its model can be exported.
+def check_parts(job: BaseJob, selection: Parts) -> None:
+    """Check that each mesh axis is used by a component of the resolved job.
 
     Raises:
-        JobError: a mesh axis has several ranks that would all do the same, the model cannot be exported, or a metric
-            reads what the task does not observe.
+        JobError: a mesh axis has several ranks that would all do the same.
     """
-    _check_metrics(selection)
-    if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
-        raise JobError(f"export: model {selection.model.entry} has no Hugging Face layout; set 'export: false'")
     used = {
         axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
     }
@@ -175,7 +219,7 @@ def _check_metrics(selection: Selection) -> None:
         raise JobError("\n".join(failed))
 
 
-def check_world(job: JobConfig, world_size: int) -> None:
+def check_world(job: BaseJob, world_size: int) -> None:
     """Compare the mesh with the number of processes.
 
     Raises:

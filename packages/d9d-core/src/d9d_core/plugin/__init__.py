@@ -28,6 +28,7 @@ from d9d_core.plugin.records import (
     ConfiguredSpec,
     DatasetSpec,
     HealthCheckSpec,
+    InferenceTaskSpec,
     JobCheckSpec,
     KernelSpec,
     LrScheduleSpec,
@@ -43,6 +44,7 @@ from d9d_core.plugin.records import (
     TrackerSpec,
     ViewDim,
     ViewSpec,
+    WriterSpec,
 )
 from d9d_core.plugin.ref import Ref
 from d9d_core.plugin.registry import Registry
@@ -57,6 +59,7 @@ __all__ = [
     "DatasetSpec",
     "Entry",
     "HealthCheckSpec",
+    "InferenceTaskSpec",
     "JobCheckSpec",
     "KernelSpec",
     "Kind",
@@ -78,6 +81,7 @@ __all__ = [
     "TrackerSpec",
     "ViewDim",
     "ViewSpec",
+    "WriterSpec",
     "discover",
     "hookimpl",
 ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         CommandSpec,
         DatasetSpec,
         HealthCheckSpec,
+        InferenceTaskSpec,
         JobCheckSpec,
         KernelSpec,
         LrScheduleSpec,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         TaskSpec,
         TrackerSpec,
         ViewSpec,
+        WriterSpec,
     )
 
 #: pluggy's project name, and the entry-point group.
@@ -67,6 +69,8 @@ KINDS = (
     Kind("strategy", "d9d_strategies", records.StrategySpec, "parallel"),
     Kind("schedule", "d9d_schedules", records.ScheduleSpec, "pipeline"),
     Kind("task", "d9d_tasks", records.TaskSpec, "task"),
+    Kind("inference task", "d9d_inference_tasks", records.InferenceTaskSpec, "task"),
+    Kind("writer", "d9d_writers", records.WriterSpec, "writer"),
     Kind("dataset", "d9d_datasets", records.DatasetSpec, "data"),
     Kind("metric", "d9d_metrics", records.MetricSpec, "metrics"),
     Kind("tracker", "d9d_trackers", records.TrackerSpec, "trackers"),
@@ -101,6 +105,16 @@ def d9d_schedules() -> Iterable[ScheduleSpec]:  # type: ignore[empty-body]
 @hookspec
 def d9d_tasks() -> Iterable[TaskSpec]:  # type: ignore[empty-body]
     """Tasks, selected by ``task``."""
+
+
+@hookspec
+def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:  # type: ignore[empty-body]
+    """Tasks of inference jobs, selected by their ``task``."""
+
+
+@hookspec
+def d9d_writers() -> Iterable[WriterSpec]:  # type: ignore[empty-body]
+    """Formats of the output of inference jobs, selected by their ``writer``."""
 
 
 @hookspec

@@ -176,6 +176,16 @@ class TaskSpec(ConfiguredSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InferenceTaskSpec(ConfiguredSpec):
+    """An inference task. ``build(config) -> InferenceTask``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterSpec(ConfiguredSpec):
+    """A format of the output of inference jobs. ``build(config) -> Writer``."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DatasetSpec(ConfiguredSpec):
     """A dataset. ``build(config, context: DataContext) -> DataStream``."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ScheduleConfig
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.config.job import BaseJob
+from d9d_core.config.resolve import Parts
 from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin.records import ScheduleSpec
 from d9d_core.program.actions import (
@@ -73,7 +73,7 @@ class Pipeline:
         return forward_only(self.program(rank, microbatches))
 
 
-def plan_pipeline(job: JobConfig, selection: Selection) -> Pipeline:
+def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
     """Plan the placement of the stages of a job's model; one stage by default.
 
     Raises:

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.config.job import BaseJob, JobConfig
+from d9d_core.config.resolve import Parts, Selection
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols.peft import StartsFromWeights
@@ -70,7 +70,7 @@ def save_adapter(
 
 
 def start_method(
-    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, note: Callable[[str], None]
+    job: BaseJob, selection: Parts, assembly: Assembly, topology: Topology, note: Callable[[str], None]
 ) -> None:
     """Fill the fine-tuning method's tensors from the model's weights, or from the adapter that it is to start from.
 
@@ -120,7 +120,7 @@ def _compare_names(there: Collection[str], here: Collection[str]) -> None:
         raise CheckpointError(f"the job's method has no place for its {some(left)}; name these targets too")
 
 
-def _published(job: JobConfig, selection: Selection, assembly: Assembly) -> Mapping[str, str]:
+def _published(job: BaseJob, selection: Parts, assembly: Assembly) -> Mapping[str, str]:
     spec = selection.model.spec
     if not isinstance(spec, ModelSpec) or spec.hugging_face is None:
         raise CheckpointError(f"model {selection.model.entry} has no Hugging Face layout, so its adapters have none")

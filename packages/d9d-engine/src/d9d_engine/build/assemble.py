@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_returned, check_trainable
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.config.job import BaseJob
+from d9d_core.config.resolve import Parts
 from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import StrategySpec
@@ -121,8 +121,8 @@ _UNSPLITTABLE = ("checkpointing", "compile")
 
 
 def assemble(
-    job: JobConfig,
-    selection: Selection,
+    job: BaseJob,
+    selection: Parts,
     registry: Registry,
     topology: Topology,
     circumstances: Circumstances,
@@ -187,7 +187,7 @@ def assemble(
     )
 
 
-def build_stages(job: JobConfig, selection: Selection, pipeline: Pipeline) -> list[nn.Module]:
+def build_stages(job: BaseJob, selection: Parts, pipeline: Pipeline) -> list[nn.Module]:
     """Stages to assemble: all of the model, on the meta device, without strategies.
 
     Raises:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.config.job import BaseJob
+from d9d_core.config.resolve import Parts
 from d9d_core.plugin.records import ScheduleSpec
 from d9d_core.program.actions import Action
 from d9d_core.program.runner import Handler, StageRunner
@@ -26,8 +26,8 @@ from d9d_engine.step.randomness import derive_seed
 
 
 def build_executor(
-    job: JobConfig,
-    selection: Selection,
+    job: BaseJob,
+    selection: Parts,
     assembly: Assembly,
     topology: Topology,
     task: Task,
@@ -70,8 +70,8 @@ def build_executor(
 
 
 def build_frozen_executor(
-    job: JobConfig,
-    selection: Selection,
+    job: BaseJob,
+    selection: Parts,
     assembly: Assembly,
     topology: Topology,
     task: Task,
@@ -103,7 +103,7 @@ def build_frozen_executor(
     )
 
 
-def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]:
+def _draws(job: BaseJob, topology: Topology) -> Callable[[int, int, int], int]:
     """Seed the draws of a microbatch from the step, its first sample's position in the batch and the stage."""
     first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
 
@@ -115,7 +115,7 @@ def _draws(job: JobConfig, topology: Topology) -> Callable[[int, int, int], int]
 
 
 def _schedule_handlers(
-    job: JobConfig, selection: Selection
+    job: BaseJob, selection: Parts
 ) -> Callable[[StageRunner], Mapping[type[Action], Handler]] | None:
     spec = selection.schedule.spec if selection.schedule else None
     if not isinstance(spec, ScheduleSpec) or spec.handlers is None:

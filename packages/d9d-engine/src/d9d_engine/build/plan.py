@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_metric, check_optimizer
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import JobConfig
+from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.capabilities import Circumstances, Verdict
 from d9d_core.plugin.records import ModelSpec
@@ -159,7 +159,7 @@ def _flops(job: JobConfig, selection: Selection) -> float | None:
     return float(spec.flops.load()(job.model, length))
 
 
-def circumstances(job: JobConfig, device: torch.device | None) -> Circumstances:
+def circumstances(job: BaseJob, device: torch.device | None) -> Circumstances:
     """Circumstances that capabilities are judged against; ``device`` is ``None`` where the job will run elsewhere."""
     capability = None
     if device is not None and device.type == "cuda" and torch.cuda.is_available():

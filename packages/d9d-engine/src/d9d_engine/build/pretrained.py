@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection, select
+from d9d_core.config.job import BaseJob, JobConfig
+from d9d_core.config.resolve import Parts, select
 from d9d_core.errors import CheckpointError
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
@@ -61,7 +61,7 @@ class Pretrained:
         anew = f"; drawn anew: {', '.join(sorted(self.graph.fresh))}" if self.graph.fresh else ""
         return f"{len(self.graph.outputs)} tensors from {self.location} fit{anew}"
 
-    def load(self, stage: nn.Module, job: JobConfig, topology: Topology, note: Callable[[str], None]) -> None:
+    def load(self, stage: nn.Module, job: BaseJob, topology: Topology, note: Callable[[str], None]) -> None:
         """Fill the model's tensors from the files. Collective over all ranks.
 
         Raises:
@@ -95,8 +95,8 @@ class Pretrained:
 
 @contextmanager
 def pretrained_weights(
-    job: JobConfig,
-    selection: Selection,
+    job: BaseJob,
+    selection: Parts,
     registry: Registry,
     stage: nn.Module,
     injected: frozenset[str],

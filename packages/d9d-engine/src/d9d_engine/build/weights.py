@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection
+from d9d_core.config.job import BaseJob
+from d9d_core.config.resolve import Parts
 from d9d_core.plugin.registry import Registry
 from torch import Tensor, nn
 
@@ -33,8 +33,8 @@ class Published:
 
 
 def start_weights(
-    job: JobConfig,
-    selection: Selection,
+    job: BaseJob,
+    selection: Parts,
     registry: Registry,
     assembly: Assembly,
     topology: Topology,

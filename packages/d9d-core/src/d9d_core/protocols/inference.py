@@ -1,0 +1,108 @@
+"""Inference: tasks that turn a model's outputs into rows, and writers of these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from d9d_core.protocols.task import StageInputs
+from d9d_core.types import Microbatch, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Rows of a table by column: name -> one value for each row. Values are what JSON can hold, or lists of numbers.
+Columns = Mapping[str, Sequence[Any]]
+#: Column that every inference task fills: the number of the row in the input, from 0.
+ROW = "row"
+
+
+class InferenceTask(Protocol):
+    """Inference task: from a microbatch to model inputs, and from outputs to rows.
+
+    It keeps nothing from one microbatch to the next, so that a run continues after a kill on any number of ranks: what
+    is to be known over all rows are sums (:meth:`tally`), which the engine adds up and saves with the rows.
+    """
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output, in order: name -> what a value is. The first one is ``row``."""
+        ...
+
+    def check(self, model: Any, facts: State) -> None:
+        """Compare the model's config with the facts of the data, before anything is computed.
+
+        Args:
+            model: its config.
+            facts: what the data stream knows of itself; nothing while a job is planned.
+
+        Raises:
+            D9dError: they do not go together, for example a model without the head that the task reads.
+        """
+        ...
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Keyword arguments of the model for this microbatch."""
+        ...
+
+    def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Tensors to keep of a microbatch, by name: on its device, [B, ...] each, where B samples come in.
+
+        All else is freed at once. Nothing here may wait for the device.
+        """
+        ...
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch, now in the host's memory; called in a thread beside the computation.
+
+        Args:
+            kept: samples that are no fillers, [b, ...] each; ``rows`` int64 [b] among them is the number of the first
+                row of each sample (see :attr:`d9d_core.protocols.data.DataContext.one_pass`).
+        """
+        ...
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Sums over these rows that :meth:`finalize` needs; always of the same names."""
+        ...
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Values over all rows, by name, of the sums over all rows; shown at the end and saved beside the rows."""
+        ...
+
+
+@runtime_checkable
+class ReadsModules(Protocol):
+    """Optional side of an :class:`InferenceTask`: it reads what modules inside of the model return.
+
+    :meth:`InferenceTask.process` finds them among the outputs, as ``module/<name>``, wherever their stage runs.
+    """
+
+    def modules(self, names: Sequence[str]) -> Sequence[str]:
+        """Names of the modules to read, of all names in the full model. Each returns a tensor.
+
+        Raises:
+            D9dError: the model has no such modules.
+        """
+        ...
+
+
+class Writer(Protocol):
+    """Writer of a file format, for the output of inference jobs.
+
+    Rows arrive in parts, from any rank and in any order; whole parts are joined in order when all rows are there. So
+    what was written survives a kill.
+    """
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of its files, with the dot."""
+        ...
+
+    def write(self, path: Path, rows: Columns) -> None:
+        """Write a part: a file of its own, with at least one row. Equal rows make equal bytes."""
+        ...
+
+    def join(self, parts: Sequence[Path], path: Path) -> None:
+        """Join parts, in this order, to one file, without holding more than one part in memory."""
+        ...

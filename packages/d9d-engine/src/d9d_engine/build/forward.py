@@ -1,0 +1,125 @@
+"""Model of a job that is built to run forward only: its weights, and no memory for gradients or an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from d9d_core.config.job import BaseJob
+from d9d_core.config.resolve import Parts
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.types import Microbatch, State
+from torch import Tensor, nn
+
+from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.executor import build_frozen_executor
+from d9d_engine.build.plan import circumstances
+from d9d_engine.build.weights import Published, start_weights
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.executor import Executor
+from d9d_engine.step.tied import find_ties
+
+Inputs = Callable[[Microbatch], StageInputs]
+
+
+@dataclass(frozen=True)
+class ForwardModel:
+    """Model that runs forward only.
+
+    Attributes:
+        assembly: its stages, with strategies applied.
+        published: parts of the model it starts from beside the weights.
+        executor: runs it.
+        holds_last: whether this rank has the last stage, which gives the outputs.
+    """
+
+    assembly: Assembly
+    published: Published
+    executor: Executor
+    holds_last: bool
+
+    @property
+    def model(self) -> nn.Module:
+        """Stages of this rank as one module, in evaluation mode."""
+        return self.assembly.model
+
+
+def assemble_forward(job: BaseJob, selection: Parts, registry: Registry, topology: Topology) -> Assembly:
+    """Assemble a job's model on the meta device, without anything that trains. Collective over all ranks.
+
+    Raises:
+        BuildError: a part asked for has no effect or cannot run.
+    """
+    return assemble(job, selection, registry, topology, circumstances(job, topology.device), trains=False)
+
+
+def build_forward(
+    job: BaseJob,
+    selection: Parts,
+    registry: Registry,
+    assembly: Assembly,
+    topology: Topology,
+    inputs: Inputs,
+    note: Callable[[str], None],
+    task: Task | None = None,
+) -> ForwardModel:
+    """Give an assembled model its memory and its weights. Collective over all ranks.
+
+    Args:
+        job: validated.
+        selection: its records.
+        registry: meaning of its names.
+        assembly: from :func:`assemble_forward`.
+        topology: this process among others.
+        inputs: keyword arguments of the model for a microbatch.
+        note: prints a line.
+        task: has the losses, for whoever measures them; a model that only runs has none.
+
+    Raises:
+        CheckpointError: the weights cannot be read or do not fit, on any rank.
+    """
+    published = start_weights(job, selection, registry, assembly, topology, note)
+    find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology).copy_values()
+    assembly.model.eval()
+    executor = build_frozen_executor(
+        job, selection, assembly, topology, task or WithoutLoss(inputs), inputs, topology.world
+    )
+    last = len(assembly.pipeline.stages) - 1
+    holds_last = last in assembly.pipeline.stages_of(topology.coordinate["pp"])
+    return ForwardModel(assembly, published, executor, holds_last)
+
+
+class WithoutLoss:
+    """Task of a model that only runs: it has inputs and no loss.
+
+    Args:
+        inputs: keyword arguments of the model for a microbatch.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """No loss terms."""
+        return {}
+
+    def check(self, model: object, facts: State) -> None:
+        """Accept every model and all data: whoever wants the outputs has compared them."""
+
+    def count(self, microbatch: Microbatch) -> int:
+        """Number of samples."""
+        return len(next(iter(microbatch.values())))
+
+    def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """No weights."""
+        return {}
+
+    def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """No losses."""
+        return {}
+
+    def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """No observations."""
+        return {}
