@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from d9d_core.plugin.hooks import API_VERSION, hookimpl
-from d9d_core.plugin.records import CommandSpec, HealthCheckSpec, JobCheckSpec, TrackerSpec, ViewDim, ViewSpec
+from d9d_core.plugin.records import (
+    CommandSpec,
+    HealthCheckSpec,
+    JobCheckSpec,
+    SubscriberSpec,
+    TrackerSpec,
+    ViewDim,
+    ViewSpec,
+)
 from d9d_core.plugin.ref import Ref
 
 D9D_API = API_VERSION
@@ -27,6 +35,17 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
         summary="One JSON object per logged step in <run>/metrics.jsonl.",
         config=Ref("d9d_engine.trackers.config:JsonlConfig"),
         build=Ref("d9d_engine.trackers.jsonl:JsonlTracker"),
+    )
+
+
+@hookimpl
+def d9d_subscribers() -> Iterator[SubscriberSpec]:
+    """Subscriber ``early_stopping``."""
+    yield SubscriberSpec(
+        name="early_stopping",
+        summary="Ends the run when a logged series gets no better.",
+        config=Ref("d9d_engine.subscribers.config:EarlyStoppingConfig"),
+        build=Ref("d9d_engine.subscribers.early_stopping:EarlyStopping"),
     )
 
 
