@@ -16,6 +16,16 @@
     TrainingStopped     interrupted; the state is saved
     TrainingFailed      an exception ends the run; it is raised again afterwards
 
+Of an inference job:
+
+    JobConfigured, DataReady, ModelReady
+    InferenceStarts     progress is known; the first pack follows
+    PackStarts, PackEnds
+    RowsWritten         rows are on the disk, and a kill loses none of them
+    InferenceFinished   all rows are in one file
+    InferenceStopped    interrupted; what is done is written
+    InferenceFailed     an exception ends the run; it is raised again afterwards
+
 A subscriber that raises ends the run: observers are part of the job. It is not called again; between TrainingStarts and
 TrainingFinished, all ranks finish the same step and save before the exception is raised, whatever it is. Handlers are
 frozen into tuples before step 0.
@@ -29,7 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from d9d_core.config.job import JobConfig
+from d9d_core.config.job import BaseJob
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import Subscriber
@@ -85,7 +95,7 @@ class StepResult:
 class JobConfigured:
     """The job is validated; nothing is built."""
 
-    job: JobConfig
+    job: BaseJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +241,58 @@ class TrainingFailed:
     error: BaseException
 
 
+@dataclass(frozen=True, slots=True)
+class InferenceStarts:
+    """Inference starts or continues; the first ``samples`` of ``total_samples`` are done already."""
+
+    samples: int
+    total_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackStarts:
+    """The pack that begins with sample number ``first`` is on the device."""
+
+    first: int
+    pack: Pack
+
+
+@dataclass(frozen=True, slots=True)
+class PackEnds:
+    """All forwards of the pack that begins with sample number ``first`` were issued."""
+
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWritten:
+    """Rows of the first ``samples`` samples are on the disk; told on the first rank only."""
+
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceFinished:
+    """All rows are written and joined."""
+
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceStopped:
+    """Inference was interrupted after ``samples`` samples; their rows are written."""
+
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceFailed:
+    """The run ends with ``error``; rows of the first ``samples`` samples are written."""
+
+    samples: int
+    error: BaseException
+
+
 #: Types of all events, in the order in which a run emits them first.
 CATALOGUE: tuple[type[Any], ...] = (
     JobConfigured,
@@ -252,6 +314,13 @@ CATALOGUE: tuple[type[Any], ...] = (
     TrainingFinished,
     TrainingStopped,
     TrainingFailed,
+    InferenceStarts,
+    PackStarts,
+    PackEnds,
+    RowsWritten,
+    InferenceFinished,
+    InferenceStopped,
+    InferenceFailed,
 )
 
 

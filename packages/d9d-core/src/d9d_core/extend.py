@@ -11,6 +11,7 @@ Everything a component itself needs is here; importing this module imports no to
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream`` |
 | task | ``Task``, ``StageInputs``, ``LanguageModelTask``, ``TwoPassTask`` and ``FirstPass`` |
+| inference | ``InferenceTask``, ``ReadsModules``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
@@ -54,11 +55,18 @@ from d9d_core.events import (
     Events,
     ForwardBackwardEnds,
     ForwardBackwardStarts,
+    InferenceFailed,
+    InferenceFinished,
+    InferenceStarts,
+    InferenceStopped,
     JobConfigured,
     ModelReady,
     OptimizerReady,
     OptimizerStepEnds,
     OptimizerStepStarts,
+    PackEnds,
+    PackStarts,
+    RowsWritten,
     SaveReport,
     StepEnds,
     StepResult,
@@ -102,6 +110,7 @@ from d9d_core.program.validation import placement, problems_of, validate
 from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.health import Health
+from d9d_core.protocols.inference import ROW, Columns, InferenceTask, ReadsModules, Writer
 from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
@@ -155,6 +164,7 @@ __all__ = [
     "AXES",
     "CATALOGUE",
     "FOREIGN_FAILURES",
+    "ROW",
     "TRAITS",
     "Action",
     "Adapts",
@@ -166,6 +176,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaved",
     "CheckpointStarts",
+    "Columns",
     "ContextParallelizable",
     "D9dError",
     "DataContext",
@@ -197,6 +208,11 @@ __all__ = [
     "HasOps",
     "HasTallies",
     "Health",
+    "InferenceFailed",
+    "InferenceFinished",
+    "InferenceStarts",
+    "InferenceStopped",
+    "InferenceTask",
     "InputBackward",
     "JobConfigured",
     "JobError",
@@ -222,6 +238,8 @@ __all__ = [
     "OptimizerStepStarts",
     "Overlap",
     "Pack",
+    "PackEnds",
+    "PackStarts",
     "PassModel",
     "PeftMethod",
     "PipelineStage",
@@ -229,11 +247,13 @@ __all__ = [
     "PluginError",
     "Program",
     "ProgramIndex",
+    "ReadsModules",
     "ReceiveActivation",
     "ReceiveGradient",
     "Reduce",
     "Reducer",
     "Routing",
+    "RowsWritten",
     "RunInfo",
     "SaveError",
     "SaveReport",
@@ -275,6 +295,7 @@ __all__ = [
     "ValuesLogged",
     "Visit",
     "WeightBackward",
+    "Writer",
     "awaited",
     "closest",
     "compute_parts",

@@ -63,6 +63,7 @@ from d9d_core.events import (
 )
 from d9d_core.plugin import PluginPolicy, Registry, discover
 
+from d9d_engine.inference.job import InferenceJob
 from d9d_engine.job import Job
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from d9d_engine.build.plan import MemoryEstimate, Plan
     from d9d_engine.checkpoint.store import CheckpointStore
     from d9d_engine.distributed.mesh import Topology
+    from d9d_engine.inference.runner import InferenceOutcome
     from d9d_engine.run.trainer import Outcome, Trainer
     from d9d_engine.verify.compare import Verdict
     from d9d_engine.verify.layouts import Layout, own_layout, parse_layout
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "CheckpointStore": "d9d_engine.checkpoint.store",
     "MemoryEstimate": "d9d_engine.build.plan",
+    "InferenceOutcome": "d9d_engine.inference.runner",
     "Plan": "d9d_engine.build.plan",
     "Topology": "d9d_engine.distributed.mesh",
     "Outcome": "d9d_engine.run.trainer",
@@ -116,6 +119,8 @@ __all__ = [
     "ForwardBackwardStarts",
     "GradientClipping",
     "Gradients",
+    "InferenceJob",
+    "InferenceOutcome",
     "Job",
     "JobConfigured",
     "JobError",

@@ -7,21 +7,16 @@ Job.load("job.yaml").build().train()
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.open_union import Named
-from d9d_core.config.resolve import check_world
 from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
-from d9d_core.plugin.manifest import Manifest
 
-from d9d_engine.process_env import ProcessEnv
+from d9d_engine.joining import JoinsProcesses, print_note, silent
 from d9d_engine.run.interrupt import Interrupts
-from d9d_engine.supervision.failure import FailureReporter
 from d9d_engine.trackers.config import ConsoleConfig, JsonlConfig
 
 if TYPE_CHECKING:
@@ -29,20 +24,12 @@ if TYPE_CHECKING:
 
     from d9d_engine.build.plan import Plan
     from d9d_engine.distributed.mesh import Topology
+    from d9d_engine.inference.job import InferenceJob
+    from d9d_engine.inference.runner import Inference
     from d9d_engine.run.trainer import Trainer
 
 
-def print_note(text: str) -> None:
-    """Print a note about long work: one line on standard output, where the lines of steps are."""
-    with suppress(OSError):  # a full disk behind it, or a closed terminal, ends no run
-        print(text, flush=True)  # noqa: T201 - its purpose
-
-
-def _silent(_text: str) -> None:
-    """Drop a note: all ranks do the same work, and one of them says so."""
-
-
-class Job(JobFile):
+class Job(JoinsProcesses, JobFile):
     """A validated job that can be planned, built and trained.
 
     This module imports no torch: a wrong job file is reported at once.
@@ -105,38 +92,32 @@ class Job(JobFile):
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
         with exits_are_errors():
-            return build(self, self.registry, topology, note if topology.is_main else _silent, observers, interrupts)
+            return build(self, self.registry, topology, note if topology.is_main else silent, observers, interrupts)
 
-    @contextmanager
-    def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:
-        """Join the job's processes inside the block. Collective over all ranks.
+    def inference(self, **values: Any) -> InferenceJob:
+        """Make the inference job over this job's model, which starts from this run's newest checkpoint.
 
         Args:
-            env: which process this is; by default, what the environment says.
-            reporter: tells the user why this rank failed; by default an exception just leaves the block.
+            values: sections of an inference job, such as ``task``; ``model``, ``data``, ``precision`` and the layout
+                are this job's where they are not given, and the run's name is this one's with that of the task.
 
         Raises:
-            D9dError: this rank has no device, ranks run different things, or some did not arrive.
+            JobError: a value is wrong; one line per problem.
         """
-        env = env or ProcessEnv.from_environment(os.environ)
-        check_world(self, env.world_size)
-        from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
-        from d9d_engine.distributed.mesh import Topology
-        from d9d_engine.distributed.world import joined
-        from d9d_engine.supervision.identity import Identity
+        from d9d_engine.inference.job import InferenceJob
 
-        if self.mesh.pp > 1:
-            load_kernels_eagerly(self.device)
-        device = device_of(self.device, env.local_rank, env.local_world_size)
-        identity = Identity.of(Manifest.of(self.registry), self.resolved())
-        sizes, views = self.mesh.sizes(), self.views()
-        with joined(env, device, identity, sizes, self.timeouts.model_dump(), reporter) as world:
-            yield Topology(
-                sizes=sizes,
-                rank=env.rank,
-                world_size=env.world_size,
-                local_rank=env.local_rank,
-                device=device,
-                views=views,
-                watchdog=world.watchdog,
-            )
+        own = self.resolved()
+        given = {name: own[name] for name in InferenceJob.model_fields if name in own and name not in ("task", "batch")}
+        model = {**own["model"], "pretrained": str(self.run.directory)}
+        task = values.get("task")
+        name = task if isinstance(task, str) else dict(task or {}).get("name", "inference")
+        run = {**own["run"], "name": f"{self.run.name}-{name}"}
+        return InferenceJob.from_values({**given, "model": model, "run": run, **values}, registry=self.registry)
+
+    def build_inference(self, note: Callable[[str], None] = print_note, **values: Any) -> Inference:
+        """Build the inference job over this job's model for this process, which is alone; see :meth:`inference`.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        return self.inference(**values).build(note)

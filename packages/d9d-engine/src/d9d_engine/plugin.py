@@ -13,6 +13,7 @@ from d9d_core.plugin.records import (
     TrackerSpec,
     ViewDim,
     ViewSpec,
+    WriterSpec,
 )
 from d9d_core.plugin.ref import Ref
 
@@ -46,6 +47,24 @@ def d9d_subscribers() -> Iterator[SubscriberSpec]:
         summary="Ends the run when a logged series gets no better.",
         config=Ref("d9d_engine.subscribers.config:EarlyStoppingConfig"),
         build=Ref("d9d_engine.subscribers.early_stopping:EarlyStopping"),
+    )
+
+
+@hookimpl
+def d9d_writers() -> Iterator[WriterSpec]:
+    """Writers ``jsonl`` and ``parquet``."""
+    yield WriterSpec(
+        name="jsonl",
+        summary="One JSON object per row.",
+        config=Ref("d9d_engine.inference.config:JsonlWriterConfig"),
+        build=Ref("d9d_engine.inference.writers.jsonl:JsonlWriter"),
+    )
+    yield WriterSpec(
+        name="parquet",
+        summary="Parquet; needs pyarrow.",
+        requires=frozenset({"import:pyarrow"}),
+        config=Ref("d9d_engine.inference.config:ParquetWriterConfig"),
+        build=Ref("d9d_engine.inference.writers.parquet:ParquetWriter"),
     )
 
 
@@ -121,6 +140,12 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Train, or continue after an interruption.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.train:app"),
+    )
+    yield CommandSpec(
+        name="infer",
+        summary="Run a model over data, and write a row of output for each row.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.infer:app"),
     )
     yield CommandSpec(
         name="explain",

@@ -1,10 +1,10 @@
-"""Declaration of the tasks, the metric, and the backends of ops that PyTorch has fused."""
+"""Declaration of the tasks, inference tasks, metrics, and the backends of ops that PyTorch has fused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from d9d_core.plugin import CapabilitySpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
+from d9d_core.plugin import CapabilitySpec, InferenceTaskSpec, KernelSpec, MetricSpec, Ref, TaskSpec, hookimpl
 
 D9D_API = 1
 
@@ -58,6 +58,35 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         build=Ref("d9d_nn.classification.task:TokenClassification"),
         observes=frozenset({"class_logits", "labels"}),
     )
+
+
+@hookimpl
+def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
+    """Inference tasks of language models."""
+    for name, kind, summary in (
+        ("log_probs", "LogProbs", "Log-probability of each row, or of each token."),
+        ("perplexity", "PerplexityRows", "Loss and perplexity of each row, and of all."),
+    ):
+        yield InferenceTaskSpec(
+            name=name,
+            summary=summary,
+            config=Ref(f"d9d_nn.inference.config:{kind}Config"),
+            build=Ref(f"d9d_nn.inference.log_probs:{kind}"),
+            requires=frozenset({"model:causal_lm"}),
+        )
+    for name, kind, module, summary in (
+        ("classes", "Classes", "classes", "Class of each row, with the probabilities of all classes."),
+        ("token_classes", "TokenClasses", "classes", "Class of each token of a row."),
+        ("rewards", "Rewards", "classes", "Score of each row by a reward model."),
+        ("embeddings", "Embeddings", "embeddings", "Vector of each row by an embedding head."),
+        ("hidden_states", "HiddenStates", "hidden_states", "Outputs of chosen layers for each row."),
+    ):
+        yield InferenceTaskSpec(
+            name=name,
+            summary=summary,
+            config=Ref(f"d9d_nn.inference.config:{kind}Config"),
+            build=Ref(f"d9d_nn.inference.{module}:{kind}"),
+        )
 
 
 @hookimpl

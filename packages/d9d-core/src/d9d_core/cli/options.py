@@ -12,10 +12,10 @@ import typer
 from d9d_core.plugin.policy import PluginPolicy
 
 if TYPE_CHECKING:
-    from d9d_core.job import JobFile
+    from d9d_core.job import LoadedJob
     from d9d_core.plugin.registry import Registry
 
-    Loaded = TypeVar("Loaded", bound=JobFile)
+    Loaded = TypeVar("Loaded", bound=LoadedJob)
 
 JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TOML or JSON.")]
 Overrides = Annotated[

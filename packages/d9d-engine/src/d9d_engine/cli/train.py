@@ -56,7 +56,7 @@ def train(
             options = [word for option in overrides for word in ("--set", option)]
             options += [word for file in plugin for word in ("--plugin", str(file))]
             options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
-            status = _launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0, interrupts)
+            status = launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0, interrupts)
             raise typer.Exit(status)
         except Terminated:
             typer.echo("SIGTERM: stopped during start-up; nothing was trained", err=True)
@@ -67,10 +67,10 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
     # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every command
     # does. Others stop together, after their first step.
     alone = env.launcher is None
-    with _start_up(interrupts, alone):
+    with start_up(interrupts, alone):
         loaded = load()
         loaded.check(env.world_size)
-    with _start_up(), interrupts_deferred():
+    with start_up(), interrupts_deferred():
         # Imports of torch and numpy, once and for all that follows.
         import d9d_engine.build.compose
         import d9d_engine.distributed.world  # noqa: F401
@@ -78,7 +78,7 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
 
     reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
     with loaded.joined(env, reporter) as topology:
-        with _start_up(interrupts, alone):
+        with start_up(interrupts, alone):
             trainer = loaded.build(topology=topology, interrupts=interrupts)
         outcome = trainer.train()
     if outcome.status == "finished" and topology.is_main:
@@ -86,7 +86,8 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
 
 
 @contextmanager
-def _start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Iterator[None]:
+def start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Iterator[None]:
+    """Start-up of a command inside the block: an interruption says that nothing was done."""
     try:
         with interrupts.raised() if interrupts is not None and alone else nullcontext():
             yield
@@ -96,14 +97,15 @@ def _start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Iter
         raise KeyboardInterrupt("during start-up; nothing was trained") from None
 
 
-def _launch(job: Any, arguments: list[str], nproc: str, restarts: int, interrupts: Interrupts) -> int:
+def launch(job: Any, arguments: list[str], nproc: str, restarts: int, interrupts: Interrupts) -> int:
+    """Start the processes of a job here, and wait for them; returns the exit status."""
     from d9d_engine.launch.agent import Launch
 
     if nproc != "auto" and not nproc.isdecimal():
         raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
     processes = job.mesh.world_size if nproc == "auto" else int(nproc)
     job.check(processes)
-    with _start_up(), interrupts_deferred():
+    with start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
 
     def name_of(rank: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from d9d_core import events as ev
+from d9d_core.config.job import JobConfig
 from d9d_core.program.actions import MicrobatchAction, Program, Schedule
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
@@ -88,6 +89,7 @@ class Witness:
         ]
 
     def _configured(self, event: ev.JobConfigured) -> None:
+        assert isinstance(event.job, JobConfig)  # it trains
         if event.job.gradient_clipping.max_norm is not None:
             self.record.numbers["start/max_norm"] = event.job.gradient_clipping.max_norm
 

@@ -1,0 +1,79 @@
+"""``d9d infer``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from d9d_core.cli.interrupts import interrupts_deferred
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.errors import JobError
+
+from d9d_engine.cli.train import launch, start_up
+from d9d_engine.inference.job import InferenceJob
+from d9d_engine.launch.process import Process, running
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.run.interrupt import Interrupts, Terminated
+
+app = command_app("infer", "Run a model over data, and write a row of output for each row.")
+
+
+@app.command()
+def infer(
+    job: JobPath,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+    nproc: Annotated[
+        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+    ] = None,
+) -> None:
+    """Run over all rows and write <run>/output. Goes on where an earlier start has ended."""
+    with Interrupts().noted() as interrupts:
+        try:
+            env = ProcessEnv.from_environment(os.environ)
+            if nproc is None:
+                with running(env, os.environ, interrupts) as process:
+                    _infer(
+                        process,
+                        interrupts,
+                        lambda: load_job(
+                            InferenceJob, job, overrides, plugin, no_plugins, strict_plugins, process.repeats
+                        ),
+                    )
+                return
+            if env.launcher is not None:
+                raise JobError(f"--nproc: {env.launcher} has started this process; tell it instead")
+            with interrupts.raised():
+                loaded = load_job(InferenceJob, job, overrides, plugin, no_plugins, strict_plugins)
+            options = [word for option in overrides for word in ("--set", option)]
+            options += [word for file in plugin for word in ("--plugin", str(file))]
+            options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+            raise typer.Exit(launch(loaded, ["infer", str(job), *options], nproc, 0, interrupts))
+        except Terminated:
+            typer.echo("SIGTERM: stopped during start-up; nothing was computed", err=True)
+
+
+def _infer(process: Process, interrupts: Interrupts, load: Callable[[], InferenceJob]) -> None:
+    env = process.env
+    alone = env.launcher is None  # see d9d_engine.cli.train
+    with start_up(interrupts, alone):
+        loaded = load()
+        loaded.check(env.world_size)
+    with start_up(), interrupts_deferred():
+        import d9d_engine.distributed.world
+        import d9d_engine.inference.build  # noqa: F401 - torch and numpy, once and for all that follows
+        from d9d_engine.distributed.mesh import describe_rank
+
+    reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
+    with loaded.joined(env, reporter) as topology:
+        with start_up(interrupts, alone):
+            inference = loaded.build(topology=topology, interrupts=interrupts)
+        outcome = inference.run()
+    if outcome.status == "finished" and topology.is_main:
+        for name, value in outcome.values.items():
+            typer.echo(f"{name} {value:,.6g}")
+        typer.echo(f"finished {outcome.samples:,} samples; rows in {inference.store.output}")

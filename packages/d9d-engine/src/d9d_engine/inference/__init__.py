@@ -1,0 +1,1 @@
+"""Inference jobs: one pass over data, a row of output for each row of input."""

@@ -1,0 +1,177 @@
+"""Composition root of inference: from a job to what runs it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from d9d_core import events as ev
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.inference import InferenceConfig
+from d9d_core.config.resolve import InferenceSelection, resolve_inference
+from d9d_core.errors import DataError, JobError
+from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.inference import ROW, InferenceTask, ReadsModules, Writer
+from d9d_core.protocols.subscriber import Subscriber
+
+from d9d_engine.build.forward import assemble_forward, build_forward
+from d9d_engine.build.plan import circumstances
+from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.inference.captures import Captures, module_names
+from d9d_engine.inference.part_store import PartStore
+from d9d_engine.inference.runner import Inference
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.prefetch import DevicePrefetcher
+
+#: Sections that have no say in what is written.
+_FREE = ("run", "device", "mesh", "parallel", "pipeline", "kernels", "subscribers", "loading", "timeouts", "plugins")
+
+
+def build_inference(
+    job: InferenceConfig,
+    registry: Registry,
+    topology: Topology,
+    note: Callable[[str], None],
+    observers: Sequence[Subscriber] = (),
+    interrupts: Interrupts | None = None,
+) -> Inference:
+    """Compose everything an inference run needs. Collective over all ranks.
+
+    Args:
+        job: validated.
+        registry: what the job's names mean.
+        topology: this process among others, and its device.
+        note: prints a line about long work or a warning.
+        observers: subscribers besides those of the job.
+        interrupts: requests to stop, which may have come already; by default, signals during the run.
+
+    Raises:
+        D9dError: the job cannot run; the text says why.
+    """
+    topology.watchdog.phase("startup")
+    selection = resolve_inference(job, registry, topology.world_size, circumstances(job, topology.device)).selection
+    events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
+    events.emit(ev.JobConfigured(job))
+    task: InferenceTask = instantiate(selection.task, job.task)
+    check_columns(task)
+    writer: Writer = instantiate(selection.writer, job.writer)
+    _check_weights(job)
+    assembly = assemble_forward(job, selection, registry, topology)
+    # Read before anything is captured: hooks belong to the modules that run.
+    reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
+
+    started = time.perf_counter()
+    with topology.main_first(per_machine=True):
+        stream = _open_data(job, selection, topology, note)
+    samples = check_data(stream, job)
+    task.check(job.model, stream.facts)
+    events.emit(ev.DataReady(stream))
+    note(f"data: {samples:,} samples, {stream.facts['rows']:,} rows ({time.perf_counter() - started:.1f} s)")
+
+    forward = build_forward(job, selection, registry, assembly, topology, task.inputs, note)
+    events.emit(ev.ModelReady(forward.model, assembly.stage_holders(topology)))
+    count = sum(parameter.numel() for parameter in assembly.full_model.parameters())
+    note(f"model: {count:,} parameters on {topology.device}")
+    return Inference(
+        job=job,
+        topology=topology,
+        task=task,
+        executor=forward.executor,
+        model=forward.model,
+        captures=Captures(reads, assembly.stages, assembly.pipeline, topology),
+        prefetcher=DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for),
+        samples=samples,
+        facts=stream.facts,
+        store=PartStore(job.run.directory, writer),
+        record=_record(job, task, stream) if topology.is_main else {},
+        interrupts=interrupts or Interrupts(),
+        events=events,
+        note=note,
+    )
+
+
+def check_columns(task: InferenceTask) -> None:
+    """Check that a task's rows are numbered.
+
+    Raises:
+        JobError: its first column is another one.
+    """
+    if next(iter(task.columns), None) != ROW:
+        raise JobError(f"task: the first column of {type(task).__name__} must be '{ROW}', the number of the row")
+
+
+def check_data(stream: DataStream, job: InferenceConfig) -> int:
+    """Number of samples of data that are read once and in order.
+
+    Raises:
+        DataError: they are not, they are empty, or rows are longer than a sample.
+    """
+    facts = stream.facts
+    samples = facts.get("samples")
+    if not isinstance(facts.get("rows"), int) or not isinstance(samples, int):
+        raise DataError(
+            f"data: '{job.data.selector}' cannot be read once and in order: it states no 'rows'; use another dataset"
+        )
+    if not samples:
+        raise DataError("data: there are no samples; give other sources, or another split")
+    cut = facts.get("cut_documents", 0)
+    if isinstance(cut, int) and cut and job.too_long == "error":
+        raise DataError(
+            f"data.sequence_length: {cut:,} rows are longer than {facts.get('sequence_length')} positions; make it "
+            "larger, or set 'too_long: cut' to use their beginnings only"
+        )
+    return samples if job.limit is None else min(samples, job.limit)
+
+
+def _check_weights(job: InferenceConfig) -> None:
+    if not isinstance(job.model, ModelConfig) or job.model.pretrained is None:
+        raise JobError(
+            "model: inference needs trained weights; add 'model.pretrained:' with the directory of a run, of one of "
+            "its checkpoints, or of a model in Hugging Face layout"
+        )
+
+
+def _open_data(
+    job: InferenceConfig, selection: InferenceSelection, topology: Topology, note: Callable[[str], None]
+) -> DataStream:
+    context = DataContext(
+        seed=job.seed,
+        batch_size=job.batch.size,
+        microbatch_size=job.microbatch_size,
+        cache_dir=job.run.cache,
+        rank=topology.data_parallel_rank,
+        ranks=topology.data_parallel_size,
+        note=note,
+        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
+        one_pass=True,
+    )
+    stream: DataStream = instantiate(selection.dataset, job.data, context)
+    return stream
+
+
+def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
+    """What decides which rows the output has: the job without its layout, and the state of the data at its start."""
+    decides = {name: value for name, value in job.resolved().items() if name not in _FREE}
+    assert isinstance(job.model, ModelConfig)
+    assert job.model.pretrained is not None  # checked before
+    weights = _weights(job.model.pretrained)
+    return {"job": decides, "columns": dict(task.columns), "data": dict(stream.state()), "weights": weights}
+
+
+def _weights(location: str) -> str:
+    """Identity of weights: where they lie, and a digest of names, sizes and times of change of local files."""
+    if is_checkpoint(location):
+        with CheckpointTensors(location, "model/") as tensors:
+            location = tensors.location
+    if "://" in location:
+        return location
+    files = sorted(path for path in Path(location).rglob("*") if path.is_file() and path.suffix != ".tmp")
+    facts = [(str(path.relative_to(location)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{location} {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"

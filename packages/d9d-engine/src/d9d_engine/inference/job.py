@@ -1,0 +1,85 @@
+"""Inference jobs from Python: load, build, run.
+
+from d9d_engine.api import InferenceJob
+
+InferenceJob.load("infer.yaml").build().run()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from d9d_core.config.base import PluginConfig
+from d9d_core.config.inference import InferenceConfig
+from d9d_core.config.open_union import Named
+from d9d_core.config.resolve import InferenceSelection, Resolution, resolve_inference
+from d9d_core.failures import exits_are_errors
+from d9d_core.grid import Grid
+from d9d_core.plugin.capabilities import Circumstances
+from d9d_core.program.placement import plan_pipeline
+
+from d9d_engine.inference.config import JsonlWriterConfig
+from d9d_engine.joining import JoinsProcesses, print_note, silent
+from d9d_engine.run.interrupt import Interrupts
+
+if TYPE_CHECKING:
+    from d9d_core.protocols.subscriber import Subscriber
+
+    from d9d_engine.distributed.mesh import Topology
+    from d9d_engine.inference.runner import Inference
+
+
+class InferenceJob(JoinsProcesses, InferenceConfig):
+    """A validated inference job that can be built and run.
+
+    This module imports no torch: a wrong job file is reported at once.
+    """
+
+    writer: Annotated[PluginConfig, Named("writer")] = JsonlWriterConfig()
+    """Format of the output, <run>/output with the format's suffix."""
+
+    def check(self, world_size: int | None = None) -> Resolution[InferenceSelection]:
+        """Check all that needs no tensors: names, values, capabilities, views, the forward-only programs.
+
+        Args:
+            world_size: number of processes; by default, what the mesh needs.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        size = self.mesh.world_size if world_size is None else world_size
+        resolution = resolve_inference(self, self.registry, size, Circumstances(self.mesh.sizes()))
+        for view in self.views().values():
+            Grid.of_view(view, self.mesh.sizes())
+        plan_pipeline(self, resolution.selection).forward_program(0, self.microbatches)
+        return resolution
+
+    def build(
+        self,
+        note: Callable[[str], None] = print_note,
+        topology: Topology | None = None,
+        observers: Sequence[Subscriber] = (),
+        interrupts: Interrupts | None = None,
+    ) -> Inference:
+        """Build what runs the job in this process. Collective over all ranks.
+
+        Args:
+            note: gets one line about each piece of long work, and warnings.
+            topology: this process among others, from :meth:`joined`; by default it is alone.
+            observers: subscribers besides those of the job file.
+            interrupts: requests to stop, which may have come already; by default, signals during the run.
+
+        Raises:
+            D9dError: the job cannot run.
+        """
+        self.check(1 if topology is None else topology.world_size)
+        from d9d_engine.distributed.devices import choose_device
+        from d9d_engine.distributed.mesh import Topology
+        from d9d_engine.inference.build import build_inference
+
+        if topology is None:
+            topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
+        with exits_are_errors():
+            say = note if topology.is_main else silent
+            return build_inference(self, self.registry, topology, say, observers, interrupts)

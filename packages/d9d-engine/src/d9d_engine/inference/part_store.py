@@ -1,0 +1,215 @@
+"""Store of an inference run: parts that are written, how far the run is, and the output that they are joined to.
+
+Files of the run's directory::
+
+    inference.json        the job, and the columns of the output
+    progress.json         samples that are done, and where the data goes on
+    parts/000000000512.jsonl, .json    rows of the samples from number 512 on, and how many these are
+    output.jsonl          all rows, once the run is done
+    summary.json          values over all rows
+
+A part is renamed into place when it is on the disk, and its description after it. Progress is only told of parts that
+have both, so a killed run continues with the first sample behind it, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import CheckpointError, JobError
+from d9d_core.protocols.inference import Columns, Writer
+from d9d_core.types import State
+from d9d_weights.files.atomic import clear, exclusive, sync, write_json
+
+_RECORD, _PROGRESS, _SUMMARY, _PARTS = "inference.json", "progress.json", "summary.json", "parts"
+_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PartFacts:
+    """Facts of a part.
+
+    Attributes:
+        samples: number of samples whose rows it has.
+        rows: number of rows.
+        sums: tallies of these rows.
+    """
+
+    samples: int
+    rows: int
+    sums: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far an inference run is.
+
+    Attributes:
+        samples: samples that are done, from the first on.
+        stream: state of the data behind them; ``None`` at the start.
+        finished: whether the output is complete.
+    """
+
+    samples: int = 0
+    stream: State | None = None
+    finished: bool = False
+
+
+class PartStore:
+    """Store of an inference run in a directory that all ranks share.
+
+    Args:
+        directory: of the run.
+        writer: writes and joins parts.
+    """
+
+    def __init__(self, directory: Path, writer: Writer) -> None:
+        self.directory = directory
+        self._writer = writer
+        self._parts = directory / _PARTS
+
+    @property
+    def output(self) -> Path:
+        """File of all rows, when the run is done."""
+        return self.directory / f"output{self._writer.suffix}"
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Own the directory while the block runs, as the only run.
+
+        Raises:
+            CheckpointError: another process has it.
+        """
+        self._parts.mkdir(parents=True, exist_ok=True)
+        with exclusive(self.directory / ".inference.lock", f"{self.directory} belongs to a run that is going on"):
+            yield
+
+    def begin(self, record: Mapping[str, Any]) -> Standing:
+        """Compare the directory with the job, and find out how far the run is; what is unfinished is removed.
+
+        Args:
+            record: what decides which rows the output has, as JSON can hold it.
+
+        Raises:
+            JobError: the directory has results of another job, or some that nothing is known of.
+            CheckpointError: a part is missing, or a file is damaged.
+        """
+        before = self._read(_RECORD)
+        if before is None:
+            if self.output.exists():
+                raise JobError(
+                    f"run.name: {self.output} exists, and no run of inference has written it; choose another run.name, "
+                    "or move the file away"
+                )
+            clear(self._parts)
+            self._parts.mkdir()
+            write_json(self.directory / _RECORD, dict(record))
+            return Standing()
+        if changed := list(_differences(before, json.loads(json.dumps(record)))):
+            raise JobError(
+                f"run.name: {self.directory} has results of a job with another {', '.join(changed[:5])}; choose "
+                "another run.name, or remove the directory to start anew"
+            )
+        progress = self._read(_PROGRESS) or {"samples": 0, "stream": None}
+        if self._read(_SUMMARY) is not None and self.output.exists():
+            clear(self._parts)
+            return Standing(progress["samples"], progress["stream"], finished=True)
+        self._prune(progress["samples"])
+        return Standing(progress["samples"], progress["stream"])
+
+    def write(self, first: int, samples: int, rows: Columns, sums: Mapping[str, float]) -> None:
+        """Write the rows of the samples from number ``first`` on. Any rank, any order."""
+        path = self._part(first)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.unlink(missing_ok=True)
+        self._writer.write(temporary, rows)
+        sync(temporary)
+        temporary.replace(path)
+        count = len(next(iter(rows.values())))
+        write_json(path.with_suffix(".json"), {"samples": samples, "rows": count, "sums": dict(sums)})
+
+    def has(self, first: int) -> bool:
+        """Whether the part that begins with a sample is complete."""
+        return self._part(first).with_suffix(".json").exists()
+
+    def advance(self, samples: int, total: int, stream: State) -> None:
+        """Note that all parts of the first ``samples`` of ``total`` samples are complete."""
+        write_json(self.directory / _PROGRESS, {"samples": samples, "of": total, "stream": stream})
+
+    def facts(self, samples: int) -> list[tuple[int, PartFacts]]:
+        """Parts before the sample number ``samples`` in order: their first sample, and their facts.
+
+        Raises:
+            CheckpointError: parts are missing.
+        """
+        found = [(first, PartFacts(**self._read(f"{_PARTS}/{name}.json"))) for first, name in self._named(samples)]
+        ends = [0, *(first + part.samples for first, part in found)]
+        starts = [*(first for first, _ in found), samples]
+        for end, start in zip(ends, starts, strict=True):
+            if end != start:
+                raise CheckpointError(
+                    f"{self._parts}: rows of the samples {end} to {start} are missing; remove {self.directory} to "
+                    "start anew"
+                )
+        return found
+
+    def finish(self, samples: int, summary: Mapping[str, Any]) -> None:
+        """Join all parts to the output, and remove them.
+
+        Raises:
+            CheckpointError: parts are missing.
+        """
+        if not self.output.exists() or any(True for _ in self._named(samples)):
+            parts = [self._part(first) for first, _ in self.facts(samples)]
+            temporary = self.output.with_name(f".{self.output.name}.tmp")
+            temporary.unlink(missing_ok=True)
+            self._writer.join(parts, temporary)
+            sync(temporary)
+            temporary.replace(self.output)
+            sync(self.directory)
+        write_json(self.directory / _SUMMARY, dict(summary))
+        clear(self._parts)
+
+    def _part(self, first: int) -> Path:
+        return self._parts / f"{first:0{_DIGITS}d}{self._writer.suffix}"
+
+    def _named(self, samples: int) -> list[tuple[int, str]]:
+        names = sorted(entry.name.removesuffix(".json") for entry in os.scandir(self._parts) if _is_facts(entry.name))
+        return [(int(name), name) for name in names if int(name) < samples]
+
+    def _prune(self, samples: int) -> None:
+        """Remove parts behind the progress, and what was not finished."""
+        self._parts.mkdir(exist_ok=True)
+        kept = {name for _, name in self._named(samples)}
+        for entry in os.scandir(self._parts):
+            if entry.name.partition(".")[0] not in kept:
+                Path(entry.path).unlink()
+
+    def _read(self, name: str) -> Any:
+        path = self.directory / name
+        try:
+            return json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged ({error}); remove {self.directory} to start anew") from error
+
+
+def _is_facts(name: str) -> bool:
+    stem, _, suffix = name.partition(".")
+    return suffix == "json" and stem.isdecimal()
+
+
+def _differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
+    """Fields in which two jobs differ, by their place in the job file."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in sorted(before.keys() | now.keys()):
+            yield from _differences(before.get(name), now.get(name), f"{where}.{name}" if where else name)
+    elif before != now:
+        yield where

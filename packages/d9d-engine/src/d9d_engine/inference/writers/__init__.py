@@ -1,0 +1,1 @@
+"""Writers of the output of inference jobs."""

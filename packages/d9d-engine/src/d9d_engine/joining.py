@@ -1,0 +1,66 @@
+"""Joining of a job's processes, whatever the job does. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+from d9d_core.config.resolve import check_world
+from d9d_core.job import LoadedJob
+from d9d_core.plugin.manifest import Manifest
+
+from d9d_engine.process_env import ProcessEnv
+from d9d_engine.supervision.failure import FailureReporter
+
+if TYPE_CHECKING:
+    from d9d_engine.distributed.mesh import Topology
+
+
+def print_note(text: str) -> None:
+    """Print a note about long work: one line on standard output, where the lines of steps are."""
+    with suppress(OSError):  # a full disk behind it, or a closed terminal, ends no run
+        print(text, flush=True)  # noqa: T201 - its purpose
+
+
+def silent(_text: str) -> None:
+    """Drop a note: all ranks do the same work, and one of them says so."""
+
+
+class JoinsProcesses(LoadedJob):
+    """Job that runs as one process or as several."""
+
+    @contextmanager
+    def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:
+        """Join the job's processes inside the block. Collective over all ranks.
+
+        Args:
+            env: which process this is; by default, what the environment says.
+            reporter: tells the user why this rank failed; by default an exception just leaves the block.
+
+        Raises:
+            D9dError: this rank has no device, ranks run different things, or some did not arrive.
+        """
+        env = env or ProcessEnv.from_environment(os.environ)
+        check_world(self, env.world_size)
+        from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
+        from d9d_engine.distributed.mesh import Topology
+        from d9d_engine.distributed.world import joined
+        from d9d_engine.supervision.identity import Identity
+
+        if self.mesh.pp > 1:
+            load_kernels_eagerly(self.device)
+        device = device_of(self.device, env.local_rank, env.local_world_size)
+        identity = Identity.of(Manifest.of(self.registry), self.resolved())
+        sizes, views = self.mesh.sizes(), self.views()
+        with joined(env, device, identity, sizes, self.timeouts.model_dump(), reporter) as world:
+            yield Topology(
+                sizes=sizes,
+                rank=env.rank,
+                world_size=env.world_size,
+                local_rank=env.local_rank,
+                device=device,
+                views=views,
+                watchdog=world.watchdog,
+            )

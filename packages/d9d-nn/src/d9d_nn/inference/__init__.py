@@ -1,0 +1,1 @@
+"""Inference tasks: log-probabilities, classes, rewards, embeddings and hidden states."""

@@ -1,0 +1,198 @@
+"""Inference tasks ``classes``, ``token_classes`` and ``rewards``: what classification heads say.
+
+Shapes: B samples, S positions, C classes, N most rows of a packed sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from d9d_core.extend import ROW, Columns, JobError, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.heads.choice import choose_head, exceeded, read_output
+from d9d_nn.inference.config import ClassesConfig, RewardsConfig, TokenClassesConfig
+from d9d_nn.inference.rows import is_packed, places_of, row_places
+from d9d_nn.microbatch import stage_inputs
+
+_ROW = "number of the row in the input, from 0"
+
+
+class HeadReader:
+    """Base of the inference tasks over a head that has an output for each row.
+
+    Args:
+        config: config with the head's name.
+    """
+
+    #: Kind of head, and its output.
+    kind = "classification"
+    output = "class_logits"
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self._packed = False
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare vocabulary and sequence length of model and data.
+
+        Raises:
+            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+        """
+        head = choose_head(model, self.kind, self.config.head)
+        if problems := [*exceeded(model, facts), *self._problems(head, facts)]:
+            raise JobError("\n".join(problems))
+        self._packed = is_packed(facts)
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        return stage_inputs(microbatch, "ends")
+
+    def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Output of the head, and where rows are."""
+        return {"values": read_output(outputs, self.output, self.config.head).float(), **places_of(microbatch)}
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Number of rows."""
+        return {"rows": float(len(rows[ROW]))}
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Number of rows."""
+        return {"rows": sums["rows"]}
+
+    def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - others look at them
+        return []
+
+    def _each(self, kept: Mapping[str, Tensor]) -> tuple[list[int], Tensor]:
+        """Numbers of the rows, and the head's output for each, [rows, ...]."""
+        values = kept["values"]
+        if not self._packed:
+            return kept["rows"].tolist(), values
+        places = list(row_places(kept, kept["documents"].shape[1], packed=True))
+        samples = torch.tensor([place.sample for place in places])
+        return [place.row for place in places], values[samples, torch.tensor([place.index for place in places])]
+
+
+class Classes(HeadReader):
+    """Inference task of classes: the likeliest class of each row, and the probabilities of all."""
+
+    config: ClassesConfig
+
+    def __init__(self, config: ClassesConfig) -> None:
+        super().__init__(config)
+        self._labels = config.labels
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        return {
+            ROW: _ROW,
+            "class": "number of the likeliest class",
+            "label": "its name, or its number if classes have no names",
+            "probabilities": "probability of each class, in order",
+        }
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        numbers, logits = self._each(kept)
+        chosen = logits.argmax(-1).tolist()
+        return {
+            ROW: numbers,
+            "class": chosen,
+            "label": [label_of(one, self._labels) for one in chosen],
+            "probabilities": list(logits.softmax(-1).numpy()),
+        }
+
+    def _problems(self, head: Any, facts: State) -> list[str]:
+        self._labels = labels_of(self.config.labels, facts)
+        return label_problems(self._labels, head)
+
+
+class TokenClasses(HeadReader):
+    """Inference task of token classes: the likeliest class of each token of a row."""
+
+    kind = "token_classification"
+    config: TokenClassesConfig
+
+    def __init__(self, config: TokenClassesConfig) -> None:
+        super().__init__(config)
+        self._labels = config.labels
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        return {ROW: _ROW, "tokens": "number of its tokens", "labels": "likeliest class of each token"}
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        return stage_inputs(microbatch)
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        chosen = kept["values"].argmax(-1)
+        each = [
+            (place.row, [label_of(one, self._labels) for one in chosen[place.sample, place.positions].tolist()])
+            for place in row_places(kept, chosen.shape[1], self._packed)
+        ]
+        return {
+            ROW: [row for row, _ in each],
+            "tokens": [len(labels) for _, labels in each],
+            "labels": [labels for _, labels in each],
+        }
+
+    def _problems(self, head: Any, facts: State) -> list[str]:
+        self._labels = labels_of(self.config.labels, facts)
+        return label_problems(self._labels, head)
+
+
+class Rewards(HeadReader):
+    """Inference task of rewards: the score that a head of one class gives each row."""
+
+    config: RewardsConfig
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        return {ROW: _ROW, "reward": "score of the row"}
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        numbers, logits = self._each(kept)
+        return {ROW: numbers, "reward": logits[..., 0].tolist()}
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Number of rows, and sum of their scores."""
+        return {"rows": float(len(rows[ROW])), "reward": float(sum(rows["reward"]))}
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Number of rows, and their mean score."""
+        return {"rows": sums["rows"], "mean_reward": sums["reward"] / max(sums["rows"], 1)}
+
+    def _problems(self, head: Any, facts: State) -> list[str]:  # noqa: ARG002 - a head of one class is all
+        classes = getattr(head, "num_classes", 1)
+        if classes == 1:
+            return []
+        return [f"task: a reward model has a classification head of one class, this one has {classes}; use 'classes'"]
+
+
+def label_of(number: int, labels: tuple[str, ...] | None) -> str:
+    """Name of a class, or its number as a text."""
+    return str(number) if labels is None else labels[number]
+
+
+def labels_of(given: tuple[str, ...] | None, facts: State) -> tuple[str, ...] | None:
+    """Names of the classes: those of the job file, else those of the data, if it states them."""
+    stated = facts.get("labels")
+    if given is not None or not isinstance(stated, list):
+        return given
+    return tuple(str(label) for label in stated)
+
+
+def label_problems(labels: tuple[str, ...] | None, head: Any) -> list[str]:
+    """Problem of names that are not one for each class, as a line; none if all is well."""
+    classes = getattr(head, "num_classes", None)
+    if labels is None or classes is None or len(labels) == classes:
+        return []
+    return [f"task.labels: {len(labels)} names for a head of {classes} classes; give one for each, or none"]

@@ -1,0 +1,86 @@
+"""Configs of the inference tasks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.extend import PluginConfig
+from pydantic import Field, field_validator
+
+
+class LogProbsConfig(PluginConfig):
+    """Inference task: log-probabilities of the targets."""
+
+    name: Literal["log_probs"] = "log_probs"
+    """Selects the plugin."""
+    per: Literal["row", "token"] = "row"
+    """One number for each row, or a list with one for each target."""
+    head: str | None = None
+    """The model's head to read, of kind causal_lm; needed if the model has several heads."""
+
+
+class PerplexityRowsConfig(PluginConfig):
+    """Inference task: perplexity of each row, and of all."""
+
+    name: Literal["perplexity"] = "perplexity"
+    """Selects the plugin."""
+    head: str | None = None
+    """The model's head to read, of kind causal_lm; needed if the model has several heads."""
+
+
+class ClassesConfig(PluginConfig):
+    """Inference task: class of each row, with the probabilities of all classes."""
+
+    name: Literal["classes"] = "classes"
+    """Selects the plugin."""
+    head: str | None = None
+    """The model's head to read, of kind classification; needed if the model has several heads."""
+    labels: tuple[str, ...] | None = None
+    """Names of the classes, in order; if absent those that the data states, else numbers."""
+
+
+class TokenClassesConfig(PluginConfig):
+    """Inference task: class of each token."""
+
+    name: Literal["token_classes"] = "token_classes"
+    """Selects the plugin."""
+    head: str | None = None
+    """The model's head to read, of kind token_classification; needed if the model has several heads."""
+    labels: tuple[str, ...] | None = None
+    """Names of the classes, in order; if absent those that the data states, else numbers."""
+
+
+class RewardsConfig(PluginConfig):
+    """Inference task: score of each row, the first logit of a classification head."""
+
+    name: Literal["rewards"] = "rewards"
+    """Selects the plugin."""
+    head: str | None = None
+    """The model's head to read, of kind classification; needed if the model has several heads."""
+
+
+class EmbeddingsConfig(PluginConfig):
+    """Inference task: embedding of each row."""
+
+    name: Literal["embeddings"] = "embeddings"
+    """Selects the plugin."""
+    head: str | None = None
+    """The model's head to read, of kind embedding; needed if the model has several heads."""
+
+
+class HiddenStatesConfig(PluginConfig):
+    """Inference task: outputs of chosen layers."""
+
+    name: Literal["hidden_states"] = "hidden_states"
+    """Selects the plugin."""
+    layers: tuple[int, ...] = Field(default=(-1,), min_length=1)
+    """Layers, counted from 0, or from the end if negative."""
+    pooling: Literal["last", "mean", "none"] = "last"
+    """What stands for a row: its last position, the mean of all, or all of them one after the other."""
+
+    @field_validator("layers")
+    @classmethod
+    def _each_once(cls, layers: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(layers)) < len(layers):
+            raise ValueError(f"a layer appears twice in {list(layers)}; name each once")
+        return layers

@@ -1,0 +1,101 @@
+"""Inference task ``hidden_states``: outputs of chosen layers of a model.
+
+Shapes: B samples, S positions, H features.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from d9d_core.extend import ROW, Columns, JobError, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.inference.config import HiddenStatesConfig
+from d9d_nn.inference.rows import is_packed, places_of, row_places
+from d9d_nn.microbatch import stage_inputs
+
+#: Names of the layers of a model, see :class:`d9d_core.traits.HasBlocks`.
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
+
+
+class HiddenStates:
+    """Inference task of hidden states: the residual stream behind layers, before the final norm.
+
+    Layer i of this task is ``hidden_states[i + 1]`` of transformers, whose first entry is the embedding, but for the
+    last layer, whose entry there is behind the final norm. The model's heads are not read, but they run.
+
+    Args:
+        config: layers, and pooling.
+    """
+
+    def __init__(self, config: HiddenStatesConfig) -> None:
+        self.config = config
+        self._packed = False
+        self._modules: dict[str, str] = {}
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        kinds = {"last": "of its last position", "mean": "mean over its positions", "none": "of all its positions"}
+        kind = kinds[self.config.pooling]
+        states = {
+            _column(layer): f"output of layer {layer} {what[self.config.pooling]}" for layer in self.config.layers
+        }
+        return {ROW: "number of the row in the input, from 0", "tokens": "number of its positions", **states}
+
+    def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() looks at the model itself
+        """Note whether the data is packed."""
+        self._packed = is_packed(facts)
+
+    def modules(self, names: Sequence[str]) -> Sequence[str]:
+        """Names of the chosen layers.
+
+        Raises:
+            JobError: the model has no such layer.
+        """
+        found = {int(match[1]): name for name in names if (match := _LAYER.fullmatch(name))}
+        count = max(found, default=-1) + 1
+        for layer in self.config.layers:
+            if layer % max(count, 1) not in found or not -count <= layer < count:
+                raise JobError(f"task.layers: there is no layer {layer} in a model of {count}")
+            self._modules[_column(layer)] = found[layer % count]
+        return list(dict.fromkeys(self._modules.values()))
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        return stage_inputs(microbatch)
+
+    def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Outputs of the chosen layers [B, S, H] in float32, and where rows are."""
+        states = {column: outputs[f"module/{name}"].float() for column, name in self._modules.items()}
+        return {**states, **places_of(microbatch)}
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        arrays: dict[str, Any] = {column: kept[column].numpy() for column in self._modules}
+        places = list(row_places(kept, next(iter(arrays.values())).shape[1], self._packed))
+        lengths = [place.positions.stop - place.positions.start for place in places]
+        columns: dict[str, list[Any]] = {ROW: [place.row for place in places], "tokens": lengths}
+        for column, array in arrays.items():
+            columns[column] = [self._pooled(array[place.sample, place.positions]) for place in places]
+        return columns
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Number of rows and of positions."""
+        return {"rows": float(len(rows[ROW])), "tokens": float(sum(rows["tokens"]))}
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Number of rows and of positions."""
+        return dict(sums)
+
+    def _pooled(self, states: Any) -> Any:
+        if self.config.pooling == "none":
+            return states
+        return states[-1] if self.config.pooling == "last" else states.mean(axis=0, dtype=np.float64).astype(np.float32)
+
+
+def _column(layer: int) -> str:
+    return f"layer_{layer}" if layer >= 0 else f"layer_minus_{-layer}"

@@ -1,0 +1,143 @@
+"""Inference tasks ``log_probs`` and ``perplexity``: how likely a language model takes the targets to be.
+
+Shapes: B samples, S positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from d9d_core.extend import ROW, Columns, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.heads.choice import check_language_model, read_output
+from d9d_nn.inference.config import LogProbsConfig, PerplexityRowsConfig
+from d9d_nn.inference.rows import is_packed, places_of, row_places
+from d9d_nn.microbatch import check_fields, stage_inputs
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+
+_ROW = "number of the row in the input, from 0"
+_COUNT = "number of its targets: tokens after the first, with the one that ends a text; of a conversation, the learned"
+
+
+class TokenLikelihoods:
+    """Base of the inference tasks over the likelihood of targets.
+
+    Microbatches are those of the task ``causal_lm``; targets that it ignores do not count here either.
+
+    Args:
+        config: config with the head's name.
+    """
+
+    def __init__(self, config: LogProbsConfig | PerplexityRowsConfig) -> None:
+        self.config = config
+        self._packed = False
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare vocabulary and sequence length of model and data.
+
+        Raises:
+            JobError: the head cannot be found, or the data has token ids or positions that the model has not.
+        """
+        check_language_model(model, "causal_lm", self.config.head, facts)
+        self._packed = is_packed(facts)
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage.
+
+        Raises:
+            JobError: the dataset gives no targets.
+        """
+        check_fields(microbatch, self.config.name, "targets")
+        return stage_inputs(microbatch, "targets")
+
+    def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Losses float32 [B, S] and targets int64 [B, S], and where rows are."""
+        losses = read_output(outputs, "token_loss", self.config.head)
+        return {"losses": losses.float(), "targets": microbatch["targets"], **places_of(microbatch)}
+
+    def _each(self, kept: Mapping[str, Tensor]) -> list[tuple[int, Any, Any]]:
+        """Rows with their targets and the log-probabilities of these, float32."""
+        targets: Any = kept["targets"].numpy()
+        losses: Any = kept["losses"].numpy()
+        found = []
+        for place in row_places(kept, targets.shape[1], self._packed):
+            mine = targets[place.sample, place.positions]
+            learned = mine != IGNORE
+            found.append((place.row, mine[learned], -losses[place.sample, place.positions][learned]))
+        return found
+
+
+class LogProbs(TokenLikelihoods):
+    """Inference task of log-probabilities: natural logarithms, summed over a row or of each target."""
+
+    config: LogProbsConfig
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        each = {"targets": "token ids of the targets", "log_probs": "log-probability of each target"}
+        more = each if self.config.per == "token" else {}
+        return {ROW: _ROW, "tokens": _COUNT, "log_prob": "log-probability of all its targets together", **more}
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        each = self._each(kept)
+        columns: dict[str, list[Any]] = {
+            ROW: [row for row, _, _ in each],
+            "tokens": [len(targets) for _, targets, _ in each],
+            "log_prob": [float(values.sum(dtype=np.float64)) for _, _, values in each],
+        }
+        if self.config.per == "token":
+            columns |= {"targets": [targets for _, targets, _ in each], "log_probs": [values for _, _, values in each]}
+        return columns
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Sums of targets and of log-probabilities."""
+        return {"tokens": float(sum(rows["tokens"])), "log_prob": math.fsum(rows["log_prob"])}
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Number of targets, and their mean log-probability."""
+        return {"tokens": sums["tokens"], "mean_log_prob": sums["log_prob"] / max(sums["tokens"], 1)}
+
+
+class PerplexityRows(TokenLikelihoods):
+    """Inference task of perplexity: ``exp`` of the mean negative log-probability of the targets; 1 without targets."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        return {
+            ROW: _ROW,
+            "tokens": _COUNT,
+            "loss": "mean negative log-probability of its targets, in nats",
+            "perplexity": "exp of that",
+        }
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        each = [(row, len(targets), -float(values.sum(dtype=np.float64))) for row, targets, values in self._each(kept)]
+        losses = [total / max(count, 1) for _, count, total in each]
+        return {
+            ROW: [row for row, _, _ in each],
+            "tokens": [count for _, count, _ in each],
+            "loss": losses,
+            "perplexity": [_exp(loss) for loss in losses],
+        }
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Sums of targets and of losses."""
+        weighted = [count * loss for count, loss in zip(rows["tokens"], rows["loss"], strict=True)]
+        return {"tokens": float(sum(rows["tokens"])), "loss": math.fsum(weighted)}
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Number of targets, and loss and perplexity over all of them."""
+        loss = sums["loss"] / max(sums["tokens"], 1)
+        return {"tokens": sums["tokens"], "loss": loss, "perplexity": _exp(loss)}
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf  # beyond, there is no number of 64 bits

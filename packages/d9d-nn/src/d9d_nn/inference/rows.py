@@ -1,0 +1,61 @@
+"""Rows of samples, padded or packed. Shapes: b samples, S positions, N most rows of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from d9d_core.extend import Microbatch, State
+from torch import Tensor
+
+#: Tensors of a microbatch that say where its rows are.
+PLACES = ("documents", "lengths")
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Place of a row in a microbatch.
+
+    Attributes:
+        row: number of the row.
+        sample: its sample in the microbatch.
+        index: its number among the rows of the sample.
+        positions: its positions.
+    """
+
+    row: int
+    sample: int
+    index: int
+    positions: slice
+
+
+def is_packed(facts: State) -> bool:
+    """Whether samples of a pass hold several rows each."""
+    return facts.get("packed") is True
+
+
+def places_of(microbatch: Microbatch) -> dict[str, Tensor]:
+    """Tensors of a microbatch that say where its rows are, as far as it has them."""
+    return {name: microbatch[name] for name in PLACES if name in microbatch}
+
+
+def row_places(kept: Mapping[str, Tensor], positions: int, packed: bool) -> Iterator[RowPlace]:
+    """Places of the rows of a microbatch, in the order of its samples.
+
+    Args:
+        kept: ``rows`` int64 [b], and maybe ``lengths`` int64 [b] and ``documents`` int64 [b, S].
+        positions: S.
+        packed: whether samples hold several rows each.
+    """
+    firsts = kept["rows"].tolist()
+    lengths = kept["lengths"].tolist() if "lengths" in kept else [positions] * len(firsts)
+    documents: Any = kept["documents"].numpy() if packed else None
+    for sample, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+        if documents is None:
+            yield RowPlace(first, sample, 0, slice(0, length))
+            continue
+        bounds = [0, *(np.flatnonzero(np.diff(documents[sample, :length])) + 1).tolist(), length]
+        for index in range(len(bounds) - 1):
+            yield RowPlace(first + index, sample, index, slice(bounds[index], bounds[index + 1]))
