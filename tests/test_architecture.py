@@ -56,6 +56,7 @@ LAYERS = {
         {"joining"},
         {"inference"},
         {"job"},
+        {"evaluation"},
         {"launch", "verify"},
         {"api", "extend", "testing"},
         {"cli"},

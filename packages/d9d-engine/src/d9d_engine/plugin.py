@@ -148,6 +148,12 @@ def d9d_commands() -> Iterator[CommandSpec]:
         app=Ref("d9d_engine.cli.infer:app"),
     )
     yield CommandSpec(
+        name="evaluate",
+        summary="Measure losses and metrics of a trained model, and compare two models.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.evaluate:app"),
+    )
+    yield CommandSpec(
         name="explain",
         summary="Show what a job does, part by part, and why.",
         requires=TORCH,

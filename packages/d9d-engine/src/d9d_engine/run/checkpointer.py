@@ -64,13 +64,19 @@ class Progress:
         }
 
 
-def open_store(job: JobConfig, topology: Topology, note: Callable[[str], None] = lambda _text: None) -> CheckpointStore:
+def open_store(
+    job: JobConfig,
+    topology: Topology,
+    note: Callable[[str], None] = lambda _text: None,
+    write: bool = True,
+) -> CheckpointStore:
     """Open the checkpoint store that the job asks for. Collective over all ranks.
 
     Args:
         job: validated.
         topology: this process among others.
         note: prints a line about saves that are tried again.
+        write: make sure that checkpoints can be written.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -82,7 +88,8 @@ def open_store(job: JobConfig, topology: Topology, note: Callable[[str], None] =
     timeout = timedelta(seconds=job.timeouts.checkpoint)
     tolerate = job.checkpoint.tolerate_failures
     store = CheckpointStore(location, retention, topology, job.checkpoint.asynchronous, timeout, tolerate, note)
-    store.prepare()
+    if write:
+        store.prepare()
     return store
 
 

@@ -20,8 +20,8 @@ from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
 from d9d_engine.step.metrics import Statistics
 
-#: Called with what the last stage gives for a microbatch, both without fillers.
-Seen = Callable[[Mapping[str, Tensor], Microbatch], None]
+#: Called with the name of a set, and what the last stage gives for a microbatch, both without fillers.
+Seen = Callable[[str, Mapping[str, Tensor], Microbatch], None]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class Evaluator:
         self._beat = beat
         self._likelihood = likelihood
         self._seen = seen
+        #: Number of samples that counted in the last run, over all ranks, by set.
+        self.counted: dict[str, int] = {}
         self._starts = [one.prefetcher.state() for one in sets]
 
     def run(self, tables: Callable[[Mapping[str, Table]], None] | None = None) -> dict[str, float]:
@@ -96,7 +98,7 @@ class Evaluator:
         """
         training = self._model.training
         self._model.eval()
-        totals = torch.stack([self._totals(one) for one in self.sets])  # [sets, 2, terms]
+        totals = torch.stack([self._totals(one) for one in self.sets])  # [sets, 2, terms + 1]
         self._model.train(training)
         for one, start in zip(self.sets, self._starts, strict=True):
             one.prefetcher.load_state(start)  # ends its thread until the next time
@@ -109,7 +111,9 @@ class Evaluator:
         host = torch.split(row, sizes)
         values: dict[str, float] = {}
         for one, (sums, weights) in zip(self.sets, host[0].view(totals.shape).tolist(), strict=True):
-            values |= self._means(one.prefix, sums, weights)
+            values |= self._means(one.prefix, sums[:-1], weights[:-1])
+            # Context-parallel ranks have parts of the same samples.
+            self.counted[one.name] = round(sums[-1]) // self._executor.topology.sizes.get("cp", 1)
         found: dict[str, Table] = {}
         for (name, value), cell in zip(measured.items(), host[1:], strict=True):
             if isinstance(value, Table):
@@ -129,7 +133,7 @@ class Evaluator:
         return list(self._task.coefficients)
 
     def _totals(self, one: EvaluationSet) -> Tensor:
-        """Sums and weights of the terms on this rank, [2, terms]."""
+        """Sums and weights of the terms on this rank, and the number of samples: [2, terms + 1]."""
         parts: list[Tensor] = []
         if one.statistics is not None:
             one.statistics.reset()
@@ -156,7 +160,7 @@ class Evaluator:
                 if one.statistics is not None:
                     one.statistics.update(self._task.observations(outputs, microbatch))
                 if self._seen is not None:
-                    self._seen(outputs, microbatch)
+                    self._seen(one.name, outputs, microbatch)
 
             self._executor.evaluate(pack, measure)
         return torch.stack(parts).sum(0)
@@ -180,12 +184,14 @@ class Evaluator:
 
     def _none(self, pack: Pack) -> Tensor:
         device = next(iter(pack[0].values())).device
-        return torch.zeros(2, len(self._task.coefficients), dtype=wide_dtype(device), device=device)
+        return torch.zeros(2, len(self._terms) + 1, dtype=wide_dtype(device), device=device)
 
     def _measure(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
         sums, weights = self._task.losses(outputs, microbatch), self._task.weights(microbatch)
         values = torch.stack([torch.stack([of[t].float() for t in self._terms]) for of in (sums, weights)])
-        return values.to(wide_dtype(values.device))
+        samples = len(microbatch.get("samples", next(iter(microbatch.values()))))
+        counted = values.new_full((2, 1), samples)
+        return torch.cat([values, counted], dim=1).to(wide_dtype(values.device))
 
 
 def likelihood_of(task: object) -> str | None:

@@ -88,7 +88,7 @@ def only(tensors: Mapping[str, Tensor], microbatch: Microbatch, places: Sequence
     Args:
         tensors: of B places along dim 0, or of the B / T samples where a sample has T texts; others stay as they are.
         microbatch: has ``rows`` [B].
-        places: the numbers to take, in order.
+        places: the numbers to take, in order; at least one.
     """
     count = len(microbatch[ROWS])
     samples = len(microbatch["samples"]) if "samples" in microbatch else count
@@ -98,8 +98,8 @@ def only(tensors: Mapping[str, Tensor], microbatch: Microbatch, places: Sequence
         if not tensor.ndim or tensor.shape[0] not in (count, samples):
             return tensor
         chosen = places if tensor.shape[0] == count else of_samples
-        if list(chosen) == list(range(len(chosen))):
-            return tensor[: len(chosen)]
+        if list(chosen) == list(range(chosen[0], chosen[-1] + 1)):
+            return tensor[chosen[0] : chosen[-1] + 1]
         index = torch.tensor(chosen)
         if tensor.device.type == "cuda":
             index = index.pin_memory().to(tensor.device, non_blocking=True)

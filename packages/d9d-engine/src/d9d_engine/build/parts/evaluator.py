@@ -14,8 +14,8 @@ from d9d_core.protocols.task import Task
 from torch import distributed as dist
 
 from d9d_engine.build.assemble import Assembly
-from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.first_pass.build import BuiltFirstPass
+from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.parts.statistics import build_statistics
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.evaluation import EvaluationSet, Evaluator, likelihood_of
