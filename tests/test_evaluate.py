@@ -58,6 +58,7 @@ def reference(model: Path, texts: Path, length: int) -> float:
     return total / count
 
 
+@pytest.mark.thorough
 def test_perplexity_is_that_of_transformers_and_of_training(
     d9d: Command, model: Path, texts: Path, tmp_path: Path, small_job: WriteJob
 ) -> None:
@@ -154,7 +155,7 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
     """Losses, perplexity, metrics and the comparison, over shards and over stages."""
     data = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64}
     job = small_job(
-        data=data, steps=2, batch={"size": 8, "microbatch": 2}, export=False, checkpoint={"every": 1},
+        data=data, steps=2, lr_schedule=None, batch={"size": 8, "microbatch": 2}, export=False, checkpoint={"every": 1},
         evaluation={"every": 2, "packs": "all", "data": data, "metrics": ["perplexity"]},
     )  # fmt: skip
 
