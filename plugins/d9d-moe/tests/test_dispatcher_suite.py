@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.all_to_all.separate import SeparateDispatcher
 from d9d_moe.dispatch.local import LocalDispatcher
 from d9d_testing.suites.moe.dispatcher import DispatcherSuite
 
@@ -19,3 +21,11 @@ class TestLocalDispatcher(DispatcherSuite):
 
 class TestAllToAllDispatcher(DispatcherSuite):
     factory = "d9d_moe.all_to_all.dispatcher:AllToAllDispatcher"
+
+
+def separate(group: Any, experts: int) -> SeparateDispatcher:
+    return SeparateDispatcher(AllToAllDispatcher(group, experts))
+
+
+class TestSeparateDispatcher(DispatcherSuite):
+    factory = f"{__file__}:separate"

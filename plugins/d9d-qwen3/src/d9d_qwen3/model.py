@@ -54,6 +54,7 @@ class Qwen3(Qwen3Backbone):
         documents: Tensor | None = None,
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
+        ends: Tensor | None = None,
         **layer_sums: Tensor,
     ) -> dict[str, Tensor]:
         """Run this stage.
@@ -66,6 +67,8 @@ class Qwen3(Qwen3Backbone):
             targets: int64 [B, S], -100 where nothing is predicted; only causal_lm heads read them.
             lengths: int64 [B], tokens of each right-padded sample, beyond which experts compute nothing and heads that
                 pool see nothing; ``None`` if there is no padding.
+            ends: int64 [B, N], where each row of packed samples ends, 0 behind the last; heads that pool then answer
+                for each row, [B, N, C] and [B, N, D]. ``None`` pools samples.
             layer_sums: [B, S, H] each, for later stages: what else the previous one returned.
 
         Returns:
@@ -87,6 +90,7 @@ class Qwen3(Qwen3Backbone):
             means,
             targets=targets,
             lengths=lengths,
+            ends=ends,
             tied_weight=self.embedding.vocabulary_weight() if self.config.tie_embeddings else None,
         )
         return outputs

@@ -11,7 +11,8 @@ once, in the order of the sources, whatever the config says about shuffling. A s
 - Every microbatch has ``rows``, int64 [B] for a first dimension of B: number of the first row in that place, or -1 for
   a filler. Fillers come last in their microbatch; what is in them is valid, without targets where there are targets.
   With T texts a sample, text t of sample s is row s * T + t. If the fact ``packed`` is true, a place holds several
-  rows: ``documents`` [B, S] numbers them from 0, and ``lengths`` [B] says where padding begins.
+  rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] says where each ends, 0 behind the last, and
+  ``lengths`` [B] where padding begins.
 - A rank's run may be arranged to save padding, within blocks that do not depend on the ranks, of which a run has a
   whole number: which samples share a microbatch, and its padded length, are the same for any number of ranks.
 - ``state()`` may be loaded on another number of ranks, at any pack.

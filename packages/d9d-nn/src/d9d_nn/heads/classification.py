@@ -30,7 +30,10 @@ class ClassificationHead(nn.Module):
         """Draw the weight from N(0, std)."""
         nn.init.normal_(self.weight, std=self.std)
 
-    def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"class_logits": float32 [B, C]}``."""
-        logits = functional.linear(pool(hidden, lengths, self.pooling), self.weight)
+    def forward(self, hidden: Tensor, lengths: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
+        """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"class_logits": float32 [B, C]}``.
+
+        With ``ends`` int64 [B, N] of the rows of packed samples [B, N, C]; see :func:`~d9d_nn.heads.pooling.pool`.
+        """
+        logits = functional.linear(pool(hidden, lengths, self.pooling, ends), self.weight)
         return {"class_logits": logits.to(torch.promote_types(logits.dtype, torch.float32))}

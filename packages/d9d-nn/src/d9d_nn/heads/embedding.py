@@ -23,9 +23,12 @@ class EmbeddingHead(nn.Module):
         super().__init__()
         self.pooling, self.normalize, self.dim = pooling, normalize, dim
 
-    def forward(self, hidden: Tensor, lengths: Tensor | None = None) -> dict[str, Tensor]:
-        """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"embedding": float32 [B, D]}``."""
-        pooled = pool(hidden, lengths, self.pooling)[:, : self.dim]
+    def forward(self, hidden: Tensor, lengths: Tensor | None = None, ends: Tensor | None = None) -> dict[str, Tensor]:
+        """Map hidden states [B, S, H] and lengths of samples int64 [B] to ``{"embedding": float32 [B, D]}``.
+
+        With ``ends`` int64 [B, N] of the rows of packed samples [B, N, D]; see :func:`~d9d_nn.heads.pooling.pool`.
+        """
+        pooled = pool(hidden, lengths, self.pooling, ends)[..., : self.dim]
         wide = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
         # A plain slice is a view, and FSDP2 warns of modules that return views.
         return {"embedding": functional.normalize(wide, dim=-1) if self.normalize else wide.clone()}

@@ -76,6 +76,7 @@ class Heads(nn.ModuleDict):
         *,
         targets: Tensor | None = None,
         lengths: Tensor | None = None,
+        ends: Tensor | None = None,
         tied_weight: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Run the heads.
@@ -88,6 +89,8 @@ class Heads(nn.ModuleDict):
             means: see :mod:`d9d_nn.heads.layer_mean`.
             targets: int64 [B, S]; -100 where nothing is predicted.
             lengths: int64 [B], tokens of each right-padded sample; ``None`` if there is no padding.
+            ends: int64 [B, N], where each row of packed samples ends, for heads that pool; see
+                :func:`~d9d_nn.heads.pooling.pool`. ``None`` pools samples.
             tied_weight: [V, H] for tied heads.
 
         Returns:
@@ -97,8 +100,10 @@ class Heads(nn.ModuleDict):
         for name, head in self.items():
             layers = self._reads[name]
             hidden = final if layers is None else means[layers]
-            if not isinstance(head, CausalLMHead):
-                mine = head(hidden, lengths)
+            if isinstance(head, TokenClassificationHead):
+                mine = head(hidden)
+            elif not isinstance(head, CausalLMHead):
+                mine = head(hidden, lengths, ends)
             elif targets is not None or len(self) == 1:
                 mine = head(hidden, targets, tied_weight)
             else:

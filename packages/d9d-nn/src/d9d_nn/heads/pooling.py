@@ -1,24 +1,26 @@
-"""Pooling of positions to samples. Shapes: B samples, S positions, H features."""
+"""Pooling of positions to samples or rows. Shapes: B samples, S positions, H features, N most rows of a sample."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from d9d_nn.heads.config import Pooling
 
 
-def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling) -> Tensor:
-    """Pool each right-padded sample to one vector; padding counts for nothing, whatever it holds.
+def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor | None = None) -> Tensor:
+    """Pool each right-padded sample, or each row of a packed one, to one vector; padding counts for nothing.
 
     Args:
         hidden: [B, S, H].
         lengths: int64 [B], tokens of each sample; ``None`` if there is no padding. A sample without tokens gives its
             first position (``last``) or zeros (``mean``).
+        ends: int64 [B, N], where each row of a packed sample ends and the next one begins, 0 behind the last row.
         pooling: ``last`` position, or ``mean`` of all, summed in float32 or wider.
 
     Returns:
-        [B, H] in the dtype of ``hidden``.
+        [B, H] in the dtype of ``hidden``; with ``ends`` [B, N, H], of which nothing is said behind the last row.
 
     Raises:
         ValueError: there is not one length per sample.
@@ -26,6 +28,8 @@ def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling) -> Tensor:
     samples, positions, features = hidden.shape
     if lengths is not None and lengths.shape != (samples,):  # other shapes would broadcast to other means
         raise ValueError(f"lengths must have the shape ({samples},), one per sample; it is {tuple(lengths.shape)}")
+    if ends is not None:
+        return _pool_rows(hidden, ends, pooling)
     if pooling == "last":
         if lengths is None:
             return hidden[:, -1]
@@ -37,3 +41,17 @@ def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling) -> Tensor:
     inside = torch.arange(positions, device=hidden.device) < lengths.unsqueeze(1)
     total = torch.where(inside.unsqueeze(-1), hidden, 0).sum(dim=1, dtype=wide)
     return (total / lengths.clamp(min=1).unsqueeze(1)).to(hidden.dtype)
+
+
+def _pool_rows(hidden: Tensor, ends: Tensor, pooling: Pooling) -> Tensor:
+    """Pool each row of packed samples [B, S, H] to [B, N, H]."""
+    if pooling == "last":
+        index = (ends - 1).clamp(min=0).unsqueeze(-1)
+        return hidden.gather(1, index.expand(-1, -1, hidden.shape[2]))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    begins = functional.pad(ends[:, :-1], (1, 0))
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    inside = (places >= begins.unsqueeze(-1)) & (places < ends.unsqueeze(-1))
+    # A product with ones and zeros: sums in a fixed order, without a copy of the states for each row.
+    total = inside.to(wide) @ hidden.to(wide)
+    return (total / (ends - begins).clamp(min=1).unsqueeze(-1)).to(hidden.dtype)

@@ -41,9 +41,7 @@ class HiddenStates:
         """Columns of the output."""
         kinds = {"last": "of its last position", "mean": "mean over its positions", "none": "of all its positions"}
         kind = kinds[self.config.pooling]
-        states = {
-            _column(layer): f"output of layer {layer} {what[self.config.pooling]}" for layer in self.config.layers
-        }
+        states = {_column(layer): f"output of layer {layer} {kind}" for layer in self.config.layers}
         return {ROW: "number of the row in the input, from 0", "tokens": "number of its positions", **states}
 
     def check(self, model: Any, facts: State) -> None:  # noqa: ARG002 - modules() looks at the model itself

@@ -96,8 +96,14 @@ class BinSamples:
         return np.full(len(samples), self.sequence_length)
 
     def microbatch(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
-        """Microbatch of bins [B] of documents in their order, with ``rows``."""
-        return {**self.packed(samples), "rows": self.bins.members[self.bins.starts[samples]]}
+        """Microbatch of bins [B] of documents in their order, with ``rows`` [B] and ``ends`` [B, N] of these."""
+        starts = self.bins.starts
+        counts = starts[samples + 1] - starts[samples]
+        ends = np.zeros((len(samples), int(counts.max())), dtype=np.int64)
+        for place, (sample, count) in enumerate(zip(samples.tolist(), counts.tolist(), strict=True)):
+            members = self.bins.members[starts[sample] : starts[sample + 1]]
+            ends[place, :count] = np.maximum(self.pieces.lengths[members], 1).cumsum()
+        return {**self.packed(samples), "rows": self.bins.members[starts[samples]], "ends": ends}
 
     def packed(self, samples: npt.NDArray[np.int64]) -> Mapping[str, npt.NDArray[Any]]:
         """Microbatch of bins [B] as training has it."""

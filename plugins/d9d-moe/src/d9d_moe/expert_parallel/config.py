@@ -12,3 +12,6 @@ class ExpertParallelConfig(PluginConfig):
 
     name: Literal["expert_parallel"] = "expert_parallel"
     """Selects the plugin."""
+    combine: Literal["summed", "separate"] = "summed"
+    """Outputs of a token's experts on one rank return as their sum, or each by itself, to be added up as one process
+    does: then outputs do not depend on the layout to the last bit, for more traffic."""

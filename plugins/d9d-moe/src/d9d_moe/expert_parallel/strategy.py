@@ -8,15 +8,14 @@ parameters, the router's among them, follow the job's data-parallel strategy. Ra
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner, HasExperts, Topology, modules_with
+from d9d_core.extend import Applied, BuildError, Dispatcher, GradientOwner, HasExperts, Topology, modules_with
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.all_to_all.separate import SeparateDispatcher
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
 from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
@@ -26,10 +25,14 @@ VIEW = "expert"
 
 
 class ExpertParallel:
-    """Strategy that shards the experts of every layer over ``ep``, and sends tokens to them by all-to-all."""
+    """Strategy that shards the experts of every layer over ``ep``, and sends tokens to them by all-to-all.
+
+    Args:
+        config: how outputs return.
+    """
 
     def __init__(self, config: ExpertParallelConfig) -> None:
-        """Take the config, which has no fields."""
+        self.config = config
 
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         """Turn banks into DTensors and replace dispatchers. Collective over all ranks.
@@ -44,7 +47,12 @@ class ExpertParallel:
             banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}
         for name, bank in banks.items():
             spread_bank(bank, mesh, name)
-        layers = replace_dispatchers(stage, partial(AllToAllDispatcher, group))
+
+        def dispatcher(experts: int) -> Dispatcher:
+            summed = AllToAllDispatcher(group, experts)
+            return summed if self.config.combine == "summed" else SeparateDispatcher(summed)
+
+        layers = replace_dispatchers(stage, dispatcher)
         parameters = [own for name, bank in banks.items() for own, _ in bank.named_parameters(name)]
         return Applied(
             modules=(*layers, *banks),

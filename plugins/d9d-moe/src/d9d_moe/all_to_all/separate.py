@@ -1,0 +1,85 @@
+"""Dispatcher that sends each choice of a token by itself, so that sums have the order of one process.
+
+Shapes: T tokens of this rank, H features, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from d9d_core.extend import Dispatched, Routing, Transfer
+from torch import Tensor
+
+from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
+from d9d_moe.dispatch.permutation import gather_rows, weighted_sum
+from d9d_moe.router.routing import TopKRouting
+
+
+class SeparateDispatcher:
+    """All-to-all dispatcher whose token rank adds up the experts' outputs, as one process does.
+
+    :class:`AllToAllDispatcher` adds up what a rank's experts say before it returns, so the order of the sum depends on
+    where experts are. Here each of the T * k choices is a token with one expert. The price are k rows on the network
+    for a token, where otherwise it is at most one for each rank.
+
+    Args:
+        inner: sends and returns rows.
+    """
+
+    def __init__(self, inner: AllToAllDispatcher) -> None:
+        self.inner = inner
+        self.group = inner.group
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
+        """Start the dispatch of the choices of tokens [T, H]. Collective over the group."""
+        slots = torch.arange(routing.indices.numel(), device=tokens.device)
+        places = slots.view_as(routing.indices)
+        each = TopKRouting(
+            routing.indices.reshape(-1, 1),
+            torch.ones_like(routing.weights).reshape(-1, 1),
+            routing.weights.new_zeros(len(slots), 0),
+            routing.counts,
+            routing.limit,
+            incomplete=routing.incomplete,
+        )
+        pending = self.inner.dispatch(gather_rows(tokens, slots, places), each)
+        return _PendingDispatch(pending, slots, places, routing.weights)
+
+    def combine(self, outputs: Tensor, handle: SeparateHandle) -> Transfer[Tensor]:
+        """Start the return of the outputs, to be summed to [T, H]. Collective over the group."""
+        return _PendingCombine(self.inner.combine(outputs, handle.inner), handle)
+
+
+class SeparateHandle(NamedTuple):
+    """Handle of a dispatch of separate choices.
+
+    Attributes:
+        inner: handle of the dispatch of the T * k choices.
+        slots: int64 [T * k], the choices.
+        places: int64 [T, k], the row of each choice.
+        weights: [T, k].
+    """
+
+    inner: Any
+    slots: Tensor
+    places: Tensor
+    weights: Tensor
+
+
+class _PendingDispatch:
+    def __init__(self, pending: Transfer[Dispatched], slots: Tensor, places: Tensor, weights: Tensor) -> None:
+        self._pending, self._sums = pending, (slots, places, weights)
+
+    def wait(self) -> Dispatched:
+        sent = self._pending.wait()
+        return sent._replace(handle=SeparateHandle(sent.handle, *self._sums))
+
+
+class _PendingCombine:
+    def __init__(self, pending: Transfer[Tensor], handle: SeparateHandle) -> None:
+        self._pending, self._handle = pending, handle
+
+    def wait(self) -> Tensor:
+        handle = self._handle
+        return weighted_sum(self._pending.wait(), handle.slots, handle.places, handle.weights)
