@@ -151,6 +151,63 @@ def test_what_cannot_be_evaluated_is_told(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("reference", ["copy", "stored", "without_adapter"])
+def test_preferences_are_measured_against_the_reference_of_training(
+    d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob, reference: str
+) -> None:
+    """The model as training starts, whatever it has become; fillers count nowhere."""
+    records = [
+        {
+            "prompt": [{"role": "user", "content": f"Who is {n}?"}],
+            "chosen": [{"role": "assistant", "content": "I am Dee."}],
+            "rejected": [{"role": "assistant", "content": "Why?" + "!" * (n % 3)}],
+        }
+        for n in range(10)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"name": "preference", "sources": [str(tmp_path / "pairs.jsonl")], "sequence_length": 64}
+    job = small_job(
+        "dpo", model={"name": "qwen3", "pretrained": str(model)}, steps=3, lr_schedule=None, export=False,
+        task={"name": "dpo", "reference": reference}, data=data, metrics=["preference"],
+        peft={"name": "lora", "r": 4} if reference == "without_adapter" else None,
+        evaluation={"every": 3, "packs": "all", "data": data, "metrics": ["preference"]},
+    )  # fmt: skip
+    assert d9d("train", str(job))[0] == 0
+    logged = next(line for line in read_log(tmp_path / "runs" / "dpo") if "eval/loss" in line)
+    assert logged["eval/loss"] < 0.6
+    for _ in range(2):  # what is stored is that of the start, however often it is measured
+        found = evaluated(d9d, job)["sets"]["evaluation"]
+        assert found["samples"] == 10
+        assert found["loss"] == pytest.approx(logged["eval/loss"], rel=1e-5)
+        assert found["preference/accuracy"] == pytest.approx(logged["eval/preference/accuracy"])
+
+
+@pytest.mark.thorough
+def test_fillers_answer_no_query(d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob) -> None:
+    """Eight queries in a batch of eight, and in one of sixteen."""
+    words = ("apple", "brick", "cloud", "dune", "ember", "frost", "glade", "heron")
+    records = [{"query": f"{word}?", "positive": f"all of {word}", "negatives": [f"no {word}"]} for word in words]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {
+        "name": "pairs", "sources": [str(tmp_path / "questions.jsonl")], "sequence_length": 32, "negatives": 1,
+    }  # fmt: skip
+    heads = {"vector": {"kind": "embedding", "pooling": "last"}}
+    embedder = {"name": "qwen3", "pretrained": str(model), "tie_embeddings": False, "heads": heads}
+    losses = {}
+    for size, micro in ((8, 8), (16, 8), (16, 16), (24, 2)):
+        job = small_job(
+            f"embed{size}",
+            model=embedder,
+            task="embedding",
+            data=data,
+            metrics=[],
+            batch={"size": size, "microbatch": micro},
+        )
+        losses[size, micro] = evaluated(d9d, job)["sets"]["data"]["loss"]
+    assert list(losses.values()) == pytest.approx([losses[8, 8]] * 4, rel=1e-5)
+
+
+@pytest.mark.thorough
 def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Path) -> None:
     """Losses, perplexity, metrics and the comparison, over shards and over stages."""
     data = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64}

@@ -93,10 +93,6 @@ def _evaluated(
     drawn = complete and not isinstance(own_task, TwoPassTask)
     start = job.model_copy(update={"loading": job.loading.model_copy(update={"weights": False})}) if drawn else job
     forward = build_forward(start, selection, registry, assembly, topology, task.inputs, note, task)
-    if checkpoint is not None:
-        _load(checkpoint, forward, topology)
-    note(f"model: {_origin(subject, checkpoint)} on {topology.device}")
-
     several = topology.world_size > 1
     group = topology.axes_group("pp", *DATA_AXES) if several else None
     running = (
@@ -112,6 +108,10 @@ def _evaluated(
         build_set(surroundings, name, part, None, metrics, first, options.limit)
         for name, part in zip(_section(job), selection.evaluation, strict=True)
     ]
+    # Not before: a reference is the model as training starts, and what it says of the data may be stored by now.
+    if checkpoint is not None:
+        _load(checkpoint, forward, topology)
+    note(f"model: {_origin(subject, checkpoint)} on {topology.device}")
     recorder = SampleRecorder(task) if options.compared else None
     evaluator = Evaluator(
         task, forward.executor, forward.model, sets, group, topology.watchdog.beat, likelihood_of(own_task), recorder
