@@ -78,7 +78,7 @@ def evaluated_on_other_data(_job: Job, patch: Patch) -> None:
     """One rank goes on in the evaluation data instead of starting anew."""
 
     def change(trainer: Any) -> None:
-        trainer.evaluator._prefetcher.next()
+        trainer.evaluator.sets[0].prefetcher.next()
 
     built(patch, change)
 

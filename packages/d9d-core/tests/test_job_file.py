@@ -160,7 +160,14 @@ def task_plugin(config: str) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("evaluation: {every: 2}\n", "job.yaml:6: evaluation.data: missing; add 'data:' under 'evaluation'"),
+        (
+            "evaluation: {every: 2}\n",
+            "job.yaml:6: evaluation.data: missing; add 'data:' under 'evaluation', or 'sets:' for several",
+        ),
+        (
+            "evaluation: {every: 2, data: toy_data, sets: {a: toy_data}}\n",
+            "job.yaml:6: evaluation.data: 'sets' already names a; make this one of them, or remove one of the two",
+        ),
         ("steps: true\n", "job.yaml:6: steps: input should be a number, got True"),
         ("batch: {size: true}\n", "job.yaml:6: batch.size: input should be a number, got True"),
         ("batch: {microbatch: yes}\n", "job.yaml:6: batch.microbatch: input should be a number, got True"),

@@ -193,7 +193,7 @@ def test_asynchronous_saves_hold_the_values_of_their_step(world: type[World], tm
     assert world(2).run(train_while_saving, str(tmp_path)) == [[1, 2, 3, 4, 5]] * 2
     for step in range(1, 6):
         alone = CheckpointStore(tmp_path)
-        found = alone._open(f"step-{step:08d}")
+        found = alone.open(f"step-{step:08d}")
         loaded = torch.zeros(1000, 3)
         found.load_into({"w": loaded})
         assert torch.equal(loaded, torch.full((1000, 3), float(step)))

@@ -9,7 +9,8 @@ Everything a component itself needs is here; importing this module imports no to
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
-| data, task | ``DataContext``, ``DataStream``, ``Task``, ``StageInputs``, ``TwoPassTask`` and ``FirstPass`` |
+| data | ``DataContext``, ``DataStream`` |
+| task | ``Task``, ``StageInputs``, ``LanguageModelTask``, ``TwoPassTask`` and ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
@@ -18,7 +19,7 @@ Everything a component itself needs is here; importing this module imports no to
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``StageMetric``, ``Table`` |
 | tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
-| subscriber | ``Subscriber``, the events and ``ForwardPass`` |
+| subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining``, ``ForwardPass`` and the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
@@ -117,8 +118,8 @@ from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
-from d9d_core.protocols.subscriber import Subscriber
-from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
+from d9d_core.protocols.task import LanguageModelTask, StageInputs, Task
 from d9d_core.protocols.topology import Topology
 from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
 from d9d_core.traits import (
@@ -192,6 +193,7 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "Divisible",
+    "EndsTraining",
     "EvaluationEnds",
     "EvaluationStarts",
     "Events",
@@ -220,6 +222,7 @@ __all__ = [
     "JobError",
     "JobFile",
     "Json",
+    "LanguageModelTask",
     "LateInit",
     "LayoutDependent",
     "LossTerm",
@@ -269,6 +272,7 @@ __all__ = [
     "StageRunner",
     "StartsFromWeights",
     "State",
+    "StatefulSubscriber",
     "StepEnds",
     "StepResult",
     "StepStarts",

@@ -40,6 +40,24 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
 
 
 @hookimpl
+def d9d_subscribers() -> Iterator[SubscriberSpec]:
+    """Subscribers ``early_stopping`` and ``samples``."""
+    yield SubscriberSpec(
+        name="early_stopping",
+        summary="Ends the run when a logged series gets no better.",
+        config=Ref("d9d_engine.subscribers.config:EarlyStoppingConfig"),
+        build=Ref("d9d_engine.subscribers.early_stopping:EarlyStopping"),
+    )
+    yield SubscriberSpec(
+        name="samples",
+        summary="Continuations of fixed prompts during training.",
+        config=Ref("d9d_engine.generation.config:SamplesConfig"),
+        build=Ref("d9d_engine.generation.samples:Samples"),
+        requires=TORCH,
+    )
+
+
+@hookimpl
 def d9d_writers() -> Iterator[WriterSpec]:
     """Writers ``jsonl`` and ``parquet``."""
     yield WriterSpec(
@@ -54,18 +72,6 @@ def d9d_writers() -> Iterator[WriterSpec]:
         requires=frozenset({"import:pyarrow"}),
         config=Ref("d9d_engine.inference.config:ParquetWriterConfig"),
         build=Ref("d9d_engine.inference.writers.parquet:ParquetWriter"),
-    )
-
-
-@hookimpl
-def d9d_subscribers() -> Iterator[SubscriberSpec]:
-    """Subscriber ``samples``."""
-    yield SubscriberSpec(
-        name="samples",
-        summary="Continuations of fixed prompts during training.",
-        config=Ref("d9d_engine.generation.config:SamplesConfig"),
-        build=Ref("d9d_engine.generation.samples:Samples"),
-        requires=TORCH,
     )
 
 
@@ -147,6 +153,12 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Run a model over data, and write a row of output for each row.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.infer:app"),
+    )
+    yield CommandSpec(
+        name="evaluate",
+        summary="Measure losses and metrics of a trained model, and compare two models.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.evaluate:app"),
     )
     yield CommandSpec(
         name="explain",

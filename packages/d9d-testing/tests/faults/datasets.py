@@ -165,6 +165,9 @@ class LeavesOutARow(InOnePass):
     def numbered(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.where(rows < 19, rows, -1)
 
+    def masked(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return super().masked(targets, rows + 1)
+
 
 class FillersLearn(InOnePass):
     def masked(self, targets: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -212,6 +215,6 @@ FAULTS = {
     "one pass leaves out a row": ({"made_of": LeavesOutARow}, "expected each of 20 once"),
     "fillers have targets": ({"made_of": FillersLearn}, "a filler has targets"),
     "fillers stand first": ({"made_of": FillersFirst}, ""),
-    "rows depend on the rank": ({"made_of": RowsOfTheRank}, "ranks against one"),
+    "rows depend on the rank": ({"made_of": RowsOfTheRank}, ""),
     "epochs have no samples": ({"made_of": EmptyEpochs}, "give a whole number above 0"),
 }

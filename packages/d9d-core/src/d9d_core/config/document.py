@@ -102,7 +102,7 @@ def _assign(values: dict[str, Any], parts: Location, value: Any) -> None:
     _put(target, parts[:-1], parts[-1], value)
 
 
-#: Sections where a bare word names a plugin; so do the entries of lists, and the data of an evaluation.
+#: Sections where a bare word names a plugin; so do the entries of lists, and the data and sets of an evaluation.
 _LISTS = ("parallel", "metrics", "trackers", "subscribers")
 _NAMED = ("model", "task", "data", "optimizer", "lr_schedule", "pipeline", "peft")
 
@@ -117,7 +117,7 @@ def _entered(target: Any, location: Location, following: int | str) -> Any:
     if isinstance(inner, str) and isinstance(following, str):
         # `optimizer: adamw` and --set optimizer.lr=...; elsewhere a word gives way to fields
         entry = isinstance(part, int) and len(location) in (2, 3)  # of `metrics`, or of a list of a model's config
-        named = location[1:] in [(), ("data",)] or entry
+        named = location[1:] in [(), ("data",)] or location[1:2] == ("sets",) or entry
         return {"name": inner} if named and location[0] in (*_NAMED, *_LISTS, "evaluation") else {}
     if inner is None:
         return [] if isinstance(following, int) else {}

@@ -26,6 +26,9 @@ Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 
 #: Mesh axes of which one can be ``auto``: what the other axes leave of the processes.
 DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
+# Part of the names of series.
+SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
+
 #: Processes of the largest mesh: each is known to every other one.
 MAX_RANKS = 1 << 17
 #: Forward passes of the longest step on one rank: each is an action of the step's program.
@@ -158,7 +161,7 @@ class Best(Section):
     """Retention of the checkpoints with the best values of a logged series."""
 
     series: str = "eval/loss"
-    """Its name; the last value before the save counts."""
+    """Its name, such as ``eval/loss``; the last value before the save counts."""
     mode: Literal["min", "max"] = "min"
     """Which values are better."""
     keep: PositiveInt = 1
@@ -230,14 +233,40 @@ class Loading(Section):
 
 
 class Evaluation(Section):
-    """Evaluation of the loss on other data during training."""
+    """Evaluation on other data during training: of the losses, and of metrics."""
 
     every: PositiveInt
     """Steps between two evaluations; the last step is always evaluated."""
-    packs: PositiveInt = 4
-    """Batches per evaluation, the same ones each time."""
-    data: Annotated[PluginConfig, Named("dataset")]
-    """Dataset of the evaluation."""
+    packs: PositiveInt | Literal["all"] = 4
+    """Batches per evaluation, the same ones each time; ``all`` takes every sample of the data exactly once."""
+    sets: dict[SetName, Annotated[PluginConfig, Named("dataset")]] = {}
+    """Several datasets by name, in place of ``data``: ``eval/<name>/loss`` and so on."""
+    data: Annotated[PluginConfig, Named("dataset")] | None = Field(default=None, validate_default=True)
+    """Dataset of the evaluation; this or ``sets``."""
+    metrics: list[Annotated[PluginConfig, Named("metric")]] = []
+    """Statistics over the data of each evaluation."""
+
+    @field_validator("data")
+    @classmethod
+    def _something_is_read(cls, data: PluginConfig | None, info: ValidationInfo) -> PluginConfig | None:
+        sets = info.data.get("sets")
+        if data is None and sets == {}:
+            raise ValueError("missing; add 'data:' under 'evaluation', or 'sets:' for several")
+        if data is not None and sets:
+            raise ValueError(f"'sets' already names {', '.join(sets)}; make this one of them, or remove one of the two")
+        return data
+
+    @model_validator(mode="after")
+    def _nothing_twice(self) -> Evaluation:
+        for index, metric in enumerate(self.metrics):
+            if (first := self.metrics.index(metric)) != index:
+                raise ValueError(f"metrics[{index}] is the same as metrics[{first}]; remove one")
+        return self
+
+    @property
+    def datasets(self) -> dict[str, PluginConfig]:
+        """Datasets by name; that of the only one is empty."""
+        return self.sets if self.data is None else {"": self.data}
 
 
 class Precision(Section):
@@ -379,7 +408,7 @@ class JobConfig(BaseJob):
     logging: Logging = Logging()
     """Interval of log entries."""
     evaluation: Evaluation | None = None
-    """Evaluation of the loss on other data during training."""
+    """Evaluation on other data during training."""
     checkpoint: Checkpoint = Checkpoint()
     """Interval, directory and retention of checkpoints."""
     export: Literal["adapter"] | bool = True

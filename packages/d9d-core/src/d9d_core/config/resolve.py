@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.inference import InferenceConfig
 from d9d_core.config.inner import choose
-from d9d_core.config.job import BaseJob, JobConfig
+from d9d_core.config.job import BaseJob, Evaluation, JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
@@ -51,16 +51,18 @@ class Selection(Parts):
 
     Attributes:
         task, optimizer, lr_schedule: one record each, where the job has one.
-        evaluation: the evaluation's dataset.
         metrics, trackers: as listed.
+        evaluation: datasets of the evaluation, in the order of :attr:`d9d_core.config.job.Evaluation.datasets`.
+        evaluation_metrics: as listed there.
     """
 
     task: Chosen
     optimizer: Chosen
     lr_schedule: Chosen | None
-    evaluation: Chosen | None
     metrics: Sequence[Part]
     trackers: Sequence[Part]
+    evaluation: Sequence[Part]
+    evaluation_metrics: Sequence[Part]
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,19 @@ def select(job: JobConfig, registry: Registry) -> Selection:
         task=choose(registry, "task", "task", job.task),
         optimizer=choose(registry, "optimizer", "optimizer", job.optimizer),
         lr_schedule=_maybe(registry, "lr schedule", "lr_schedule", job.lr_schedule),
-        evaluation=_maybe(registry, "dataset", "evaluation.data", job.evaluation.data if job.evaluation else None),
         metrics=_several(registry, "metric", "metrics", job.metrics),
         trackers=_several(registry, "tracker", "trackers", job.trackers),
+        evaluation=_evaluated(registry, job.evaluation),
+        evaluation_metrics=_several(
+            registry, "metric", "evaluation.metrics", job.evaluation.metrics if job.evaluation else ()
+        ),
     )
+
+
+def _evaluated(registry: Registry, evaluation: Evaluation | None) -> list[Part]:
+    datasets = {} if evaluation is None else evaluation.datasets
+    fields = {name: f"evaluation.sets.{name}" if name else "evaluation.data" for name in datasets}
+    return [(choose(registry, "dataset", fields[name], config), config) for name, config in datasets.items()]
 
 
 def _parts(job: BaseJob, registry: Registry) -> dict[str, Any]:
@@ -207,7 +218,7 @@ def _check_metrics(selection: Selection) -> None:
     if not isinstance(task, TaskSpec) or task.observes is None:
         return
     failed = []
-    for chosen, _ in selection.metrics:
+    for chosen, _ in (*selection.metrics, *selection.evaluation_metrics):
         assert isinstance(chosen.spec, MetricSpec)
         if missing := chosen.spec.reads - task.observes:
             names, has = ", ".join(sorted(missing)), ", ".join(sorted(task.observes)) or "nothing"

@@ -10,6 +10,7 @@ once, in the order of the sources, whatever the config says about shuffling. A s
   After the last sample come fillers, so an epoch may be smaller than a batch; packs after the last are fillers alone.
 - Every microbatch has ``rows``, int64 [B] for a first dimension of B: number of the first row in that place, or -1 for
   a filler. Fillers come last in their microbatch; what is in them is valid, without targets where there are targets.
+  Texts that are compared with each other have ``lengths`` 0 there: whoever compares leaves them out.
   With T texts a sample, text t of sample s is row s * T + t. If the fact ``packed`` is true, a place holds several
   rows: ``documents`` [B, S] numbers them from 0, ``ends`` [B, N] says where each ends, 0 behind the last, and
   ``lengths`` [B] where padding begins.

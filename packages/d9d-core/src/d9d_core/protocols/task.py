@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from d9d_core.types import Microbatch, State
 
@@ -23,6 +23,16 @@ class StageInputs:
 
     first: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@runtime_checkable
+class LanguageModelTask(Protocol):
+    """Task of which a loss term says how probable the data is; evaluations report its perplexity."""
+
+    @property
+    def likelihood(self) -> str:
+        """Name of the term whose mean is the negative log-likelihood of a token, in nats."""
+        ...
 
 
 class Task(Protocol):

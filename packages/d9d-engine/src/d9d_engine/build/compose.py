@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from d9d_core import events as ev
-from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Selection, resolve
-from d9d_core.plugin.capabilities import Chosen
+from d9d_core.config.resolve import resolve
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataContext, DataStream
-from d9d_core.protocols.metric import Metric
-from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
-from torch import distributed as dist
 from torch import nn
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import exporter
-from d9d_engine.build.first_pass.build import BuiltFirstPass, build_first_pass
+from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.length import count_steps
+from d9d_engine.build.parts.data import open_data
+from d9d_engine.build.parts.evaluator import build_evaluator, check_series
+from d9d_engine.build.parts.statistics import build_statistics, unique_name
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
-from d9d_engine.run.evaluation import Evaluator
 from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
-from d9d_engine.step.executor import Executor
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.loss import LossScale
-from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.ownership import DATA_AXES
 from d9d_engine.step.step import TrainStep
 from d9d_engine.step.tied import find_ties
@@ -75,7 +70,8 @@ def build(
     """
     topology.watchdog.phase("startup")
     selection = resolve(job, registry, circumstances(job, topology.device)).selection
-    events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
+    subscribers = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
+    events = ev.Events([*subscribers.values(), *observers])
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
@@ -88,7 +84,7 @@ def build(
     all_parts = topology.axes_group("pp", *DATA_AXES) if topology.world_size > 1 else None
     started = time.perf_counter()
     with topology.main_first(per_machine=True):  # one process prepares what the others find
-        stream = _open_data(job, topology, selection.dataset, job.data, note)
+        stream = open_data(job, topology, selection.dataset, job.data, note)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
     note(f"data: {_facts(stream)} ({time.perf_counter() - started:.1f} s)")
@@ -103,13 +99,12 @@ def build(
     events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
     here = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
-    share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
-    note(f"model: {_parameters(assembly)} on {topology.device}{share}")
+    note(f"model: {_parameters(assembly, here, topology)}")
 
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
 
-    statistics = _statistics(job, selection, assembly, topology, all_parts)
+    statistics = build_statistics(selection.metrics, assembly, topology, all_parts, gated=job.nonfinite == "skip")
     gradients = Gradients(
         trained,
         assembly.ownership,
@@ -125,8 +120,7 @@ def build(
     running = (auxiliary_losses, tallies, gradients, statistics)
     executor = build_executor(job, selection, assembly, topology, task, *running)
     build = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
-    forward = ModelForward(build, model, assembly.pipeline, job.microbatches, topology)
-    events.emit(ev.ForwardReady(forward, topology))
+    events.emit(ev.ForwardReady(ModelForward(build, model, assembly.pipeline, job.microbatches, topology), topology))
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,
@@ -153,8 +147,10 @@ def build(
         tallies=tallies,
         events=events,
     )
+    evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
+    check_series(job, selection, evaluator, task, auxiliary_losses)
     tracked = selection.trackers if topology.is_main else ()
-    trackers = TrackerHub({_unique(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
+    trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
     manifest = Manifest.of(registry)
     checkpointer = Checkpointer(
@@ -165,6 +161,7 @@ def build(
         statistics=statistics,
         stream=prefetcher,
         trackers=trackers,
+        subscribers={name: one for name, one in subscribers.items() if isinstance(one, StatefulSubscriber)},
         job=job,
         manifest=manifest,
         note=note,
@@ -177,76 +174,22 @@ def build(
         total_steps=total_steps,
         prefetcher=prefetcher,
         trackers=trackers,
-        evaluator=_evaluator(job, selection, topology, task, executor, model, all_parts, first, note),
+        evaluator=evaluator,
         checkpointer=checkpointer,
         export=exporter(job, selection, assembly, topology, stream, published, manifest, note),
         interrupts=interrupts,
         events=events,
+        ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
         note=note,
     )
 
 
-def _open_data(
-    job: JobConfig, topology: Topology, chosen: Chosen, config: Any, note: Callable[[str], None]
-) -> DataStream:
-    context = DataContext(
-        seed=job.seed,
-        batch_size=job.batch.size,
-        microbatch_size=job.microbatch_size,
-        cache_dir=job.run.cache,
-        rank=topology.data_parallel_rank,
-        ranks=topology.data_parallel_size,
-        note=note,
-        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
-    )
-    stream: DataStream = instantiate(chosen, config, context)
-    return stream
-
-
-def _parameters(assembly: Assembly) -> str:
+def _parameters(assembly: Assembly, here: Mapping[str, nn.Parameter], topology: Topology) -> str:
     groups = (dict(assembly.full_model.named_parameters()), assembly.trained())
     count, training = (sum(parameter.numel() for parameter in group.values()) for group in groups)
-    return f"{count:,} parameters" + (f", {training:,} of them train" if training < count else "")
-
-
-def _statistics(
-    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None
-) -> Statistics:
-    metrics: dict[str, Metric] = {}
-    for chosen, config in selection.metrics:
-        metrics[_unique(chosen, selection.metrics)] = instantiate(chosen, config)
-    statistics = Statistics(metrics, gated=job.nonfinite == "skip", group=group, device=topology.device)
-    statistics.attach(assembly.full_model)
-    for (chosen, _), metric in zip(selection.metrics, metrics.values(), strict=True):
-        check_metric(chosen, metric)
-    return statistics
-
-
-def _evaluator(
-    job: JobConfig,
-    selection: Selection,
-    topology: Topology,
-    task: Task,
-    executor: Executor,
-    model: nn.Module,
-    group: dist.ProcessGroup | None,
-    first: BuiltFirstPass,
-    note: Callable[[str], None],
-) -> Evaluator | None:
-    if job.evaluation is None or selection.evaluation is None:
-        return None
-    with topology.main_first(per_machine=True):
-        stream = _open_data(job, topology, selection.evaluation, job.evaluation.data, note)
-    task.check(job.model, stream.facts)
-    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
-    first_pass = first.over(stream, "evaluation.data")
-    beat = topology.watchdog.beat
-    return Evaluator(task, executor, model, prefetcher, job.evaluation.packs, group, beat, first_pass)
-
-
-def _unique(chosen: Chosen, parts: Any) -> str:
-    names = [other.spec.name for other, _ in parts]
-    return chosen.spec.name if names.count(chosen.spec.name) == 1 else f"{chosen.spec.name}[{chosen.where}]"
+    text = f"{count:,} parameters" + (f", {training:,} of them train" if training < count else "")
+    share = sum(local(parameter).numel() for parameter in here.values())
+    return f"{text} on {topology.device}" + (f", {share:,} of them here" if topology.world_size > 1 else "")
 
 
 def _facts(stream: DataStream) -> str:

@@ -162,7 +162,7 @@ class CheckpointStore:
         found = None
         for step in self.steps():
             try:
-                found = self._open(folder(step))
+                found = self.open(folder(step))
             except CheckpointError as error:
                 problems.append(str(error))
                 if self.topology.is_main:
@@ -373,7 +373,8 @@ class CheckpointStore:
         except ValueError as error:
             raise CheckpointError(f"the state of the run cannot be read again: {error}") from error
 
-    def _open(self, name: str) -> Checkpoint:
+    def open(self, name: str) -> Checkpoint:
+        """Checkpoint of this name, verified. Collective over all ranks."""
         manifest = on_main(lambda: read_manifest(self._storage, name), self.group)
         ranks = range(self.topology.rank, len(manifest["files"]), self.topology.world_size)
         files = sorted(manifest["files"].items())

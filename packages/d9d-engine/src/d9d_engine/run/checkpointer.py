@@ -11,10 +11,11 @@ from typing import Any
 import yaml
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import JobConfig
-from d9d_core.errors import CheckpointError, JobError
+from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.protocols.optimizer import Optimizer
+from d9d_core.protocols.subscriber import StatefulSubscriber
 from d9d_core.types import State
 from d9d_weights.files.atomic import write_json, write_text
 from d9d_weights.sharding.agreement import on_main
@@ -63,28 +64,32 @@ class Progress:
         }
 
 
-def open_store(job: JobConfig, topology: Topology, note: Callable[[str], None] = lambda _text: None) -> CheckpointStore:
+def open_store(
+    job: JobConfig,
+    topology: Topology,
+    note: Callable[[str], None] = lambda _text: None,
+    write: bool = True,
+) -> CheckpointStore:
     """Open the checkpoint store that the job asks for. Collective over all ranks.
 
     Args:
         job: validated.
         topology: this process among others.
         note: prints a line about saves that are tried again.
+        write: make sure that checkpoints can be written.
 
     Raises:
         CheckpointError: the directory cannot be written.
-        JobError: the best checkpoint is chosen by something that is never logged.
     """
     wanted = job.checkpoint.best
-    if wanted and wanted.series.startswith("eval/") and job.evaluation is None:
-        raise JobError(f"checkpoint.best.series: '{wanted.series}' is never logged; the job has no evaluation section")
     best = BestOf(wanted.series, wanted.mode, wanted.keep) if wanted else None
     retention = Retention(job.checkpoint.keep, job.checkpoint.keep_every, best)
     location = job.checkpoint.location(job.run.directory)
     timeout = timedelta(seconds=job.timeouts.checkpoint)
     tolerate = job.checkpoint.tolerate_failures
     store = CheckpointStore(location, retention, topology, job.checkpoint.asynchronous, timeout, tolerate, note)
-    store.prepare()
+    if write:
+        store.prepare()
     return store
 
 
@@ -106,6 +111,7 @@ class Checkpointer:
         job: JobConfig,
         manifest: Manifest,
         note: Callable[[str], None],
+        subscribers: Mapping[str, StatefulSubscriber] | None = None,
     ) -> None:
         self.store = store
         self._stage = stage
@@ -117,6 +123,7 @@ class Checkpointer:
         self._job = job
         self._manifest = manifest
         self._note = note
+        self._subscribers = dict(subscribers or {})
         self._said_unscored = False
 
     def record(self) -> None:
@@ -160,6 +167,7 @@ class Checkpointer:
             "tokens": progress.tokens,
             "skipped": progress.skipped,
             "losses": progress.losses(),
+            "subscribers": {name: subscriber.state() for name, subscriber in self._subscribers.items()},
         }
         facts = {
             "job": self._job.resolved(),
@@ -263,7 +271,8 @@ class Checkpointer:
                 f"warning: checkpoint.best.series: '{best.series}' was not logged yet, so this checkpoint cannot be "
                 f"the best one; logged are: {', '.join(sorted(logged)) or 'none'}"
             )
-        return logged.get(best.series)
+        score = logged.get(best.series)
+        return score if score is not None and math.isfinite(score) else None
 
     def _continue(self, checkpoint: Checkpoint) -> tuple[Progress, Mapping[str, State]]:
         if missing := [name for name in ("job", "plugins") if checkpoint.manifest.get(name) is None]:
@@ -284,6 +293,9 @@ class Checkpointer:
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
         if warning := self.store.prune(checkpoint.step):
             self._note(f"warning: {warning}")
+        for name, subscriber in self._subscribers.items():
+            if name in values.get("subscribers", {}):
+                subscriber.load_state(values["subscribers"][name])
         progress = Progress(checkpoint.step, values["tokens"], values["skipped"], values.get("losses", {}))
         return progress, values["trackers"]
 
@@ -341,6 +353,9 @@ def checked_values(values: Mapping[str, Any], location: str) -> Mapping[str, Any
     wrong = [name for name, kind in kinds.items() if type(values.get(name)) is not kind]
     wrong += [name for name in ("tokens", "skipped") if name not in wrong and values[name] < 0]
     wrong += ["trackers"] if "trackers" not in wrong and not all(map(_is_table, values["trackers"].values())) else []
+    subscribers = values.get("subscribers", {})  # earlier checkpoints have none
+    sound = isinstance(subscribers, dict) and all(map(_is_table, subscribers.values()))
+    wrong += [] if sound else ["subscribers"]
     wrong += ["losses"] if not _are_losses(values.get("losses", {})) else []  # earlier checkpoints have none
     if wrong:
         raise CheckpointError(f"{location}: state.json has no usable {', '.join(wrong)}; copy the checkpoint again")

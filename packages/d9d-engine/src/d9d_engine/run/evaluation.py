@@ -1,34 +1,68 @@
-"""Evaluation: the loss on other data, always the same."""
+"""Evaluation: losses and metrics over other data, always the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from d9d_core.protocols.task import Task
+from d9d_core.protocols.metric import Table
+from d9d_core.protocols.task import LanguageModelTask, Task
 from d9d_core.tensors import wide_dtype
-from d9d_core.types import Pack
+from d9d_core.types import Microbatch, Pack
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.run.real_samples import ROWS, RealSamples, only
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
+from d9d_engine.step.metrics import Statistics
+
+#: Called with the name of a set, and what the last stage gives for a microbatch, both without fillers.
+Seen = Callable[[str, Mapping[str, Tensor], Microbatch], None]
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Data of an evaluation.
+
+    Attributes:
+        prefetcher: the data, at its start.
+        packs: number of packs that are measured.
+        name: part of the names of its series; empty if it is the only one.
+        statistics: metrics over this data, if there are any.
+        first_pass: what the loss needs of a forward before.
+        real: which samples count, in one pass; ``None`` if all do.
+    """
+
+    prefetcher: DevicePrefetcher
+    packs: int
+    name: str = ""
+    statistics: Statistics | None = None
+    first_pass: FirstPassRunner = no_first_pass
+    real: RealSamples | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of the names of the series."""
+        return f"eval/{self.name}/" if self.name else "eval/"
 
 
 class Evaluator:
-    """Evaluator of every loss term over the first packs of a stream.
+    """Evaluator of loss terms and metrics over one or several sets of data.
 
     Args:
         task: turns microbatches into losses.
         executor: runs the model.
         model: this rank's part of it.
-        prefetcher: evaluation data, at its start.
-        packs: how many packs are measured.
+        sets: the data.
         group: the ranks that see other samples, or other parts of them, or have other stages; ``None`` if there are
             none.
         beat: called before each pack: no sign of life for long means that something hangs.
-        first_pass: what the loss needs of a forward before.
+        likelihood: the loss term whose exponential is the perplexity, if there is one.
+        seen: called with all that is measured, on the ranks that have the last stage.
     """
 
     def __init__(
@@ -36,52 +70,137 @@ class Evaluator:
         task: Task,
         executor: Executor,
         model: nn.Module,
-        prefetcher: DevicePrefetcher,
-        packs: int,
+        sets: Sequence[EvaluationSet],
         group: dist.ProcessGroup | None = None,
         beat: Callable[[], None] = lambda: None,
-        first_pass: FirstPassRunner = no_first_pass,
+        likelihood: str | None = None,
+        seen: Seen | None = None,
     ) -> None:
+        self.sets = sets
         self._task = task
         self._executor = executor
         self._model = model
-        self._prefetcher = prefetcher
-        self._packs = packs
         self._group = group
         self._beat = beat
-        self._first_pass = first_pass
-        self._start = prefetcher.state()
+        self._likelihood = likelihood
+        self._seen = seen
+        #: Number of samples that counted in the last run, over all ranks, by set.
+        self.counted: dict[str, int] = {}
+        self._starts = [one.prefetcher.state() for one in sets]
 
-    def run(self) -> dict[str, float]:
-        """Measure ``eval/loss``, and ``eval/<term>`` of several. Waits for the device. Collective over all ranks."""
-        coefficients = self._task.coefficients
-        parts: list[Tensor] = []
+    def run(self, tables: Callable[[Mapping[str, Table]], None] | None = None) -> dict[str, float]:
+        """Measure ``eval/loss``, and ``eval/<term>`` of several; ``eval/<set>/loss`` and so on of several sets.
+
+        Waits for the device once. Collective over all ranks.
+
+        Args:
+            tables: gets the tables of the metrics, if there are any.
+        """
+        training = self._model.training
         self._model.eval()
-        for _ in range(self._packs):
-            pack = self._first_pass(self._next(), None)
-            # Only the rank with the last stage measures; another has zeros to add.
-            parts.append(self._none(pack))
-            self._executor.evaluate(pack, lambda outputs, microbatch: parts.append(self._measure(outputs, microbatch)))
-        self._model.train()
-        self._prefetcher.load_state(self._start)  # ends its thread until the next time
-        totals = torch.stack(parts).sum(0)  # [2, terms]
+        totals = torch.stack([self._totals(one) for one in self.sets])  # [sets, 2, terms + 1]
+        self._model.train(training)
+        for one, start in zip(self.sets, self._starts, strict=True):
+            one.prefetcher.load_state(start)  # ends its thread until the next time
         if self._group is not None:
             dist.all_reduce(totals, group=self._group)
-        sums, weights = totals.tolist()
-        means = {t: s / w if w else 0.0 for t, s, w in zip(coefficients, sums, weights, strict=True)}
-        values = {"eval/loss": sum(coefficients[term] * mean for term, mean in means.items())}
-        return values | ({f"eval/{term}": mean for term, mean in means.items()} if len(means) > 1 else {})
+        measured = self._metrics()
+        cells = [totals, *(value.values if isinstance(value, Table) else value for value in measured.values())]
+        sizes = [cell.numel() for cell in cells]
+        row = torch.cat([cell.flatten().to(totals.device, totals.dtype) for cell in cells]).cpu()
+        host = torch.split(row, sizes)
+        values: dict[str, float] = {}
+        for one, (sums, weights) in zip(self.sets, host[0].view(totals.shape).tolist(), strict=True):
+            values |= self._means(one.prefix, sums[:-1], weights[:-1])
+            # Context-parallel ranks have parts of the same samples.
+            self.counted[one.name] = round(sums[-1]) // self._executor.topology.sizes.get("cp", 1)
+        found: dict[str, Table] = {}
+        for (name, value), cell in zip(measured.items(), host[1:], strict=True):
+            if isinstance(value, Table):
+                found[name] = replace(value, values=cell.view(value.values.shape))
+            else:
+                values[name] = cell.item()
+        if tables is not None and found:
+            tables(found)
+        return values
 
-    def _next(self) -> Pack:
-        self._beat()
-        return self._prefetcher.next()
+    def series(self) -> set[str]:
+        """Names of the series that are sure to come, besides those of metrics."""
+        return {name for one in self.sets for name in self._means(one.prefix, *[[1.0] * len(self._terms)] * 2)}
+
+    @property
+    def _terms(self) -> list[str]:
+        return list(self._task.coefficients)
+
+    def _totals(self, one: EvaluationSet) -> Tensor:
+        """Sums and weights of the terms on this rank, and the number of samples: [2, terms + 1]."""
+        parts: list[Tensor] = []
+        if one.statistics is not None:
+            one.statistics.reset()
+        for _ in range(one.packs):
+            self._beat()
+            pack = one.prefetcher.next()
+            places = None if one.real is None else one.real.take()
+            pack = one.first_pass(pack, None)
+            # Only the rank with the last stage measures; another has zeros to add.
+            parts.append(self._none(pack))
+            real = {} if places is None else {id(mb): here for mb, here in zip(pack, places, strict=True)}
+
+            def measure(
+                outputs: Mapping[str, Tensor],
+                microbatch: Microbatch,
+                real: Mapping[int, Sequence[int]] = real,
+            ) -> None:
+                here = real.get(id(microbatch))
+                if here is not None and not here:
+                    return
+                if here is not None and len(here) < len(microbatch[ROWS]):
+                    outputs, microbatch = (only(of, microbatch, here) for of in (outputs, microbatch))
+                parts.append(self._measure(outputs, microbatch))
+                if one.statistics is not None:
+                    one.statistics.update(self._task.observations(outputs, microbatch))
+                if self._seen is not None:
+                    self._seen(one.name, outputs, microbatch)
+
+            self._executor.evaluate(pack, measure)
+        return torch.stack(parts).sum(0)
+
+    def _metrics(self) -> dict[str, Tensor | Table]:
+        """Values of the metrics of all sets. Collective over the group."""
+        return {
+            one.prefix + name: value
+            for one in self.sets
+            if one.statistics is not None
+            for name, value in one.statistics.compute().items()
+        }
+
+    def _means(self, prefix: str, sums: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+        coefficients = self._task.coefficients
+        means = {t: s / w if w else 0.0 for t, s, w in zip(coefficients, sums, weights, strict=True)}
+        values = {f"{prefix}loss": sum(coefficients[term] * mean for term, mean in means.items())}
+        if self._likelihood is not None:
+            values[f"{prefix}perplexity"] = _exponential(means[self._likelihood])
+        return values | ({f"{prefix}{term}": mean for term, mean in means.items()} if len(means) > 1 else {})
 
     def _none(self, pack: Pack) -> Tensor:
         device = next(iter(pack[0].values())).device
-        return torch.zeros(2, len(self._task.coefficients), dtype=wide_dtype(device), device=device)
+        return torch.zeros(2, len(self._terms) + 1, dtype=wide_dtype(device), device=device)
 
-    def _measure(self, outputs: Mapping[str, Tensor], microbatch: Mapping[str, Tensor]) -> Tensor:
+    def _measure(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
         sums, weights = self._task.losses(outputs, microbatch), self._task.weights(microbatch)
-        terms = list(self._task.coefficients)
-        values = torch.stack([torch.stack([of[t].float() for t in terms]) for of in (sums, weights)])
-        return values.to(wide_dtype(values.device))
+        values = torch.stack([torch.stack([of[t].float() for t in self._terms]) for of in (sums, weights)])
+        samples = len(microbatch.get("samples", next(iter(microbatch.values()))))
+        counted = values.new_full((2, 1), samples)
+        return torch.cat([values, counted], dim=1).to(wide_dtype(values.device))
+
+
+def likelihood_of(task: object) -> str | None:
+    """Loss term of a task whose exponential is the perplexity, if there is one."""
+    return task.likelihood if isinstance(task, LanguageModelTask) else None
+
+
+def _exponential(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError, NonFiniteError
 from d9d_core.failures import ended_by, exits_are_errors, source_of
+from d9d_core.protocols.subscriber import EndsTraining
 from d9d_core.protocols.tracker import RunInfo
 from torch import nn
 
@@ -60,6 +62,7 @@ class Trainer:
         interrupts: whether this process was asked to stop.
         events: observers.
         note: prints a line.
+        ends: subscribers that may end the run, by name.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Trainer:
         interrupts: Interrupts,
         events: ev.Events,
         note: Callable[[str], None],
+        ends: Mapping[str, EndsTraining] | None = None,
     ) -> None:
         self.job = job
         self.topology = topology
@@ -92,6 +96,7 @@ class Trainer:
         self.interrupts = interrupts
         self.events = events
         self.note = note
+        self._ends = dict(ends or {})
         self._saved: int | None = None  # the step of the last save
         self._between_steps = True
 
@@ -132,6 +137,8 @@ class Trainer:
         total = self.total_steps
         if progress.step >= total:
             self.note(f"nothing left to train: the checkpoint is at step {progress.step}, the job has {total} steps")
+        elif reason := self._reason_to_end():
+            self.note(f"nothing left to train: the run ended at step {progress.step} of {total}, {reason}")
         elif progress.step:
             self.note(f"resumed at step {progress.step} of {total}")
         self.checkpointer.record()
@@ -193,7 +200,8 @@ class Trainer:
         clock = _Clock()
         retry: int | None = None
         self.events.emit(ev.TrainingStarts(progress.step, total))
-        while progress.step < total and not logbook.stop:
+        reason = self._reason_to_end()
+        while progress.step < total and not logbook.stop and reason is None:
             self.topology.watchdog.phase("step", progress.step)
             pack = self.prefetcher.next()
             self._between_steps = False
@@ -207,6 +215,8 @@ class Trainer:
                 logbook.drain()
                 with clock.paused():
                     self._evaluate(progress.step)
+            if reason := self._reason_to_end():
+                break
             due = job.checkpoint.every and progress.step % job.checkpoint.every == 0
             if (due or progress.step == retry) and not at_end:
                 logbook.drain()
@@ -223,7 +233,9 @@ class Trainer:
         self._announce()
         if self.events.failure is not None:
             raise self.events.failure
-        if logbook.stop and progress.step < total:
+        if reason is not None and progress.step < total:
+            self.note(f"ended after step {progress.step} of {total} and saved: {reason}")
+        elif logbook.stop and progress.step < total:
             done = f"stopped after step {progress.step} of {total} and saved"
             self.note(f"{self.interrupts.requested or 'another rank'}: {done}; start again to continue")
             return "stopped"
@@ -267,9 +279,16 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         assert self.evaluator is not None
         self.events.emit(ev.EvaluationStarts(step))
-        values = self.evaluator.run()
+        values = self.evaluator.run(lambda tables: self.trackers.write_tables(step, tables))
+        if wrong := ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)):
+            self.note(f"warning: the evaluation after step {step} found no number: {wrong}")
         self._write(step, values)
         self.events.emit(ev.EvaluationEnds(step, values))
+
+    def _reason_to_end(self) -> str | None:
+        """Reason of the first subscriber that has one; alike on all ranks."""
+        reasons = ((name, one.reason_to_end) for name, one in self._ends.items())
+        return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         self.progress.logged.update(values)

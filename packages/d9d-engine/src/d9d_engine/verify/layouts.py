@@ -131,7 +131,8 @@ def scaled_values(job: Job, layouts: Sequence[Layout], steps: int) -> dict[str, 
     if values["pipeline"] is not None:
         values["pipeline"].pop("layers", None)
     if values["evaluation"] is not None:
-        values["evaluation"]["packs"] = min(values["evaluation"]["packs"], 2)
+        packs = values["evaluation"]["packs"]
+        values["evaluation"]["packs"] = 2 if packs == "all" else min(packs, 2)
     return values
 
 

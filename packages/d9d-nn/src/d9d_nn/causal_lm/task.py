@@ -42,6 +42,11 @@ class CausalLM:
         """Coefficient of the loss term."""
         return {_TERM: 1.0}
 
+    @property
+    def likelihood(self) -> str:
+        """Term whose exponential is the perplexity."""
+        return _TERM
+
     def check(self, model: Any, facts: State) -> None:
         """Find the head, and compare vocabulary and sequence length of model and data, as far as both state them.
 

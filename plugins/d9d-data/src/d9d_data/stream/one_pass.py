@@ -208,7 +208,10 @@ def _without_targets(
     """Microbatch whose last samples are fillers: no rows, and nothing to learn."""
     changed = dict(microbatch)
     first = len(microbatch[ROWS]) // (real + fillers) * real
-    for name, value in (ROWS, -1), ("targets", NO_TARGET), ("labels", NO_TARGET), ("weights", 0):
+    values = {ROWS: -1, "targets": NO_TARGET, "labels": NO_TARGET, "weights": 0}
+    if "samples" in changed and "targets" not in changed:
+        values["lengths"] = 0  # texts that are compared with each other: these are none
+    for name, value in values.items():
         if name in changed and changed[name].dtype.kind in "if":
             changed[name] = changed[name].copy()
             changed[name][first:] = value

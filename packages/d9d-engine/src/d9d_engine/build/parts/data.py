@@ -1,0 +1,50 @@
+"""Data of a job: a dataset that is opened for this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.job import BaseJob
+from d9d_core.plugin.capabilities import Chosen
+from d9d_core.protocols.data import DataContext, DataStream
+
+from d9d_engine.distributed.mesh import Topology
+
+
+def open_data(
+    job: BaseJob,
+    topology: Topology,
+    chosen: Chosen,
+    config: Any,
+    note: Callable[[str], None],
+    one_pass: bool = False,
+) -> DataStream:
+    """Open a dataset for this rank.
+
+    Args:
+        job: has the sizes of batches, the seed and the model.
+        topology: this process among others.
+        chosen: record of the dataset.
+        config: of the dataset.
+        note: prints a line about long work.
+        one_pass: every sample once, in order; see :mod:`d9d_core.protocols.data`.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    context = DataContext(
+        seed=job.seed,
+        batch_size=job.batch.size,
+        microbatch_size=job.microbatch_size,
+        cache_dir=job.run.cache,
+        rank=topology.data_parallel_rank,
+        ranks=topology.data_parallel_size,
+        note=note,
+        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
+        one_pass=one_pass,
+    )
+    stream: DataStream = instantiate(chosen, config, context)
+    return stream

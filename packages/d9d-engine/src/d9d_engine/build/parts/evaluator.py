@@ -1,0 +1,165 @@
+"""Evaluator of a job: its sets of data with their metrics, and whether the series that others read will exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from d9d_core.config.base import closest
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Part, Selection
+from d9d_core.errors import JobError
+from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.task import Task
+from torch import distributed as dist
+
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.build.first_pass.build import BuiltFirstPass
+from d9d_engine.build.parts.data import open_data
+from d9d_engine.build.parts.statistics import build_statistics
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.evaluation import EvaluationSet, Evaluator, likelihood_of
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.run.real_samples import RealSamples
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
+from d9d_engine.step.executor import Executor
+from d9d_engine.subscribers.config import EarlyStoppingConfig
+
+#: Series that every run logs, besides those of its loss terms.
+_ALWAYS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the sets of an evaluation are built with.
+
+    Attributes:
+        job: validated.
+        assembly: the model.
+        topology: this process among others.
+        task: the job's task.
+        group: the ranks over which values are merged; ``None`` if there are none.
+        note: prints a line.
+    """
+
+    job: JobConfig
+    assembly: Assembly
+    topology: Topology
+    task: Task
+    group: dist.ProcessGroup | None
+    note: Callable[[str], None]
+
+
+def build_evaluator(
+    job: JobConfig,
+    selection: Selection,
+    assembly: Assembly,
+    topology: Topology,
+    task: Task,
+    own_task: object,
+    executor: Executor,
+    group: dist.ProcessGroup | None,
+    first: BuiltFirstPass,
+    note: Callable[[str], None],
+) -> Evaluator | None:
+    """Build the evaluator of a job, if it has an evaluation. Collective over all ranks.
+
+    Raises:
+        D9dError: the data or the metrics cannot be used; the text says why.
+    """
+    if job.evaluation is None:
+        return None
+    around = Surroundings(job, assembly, topology, task, group, note)
+    packs, names = job.evaluation.packs, job.evaluation.datasets
+    sets = [
+        build_set(around, name, part, None if packs == "all" else packs, selection.evaluation_metrics, first)
+        for name, part in zip(names, selection.evaluation, strict=True)
+    ]
+    return Evaluator(task, executor, assembly.model, sets, group, topology.watchdog.beat, likelihood_of(own_task))
+
+
+def build_set(
+    around: Surroundings,
+    name: str,
+    part: Part,
+    packs: int | None,
+    metrics: Sequence[Part],
+    first: BuiltFirstPass,
+    limit: int | None = None,
+) -> EvaluationSet:
+    """Open the data of an evaluation, and build its metrics. Collective over all ranks.
+
+    Args:
+        around: what it is built with.
+        name: of the set; empty if it is the only one.
+        part: its dataset.
+        packs: number of packs that are measured; ``None`` measures every sample once.
+        metrics: their records and configs.
+        first: first pass of the task.
+        limit: most samples of one pass.
+
+    Raises:
+        D9dError: the data or a metric cannot be used; the text says why.
+    """
+    job, topology = around.job, around.topology
+    chosen, config = part
+    one_pass = packs is None
+    with topology.main_first(per_machine=True):
+        stream: DataStream = open_data(job, topology, chosen, config, around.note, one_pass)
+    around.task.check(job.model, stream.facts)
+    first_pass = first.over(stream, chosen.where)
+    statistics = None
+    if metrics:
+        statistics = build_statistics(metrics, around.assembly, topology, around.group, gated=False)
+        if statistics.tallied:
+            raise JobError(
+                "evaluation.metrics: one of these reads what the model's modules count in training, which an "
+                "evaluation does not change; move it to 'metrics'"
+            )
+    real = None
+    if packs is None:
+        stream = real = RealSamples(stream, chosen.where, limit)
+        packs = -(-real.samples // job.batch.size)
+    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    return EvaluationSet(prefetcher, packs, name, statistics, first_pass, real)
+
+
+def check_series(
+    job: JobConfig,
+    selection: Selection,
+    evaluator: Evaluator | None,
+    task: Task,
+    auxiliary_losses: AuxiliaryLosses,
+) -> None:
+    """Compare the series that the best checkpoint and early stopping read with those that will be logged.
+
+    Metrics may log what only they know, so with metrics a name that is not sure to come is let through.
+
+    Raises:
+        JobError: a series will never be logged, or cannot be compared.
+    """
+    best = job.checkpoint.best
+    reads = [("checkpoint.best", best.series)] if best else []
+    for chosen, config in selection.subscribers:
+        if isinstance(config, EarlyStoppingConfig):
+            reads.append((chosen.where, config.series))
+    terms = {**task.coefficients, **auxiliary_losses.coefficients}
+    training = {*_ALWAYS, *(f"loss/{term}" for term in terms if len(terms) > 1)}
+    evaluated = set() if evaluator is None else evaluator.series()
+    for where, series in reads:
+        if series in training | evaluated:
+            continue
+        of_evaluation = series.startswith("eval/")
+        why = ""
+        if of_evaluation and job.evaluation is None:
+            why = "; the job has no evaluation section"
+        elif of_evaluation and job.evaluation is not None and job.evaluation.metrics:
+            prefixes = tuple(one.prefix for one in evaluator.sets) if evaluator else ()
+            if series.startswith(prefixes):
+                continue
+        elif not of_evaluation and selection.metrics:
+            continue
+        near = closest(series, sorted(training | evaluated))
+        known = ", ".join(sorted(evaluated if of_evaluation and evaluated else training | evaluated))
+        hint = why or (f"; did you mean '{near}'?" if near else f"; there are: {known}")
+        raise JobError(f"{where}.series: '{series}' is never logged{hint}")

@@ -1,0 +1,69 @@
+"""Datasets of single files, chosen by what is in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from d9d_core.errors import JobError
+from d9d_core.untrusted import parse_json
+
+#: Fields of a job's data that suit other files of the same kind.
+_KEPT = ("tokenizer", "sequence_length", "end_of_text", "template_arguments", "pad_multiple", "loss", "too_long")
+#: Most bytes of the first record.
+_MOST = 64 * 2**20
+
+
+def dataset_of(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Dataset of a file, as a job file would write it: conversations or documents, every one a sample of its own.
+
+    JSON lines with ``messages``, or with ``prompt`` and ``completion``, are conversations; those with ``text``, and
+    files of text, are documents.
+
+    Args:
+        path: of the file.
+        like: data of the job, of which tokenizer and length are taken over.
+
+    Raises:
+        JobError: the file cannot be read, or its records are neither.
+    """
+    structured = path.suffix in (".jsonl", ".ndjson")
+    try:
+        with path.open("rb") as file:
+            line = next((line for line in iter(lambda: file.readline(_MOST), b"") if line.strip()), b"")
+    except OSError as error:
+        raise JobError(f"--data: {path} cannot be read: {error.strerror or error}") from error
+    if not line:
+        raise JobError(f"--data: {path} is empty; there is nothing to evaluate on")
+    name, fields = "documents", {"field": "text"} if structured else {}
+    if structured:
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            raise JobError(f"--data: {path}:1: the first record is no JSON: {error}") from error
+        present = record.keys() if isinstance(record, dict) else ()
+        if "messages" in present or {"prompt", "completion"} <= set(present):
+            name, fields = "chat", {}
+        elif "text" not in present:
+            has = ", ".join(map(str, list(present)[:20])) or "no fields"
+            raise JobError(
+                f"--data: {path}:1 has {has}; give records with text, messages, or prompt and completion, or describe "
+                "the data in a job's evaluation section (--like JOB)"
+            )
+    chat_only = {"template_arguments", "loss", "too_long"}
+    kept = {key: like[key] for key in _KEPT if key in like and (name == "chat" or key not in chat_only)}
+    if name == "chat":
+        kept.pop("end_of_text", None)
+        if not isinstance(kept.get("tokenizer"), str) or kept["tokenizer"] == "bytes":
+            kept.pop("tokenizer", None)
+    if isinstance(kept.get("tokenizer"), Mapping):
+        raise JobError(
+            f"--data: the job trains a tokenizer on its data, which {path} does not have; describe the data in the "
+            "job's evaluation section"
+        )
+    length = int(kept.get("sequence_length", 0))
+    multiple = int(kept.get("pad_multiple", 8))
+    if length % multiple:
+        kept["pad_multiple"] = 1
+    return {"name": name, "sources": [str(path)], **fields, **kept}

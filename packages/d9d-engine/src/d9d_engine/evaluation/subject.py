@@ -1,0 +1,230 @@
+"""Subjects of ``d9d evaluate``: a job file, the directory of a run, or a published model. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from d9d_core.config.base import ModelConfig
+from d9d_core.config.document import Document
+from d9d_core.config.pretrained import read_config_json
+from d9d_core.errors import D9dError, JobError
+from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.ref import FOREIGN_FAILURES
+from d9d_core.plugin.registry import Registry
+
+from d9d_engine.evaluation.content import dataset_of
+from d9d_engine.job import Job
+
+_STEP = re.compile(r"step-(\d+)")
+#: Sizes for a published model without a job.
+_BATCH = {"size": 64, "microbatch": 8}
+#: Most positions of a sample, unless the model has fewer.
+_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Model that is evaluated, with the data that it is evaluated on.
+
+    Attributes:
+        name: as the user gave it.
+        job: with all datasets in ``evaluation.sets``.
+        run: whether weights come from a checkpoint of the job's run; else from ``model.pretrained``.
+        checkpoint: ``newest``, ``best`` or a step.
+    """
+
+    name: str
+    job: Job
+    run: bool
+    checkpoint: str = "newest"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Request of the command line.
+
+    Attributes:
+        files: of samples, in place of the datasets of a job.
+        like: job, or its file, that says task, data and layout for a published model.
+        checkpoint: ``newest``, ``best`` or a step.
+        overrides: ``section.field=value``.
+        policy: restrictions on plugins.
+        world_size: number of processes, for a job without a mesh; by default, of those that were started.
+    """
+
+    files: Sequence[Path] = ()
+    like: Path | Job | None = None
+    checkpoint: str | None = None
+    overrides: Sequence[str] = ()
+    policy: PluginPolicy | None = None
+    world_size: int | None = None
+
+
+def find_subject(target: str, request: Request, registry: Registry) -> Subject:
+    """Find out what is to be evaluated.
+
+    Args:
+        target: job file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
+        request: the other options.
+        registry: meaning of names, for a model without a job.
+
+    Raises:
+        D9dError: it is none of these, it has no weights, or an option does not go with it.
+    """
+    chosen = request.checkpoint
+    if chosen is not None and chosen not in ("newest", "best") and not chosen.isdecimal():
+        raise JobError(f"--checkpoint: '{chosen[:40]}' is none; use newest, best, or the number of a step")
+    path = Path(target)
+    if "://" not in target and path.is_file() and path.suffix != ".safetensors":
+        return _of_job(
+            target,
+            Job.load(path, overrides=request.overrides, policy=request.policy, world_size=request.world_size),
+            request,
+        )
+    if step := _STEP.fullmatch(path.name):
+        if chosen is not None:
+            raise JobError(f"--checkpoint: {target} is a checkpoint already; leave one of them out")
+        run, request = path.parent.parent, replace(request, checkpoint=str(int(step[1])))
+        return _of_run(target, run, request)
+    if (path / "job.yaml").is_file():
+        return _of_run(target, path, request)
+    if "://" in target or path.suffix == ".safetensors" or (path / "config.json").is_file():
+        if chosen is not None:
+            raise JobError(f"--checkpoint: {target} is a published model, which has no checkpoints; leave it out")
+        return _of_model(target, request, registry)
+    what = "there is nothing there" if not path.exists() else "it has neither job.yaml nor config.json"
+    raise JobError(f"{target}: {what}; give a job file, the directory of a run, or a model in Hugging Face layout")
+
+
+def _load(path: Path, request: Request) -> Job:
+    return Job.load(path, overrides=request.overrides, policy=request.policy, world_size=request.world_size)
+
+
+def same_data(other: Subject, first: Subject) -> Subject:
+    """Subject on the data of another, in its layout, so that the two can be compared.
+
+    Raises:
+        JobError: the job does not go together with it.
+    """
+    values, own = first.job.resolved(), other.job.resolved()
+    kept = {name: own[name] for name in ("model", "peft", "run", "loading", "precision", "checkpoint", "seed")}
+    return replace(other, job=Job.from_values({**values, **kept}, registry=first.job.registry))
+
+
+def _of_run(target: str, run: Path, request: Request) -> Subject:
+    record = run / "job.yaml"
+    if not record.is_file():
+        raise JobError(f"{target}: {run} has no job.yaml, so it is no run; give the job file or the run's directory")
+    job = _load(record, request)
+    # A run may have been moved.
+    moved = job.run.model_copy(update={"dir": run.resolve().parent, "name": run.resolve().name})
+    return replace(_of_job(target, job.model_copy(update={"run": moved}).use(job.registry), request), run=True)
+
+
+def _of_job(target: str, job: Job, request: Request) -> Subject:
+    if isinstance(request.like, Path):
+        raise JobError(f"--like: {target} is a job itself, or has one; leave it out")
+    location = job.checkpoint.location(job.run.directory)
+    trained = isinstance(location, str) or any(Path(location).glob("step-*"))
+    pretrained = isinstance(job.model, ModelConfig) and job.model.pretrained is not None and job.loading.weights
+    if not trained and (request.checkpoint is not None or not pretrained):
+        raise JobError(
+            f"{target}: the run has no checkpoint in {location}"
+            + ("" if request.checkpoint else ", and the job has no 'model.pretrained'")
+            + "; train first (d9d train), or give the directory of a model"
+        )
+    return Subject(target, _evaluated(job.resolved(), job, request.files), trained, request.checkpoint or "newest")
+
+
+def _of_model(target: str, request: Request, registry: Registry) -> Subject:
+    if request.like is not None:
+        like = request.like
+        if isinstance(like, Path):
+            like = _load(like, request)
+        model = {"name": like.model.selector, "pretrained": target}
+        values = {**like.resolved(), "model": model, "peft": None}
+        values["loading"] = {**values["loading"], "weights": True}
+        return Subject(target, _evaluated(values, like, request.files), run=False)
+    if not request.files:
+        raise JobError(
+            f"{target}: nothing says on which data; add --data FILE.jsonl, or --like JOB for the data of a job"
+        )
+    config = read_config_json(target)
+    most = config.get("max_position_embeddings")
+    length = min(most, _LENGTH) if isinstance(most, int) and most > 0 else _LENGTH
+    datasets = {path.stem: dataset_of(path, {"sequence_length": length // 8 * 8 or length}) for path in request.files}
+    values = {
+        "model": {"name": _model_of(target, config, registry), "pretrained": target},
+        "task": "causal_lm",
+        "data": next(iter(datasets.values())),
+        "optimizer": _any_optimizer(registry),
+        "steps": 1,
+        "batch": _BATCH,
+        "trackers": [],
+        "export": False,
+        "evaluation": _section(datasets, []),
+    }
+    values = dict(Document(values).override(request.overrides).values)
+    return Subject(target, Job.from_values(values, registry=registry, world_size=request.world_size), run=False)
+
+
+def _evaluated(values: Mapping[str, Any], job: Job, files: Sequence[Path]) -> Job:
+    """Job with the datasets to evaluate as sets, and nothing that only training needs."""
+    section = job.evaluation
+    if files:
+        datasets = {path.stem: dataset_of(path, values["data"]) for path in files}
+        if len(datasets) < len(files):
+            raise JobError("--data: two files have one name, by which they would be told apart; rename one")
+    elif section is None:
+        datasets = {"data": values["data"]}
+    else:
+        datasets = values["evaluation"]["sets"] or {"evaluation": values["evaluation"]["data"]}
+    metrics = list(values["evaluation"]["metrics"]) if section is not None else []
+    metrics += [metric for metric in values["metrics"] if metric not in metrics]
+    return Job.from_values(
+        {
+            **values,
+            "evaluation": _section(datasets, metrics),
+            "metrics": [],
+            "trackers": [],
+            "subscribers": [],
+            "export": False,
+        },
+        registry=job.registry,
+    )
+
+
+def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, Any]:
+    return {"every": 1, "packs": "all", "sets": dict(datasets), "metrics": list(metrics)}
+
+
+def _model_of(target: str, config: Mapping[str, Any], registry: Registry) -> str:
+    """Name of the model whose Hugging Face layout reads a ``config.json``."""
+    found = []
+    for entry in registry.entries("model"):
+        if not isinstance(entry.spec, ModelSpec) or entry.spec.hugging_face is None:
+            continue
+        try:
+            entry.spec.hugging_face.load()().config_from_json(config)
+        except (D9dError, *FOREIGN_FAILURES):
+            continue
+        found.append(entry)
+    if len(found) == 1:
+        return found[0].spec.key
+    kind = ", ".join(map(str, config.get("architectures") or [])) or "no architecture"
+    if not found:
+        raise JobError(f"{target}: no installed model reads its config.json (it states {kind}); see d9d plugins")
+    raise JobError(f"{target}: {', '.join(map(str, found))} read its config.json; give the one to use in a job: --like")
+
+
+def _any_optimizer(registry: Registry) -> str:
+    """Name of an optimizer: a job has to have one, and an evaluation does not build it."""
+    names = sorted({entry.spec.key for entry in registry.entries("optimizer")})
+    if not names:
+        raise JobError("no optimizer is installed, which a job names even if it only evaluates; install d9d-optim")
+    return "adamw" if "adamw" in names else names[0]

@@ -1,0 +1,69 @@
+"""Subscriber ``early_stopping``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from d9d_core.events import ValuesLogged
+from d9d_core.types import State
+
+from d9d_engine.subscribers.config import EarlyStoppingConfig
+
+
+class EarlyStopping:
+    """Early stopping: the run ends once a series has not got better for some values in a row.
+
+    NaN is never better. Logged values are alike on all ranks, so all of them end after the same step. The count is part
+    of checkpoints; of another series, or in the other mode, it starts anew.
+
+    Args:
+        config: series and patience.
+    """
+
+    def __init__(self, config: EarlyStoppingConfig) -> None:
+        self.config = config
+        self._best: float | None = None
+        self._since = 0
+
+    def subscriptions(self) -> Iterable[tuple[type[Any], Callable[[Any], None]]]:
+        """Subscription to logged values."""
+        return [(ValuesLogged, self._logged)]
+
+    @property
+    def reason_to_end(self) -> str | None:
+        """Reason to end the run, if the patience is over."""
+        config = self.config
+        if self._since < config.patience:
+            return None
+        best = "it never was a number" if self._best is None else f"the best was {self._best:.6g}"
+        return f"{config.series} has not got better in {self._since} values ({best})"
+
+    def state(self) -> State:
+        """Best value, and how many have come since; with what they are of."""
+        return {"series": self.config.series, "mode": self.config.mode, "best": self._best, "since": self._since}
+
+    def load_state(self, state: State) -> None:
+        """Continue to count; patience and minimal difference may be others."""
+        best, since = state.get("best"), state.get("since")
+        same = (state.get("series"), state.get("mode")) == (self.config.series, self.config.mode)
+        if same and (best is None or isinstance(best, float)) and isinstance(since, int):
+            self._best, self._since = best, since
+
+    def _logged(self, event: ValuesLogged) -> None:
+        value = event.values.get(self.config.series)
+        if value is None:
+            return
+        if self._is_better(value):
+            self._best, self._since = value, 0
+        else:
+            self._since += 1
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self._best is None:
+            return True
+        gain = self._best - value if self.config.mode == "min" else value - self._best
+        return gain > self.config.min_delta
