@@ -38,7 +38,7 @@ DECLARED = (
     *("d9d_nn.attention.grouped_query", "d9d_nn.attention.masks"),
     *("d9d_nn.auxiliary_loss", "d9d_nn.embedding", "d9d_nn.initialization", "d9d_nn.linear"),
     *("d9d_nn.causal_lm.config", "d9d_nn.classification.config", "d9d_nn.contrastive.config"),
-    *("d9d_nn.distillation.config", "d9d_nn.preference.config"),
+    *("d9d_nn.distillation.config", "d9d_nn.inference.config", "d9d_nn.preference.config"),
     *("d9d_nn.heads.causal_lm", "d9d_nn.heads.config", "d9d_nn.heads.heads", "d9d_nn.heads.layer_mean"),
     *("d9d_nn.ops.attention.slot", "d9d_nn.ops.grouped_linear", "d9d_nn.ops.linear_cross_entropy"),
     *("d9d_nn.ops.rms_norm", "d9d_nn.ops.silu_mul"),
