@@ -61,6 +61,15 @@ def test_a_list_has_status_losses_times_and_the_fields_that_differ(d9d: Run, run
     assert [row.split()[:3] for row in rows[:2]] == [["a", "finished", "4/4"], ["b", "stopped", "2/4"]]
 
 
+def test_a_run_that_failed_in_a_sweep_is_listed_with_its_error(d9d: Run, runs: Path) -> None:
+    (runs / "failures.json").write_text(json.dumps({"a": "an old one", "b": "the disk is full"}))
+    listed = json.loads(d9d("runs", "list", str(runs), "--json")[1])["runs"]
+    assert [(run["status"], run["error"]) for run in listed[:2]] == [("finished", None), ("failed", "the disk is full")]
+    assert "the disk is full" in d9d("runs", "list", str(runs))[1].splitlines()[2]
+    (runs / "failures.json").write_text("{")
+    assert json.loads(d9d("runs", "list", str(runs / "b"), "--json")[1])["runs"][0]["status"] == "stopped"
+
+
 def test_a_run_that_trains_is_running(runs: Path, d9d: Run) -> None:
     import fcntl
 

@@ -75,7 +75,7 @@ def values_of(out: str) -> dict[str, list[str]]:
 def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(BROKEN)
-    job = small_job(**LIGHT, steps=2, export=False, plugins=[str(broken)], subscribers=[{"name": "fails_with"}])
+    job = small_job(**LIGHT, steps=8, export=False, plugins=[str(broken)], subscribers=[{"name": "fails_with"}])
     given = ("sweep", str(job), "--grid", "seed=2,3", "--jobs", "2")
     status, out, _ = d9d(*given)
     assert status == 1
@@ -84,11 +84,15 @@ def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: M
     assert out.count("ValueError: this seed is unlucky") == 1
     directory = tmp_path / "runs" / "small-sweep"
     log = (directory / "seed-2.log").read_text()
+    listed = json.loads(d9d("runs", "list", str(directory), "--json")[1])["runs"]
+    assert [(run["name"], run["error"]) for run in listed if run["status"] == "failed"] == [
+        ("seed-2", "ValueError: this seed is unlucky")
+    ]
     broken.write_text(BROKEN.replace("== 2", "== 9"))
     status, out, _ = d9d(*given)
     assert status == 0
     rows = values_of(out)
-    assert [rows[f"seed-{n}"][:2] for n in (2, 3)] == [["finished", "2/2"], ["skipped", "2/2"]]
+    assert [rows[f"seed-{n}"][:2] for n in (2, 3)] == [["finished", "8/8"], ["skipped", "8/8"]]
     assert (directory / "seed-2.log").read_text().startswith(log)
     alone = tmp_path / "alone"
     Job.load(job, overrides=["seed=3", f"run.dir={alone}"]).build(lambda _: None).train()
@@ -104,7 +108,7 @@ def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: M
 
 BROKEN = '''
 from typing import Literal
-from d9d_core.extend import JobConfigured, OptimizerReady, PluginConfig
+from d9d_core.extend import JobConfigured, PluginConfig, StepEnds
 from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
 D9D_API = 1
 
@@ -116,7 +120,7 @@ class Config(PluginConfig):
 
 class Fails:
     def __init__(self, config): pass
-    def subscriptions(self): return [(JobConfigured, self.look), (OptimizerReady, self.fail)]
+    def subscriptions(self): return [(JobConfigured, self.look), (StepEnds, self.fail)]
     def look(self, event): self.seed = event.job.seed
     def fail(self, event):
         if self.seed == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,9 @@ def generate(
         from d9d_engine.generation.library import load_library
         from d9d_engine.generation.prompts import Prompt, read_prompts, read_tools
 
-        load_library("transformers", "d9d generate")
+        library = load_library("transformers", "d9d generate")
+    if not sys.stderr.isatty():
+        library.utils.logging.disable_progress_bar()
     decoding = Decoding(max_new_tokens, temperature, top_p, seed)
     schemas = None if tools is None else read_tools(tools)
     prompts = [] if file is None else read_prompts(file)

@@ -87,6 +87,7 @@ def _described(records: list[RunRecord]) -> dict[str, Any]:
                 "name": record.name,
                 "directory": str(record.directory),
                 "status": record.status,
+                "error": record.error if record.status == "failed" else None,
                 "step": record.step,
                 "steps": record.total,
                 "loss": record.last("loss"),

@@ -15,12 +15,15 @@ from typing import Any, Literal
 
 from d9d_core.config.document import Document
 from d9d_core.errors import JobError
+from d9d_core.untrusted import parse_json, read_regular
 
 from d9d_engine.trackers.lines import read_lines
 
 JOB = "job.yaml"
+#: File beside the runs of a sweep: the first line of the error of each run that failed in its last start.
+FAILURES = "failures.json"
 _STEP = re.compile(r"step-(\d+)")
-Status = Literal["running", "finished", "stopped", "started", "damaged"]
+Status = Literal["running", "finished", "failed", "stopped", "started", "damaged"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,14 @@ class RunRecord:
         job: values of its job, all defaults filled in; empty if they cannot be read.
         lines: logged values, each with ``step``.
         saved: step of its newest checkpoint; 0 without one.
+        error: first line of the error that ended its last start, if a sweep started it.
     """
 
     directory: Path
     job: Mapping[str, Any]
     lines: Sequence[Mapping[str, Any]]
     saved: int
+    error: str | None = None
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -45,7 +50,8 @@ class RunRecord:
         job: Mapping[str, Any] = {}
         with suppress(JobError):
             job = Document.read(directory / JOB).values
-        return cls(directory, job, list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job)))
+        lines, saved = list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job))
+        return cls(directory, job, lines, saved, read_failures(directory.parent).get(directory.name))
 
     @property
     def name(self) -> str:
@@ -54,7 +60,7 @@ class RunRecord:
 
     @cached_property
     def status(self) -> Status:
-        """Status: ``stopped`` has a checkpoint to go on from, ``started`` has none."""
+        """Status: ``failed`` in a sweep; ``stopped`` has a checkpoint to go on from, ``started`` has none."""
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
@@ -62,6 +68,8 @@ class RunRecord:
             return "running"
         if self.is_complete:
             return "finished"
+        if self.error is not None:
+            return "failed"
         return "stopped" if self.saved else "started"
 
     @property
@@ -140,6 +148,15 @@ def find_runs(locations: Iterable[Path]) -> list[RunRecord]:
             raise JobError(f"{location} {what}; name the directory of a run (with {JOB}), or the one above it")
         found |= {directory.resolve(): RunRecord.read(directory) for directory in inside}
     return list(found.values())
+
+
+def read_failures(directory: Path) -> dict[str, str]:
+    """Errors of the runs of a sweep that failed, by name; none if the file is absent or damaged."""
+    try:
+        values = parse_json(read_regular(directory / FAILURES))
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(error) for name, error in values.items()} if isinstance(values, dict) else {}
 
 
 def _checkpoints(directory: Path, job: Mapping[str, Any]) -> Path | None:

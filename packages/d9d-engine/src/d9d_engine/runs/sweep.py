@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
+from d9d_weights.files.atomic import write_json
+
 from d9d_engine.launch.agent import signals_received
 from d9d_engine.runs.grid import SweepRun
+from d9d_engine.runs.record import FAILURES, read_failures
 
 _PAUSE = 0.1
 _LINUX_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -116,6 +119,9 @@ class Sweep:
         else:
             self.endings[name] = "failed"
             self.errors[name] = first_error(text) or f"ended with exit status {code}"
+        directory = one.run.directory.parent
+        failures = {other: error for other, error in read_failures(directory).items() if other != name}
+        write_json(directory / FAILURES, failures | ({name: self.errors[name]} if name in self.errors else {}))
         self.say(f"{name}: {self.endings[name]}" + (f": {self.errors[name]}" if name in self.errors else ""))
 
 

@@ -15,7 +15,9 @@ from d9d_engine.runs.sweep import Sweep
 def list_table(records: Sequence[RunRecord]) -> None:
     """Print a line for each run, and the fields in which they differ."""
     fields = differing([record.job for record in records])
-    table = _table("run", "status", "steps", "loss", "best", "eval", "started", "trained", *fields)
+    failed = any(record.status == "failed" for record in records)
+    titles = ("run", "status", "steps", "loss", "best", "eval", "started", "trained", *fields)
+    table = _table(*titles, *(["error"] if failed else []))
     for number, record in enumerate(records):
         started = "" if record.started is None else f"{record.started.astimezone():%Y-%m-%d %H:%M}"
         table.add_row(
@@ -25,6 +27,7 @@ def list_table(records: Sequence[RunRecord]) -> None:
             started,
             _duration(record.seconds),
             *(shown(values[number]) for values in fields.values()),
+            *([record.error or ""] if failed else []),
         )
     console_for().print(table)
 
