@@ -20,9 +20,9 @@ from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.build.parts.evaluator import Surroundings, build_set
 from d9d_engine.build.plan import circumstances
-from d9d_engine.checkpoint.choice import Which, choose_checkpoint
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.evaluation.choice import Which, choose_checkpoint
 from d9d_engine.evaluation.result import Evaluated, Report
 from d9d_engine.evaluation.samples import SampleLosses, SampleRecorder
 from d9d_engine.evaluation.subject import Subject
