@@ -141,7 +141,10 @@ def wait_for(true: Callable[[], object], process: subprocess.Popen[str]) -> None
             {**FSDP2, "mesh": {"dp_shard": 4}, "batch": {"size": 4}},
             "dp_shard=4 = 4 ranks, but the job was started with 2",
         ),
-        ({**FSDP2, "batch": {"size": 5}}, "batch.size 5 cannot be split over 2 data-parallel ranks; use a multiple"),
+        (
+            {**FSDP2, "batch": {"size": 5}},
+            "batch.size 5 fits no data-parallel layout of 2 processes, which share no divisor with it; use 4 or 6",
+        ),
         ({**FSDP2, "batch": {"size": 4, "microbatch": 4}}, "is 2 samples each, not a multiple of batch.microbatch 4"),
         ({"mesh": {"dp_shard": 2}}, "mesh.dp_shard is 2, but nothing in the job uses that axis"),
     ],

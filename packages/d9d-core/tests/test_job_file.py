@@ -136,16 +136,6 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in text.splitlines()] == ["steps", "optimizer.lrr", "sead"]
 
 
-def test_an_impossible_batch_is_an_error(tmp_path: Path) -> None:
-    assert complaint(tmp_path, MINIMAL + "batch: {size: 6, microbatch: 4}\n") == (
-        "job.yaml: batch.size 6 on 1 data-parallel rank(s) is 6 samples each, "
-        "not a multiple of batch.microbatch 4; 2 would be"
-    )
-    assert "cannot be split over 4 data-parallel ranks" in complaint(
-        tmp_path, MINIMAL + "batch: {size: 6}\nmesh: {dp_shard: 2, dp_replicate: 2}\n"
-    )
-
-
 def test_a_broken_config_reference_is_an_error_at_its_place(tmp_path: Path) -> None:
     for config, cause in (
         ("nowhere:C", "failed to load: ModuleNotFoundError("),

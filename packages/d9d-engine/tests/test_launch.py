@@ -336,7 +336,7 @@ def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_p
 @pytest.mark.parametrize(
     ("arguments", "environ", "text"),
     [
-        (["--nproc", "3"], {}, "mesh: one process = 1 rank, but the job was started with 3"),
+        (["--nproc", "3", "--set", "mesh.pp=1"], {}, "mesh: one process = 1 rank, but the job was started with 3"),
         (["--nproc", "2", "--set", "optimizer.lrr=1"], {}, "optimizer.lrr: not a field of 'toy_optimizer'"),
         (["--nproc", "many"], {}, "--nproc: 'many' is neither a number nor auto"),
         (

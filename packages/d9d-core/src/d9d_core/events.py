@@ -4,6 +4,7 @@
     DataReady           the data stream is open
     ModelReady          the model is built and initialised; a checkpoint is not loaded yet
     OptimizerReady      the optimizer and its state exist
+    ForwardReady        the model can run on data of one's own, in any handler of TrainingStarts or later
     TrainingStarts      weights, data position and counters are final; the first step follows
     StepStarts          a pack is on the device
       ForwardBackwardStarts, ForwardBackwardEnds
@@ -41,8 +42,10 @@ from typing import TYPE_CHECKING, Any
 
 from d9d_core.config.job import BaseJob
 from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.protocols.topology import Topology
 from d9d_core.types import Pack
 
 if TYPE_CHECKING:
@@ -124,6 +127,21 @@ class OptimizerReady:
     """The optimizer and its state exist."""
 
     optimizer: Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardReady:
+    """The model can run forward on data of one's own between steps.
+
+    That is in handlers of ``TrainingStarts`` and ``StepEnds``, and of what lies between two steps.
+
+    Attributes:
+        forward: runs it, without a trace in the training; collective over all ranks.
+        topology: this process among others.
+    """
+
+    forward: ForwardPass
+    topology: Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +317,7 @@ CATALOGUE: tuple[type[Any], ...] = (
     DataReady,
     ModelReady,
     OptimizerReady,
+    ForwardReady,
     TrainingStarts,
     StepStarts,
     ForwardBackwardStarts,

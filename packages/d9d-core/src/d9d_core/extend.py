@@ -19,7 +19,7 @@ Everything a component itself needs is here; importing this module imports no to
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``StageMetric``, ``Table`` |
 | tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
-| subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining`` and the events |
+| subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining``, the events and ``ForwardPass`` |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
@@ -55,6 +55,7 @@ from d9d_core.events import (
     Events,
     ForwardBackwardEnds,
     ForwardBackwardStarts,
+    ForwardReady,
     InferenceFailed,
     InferenceFinished,
     InferenceStarts,
@@ -109,6 +110,7 @@ from d9d_core.program.text import diff_programs, format_programs, parse_programs
 from d9d_core.program.validation import placement, problems_of, validate
 from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
+from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.health import Health
 from d9d_core.protocols.inference import ROW, Columns, InferenceTask, ReadsModules, Writer
 from d9d_core.protocols.metric import Metric, StageMetric, Table
@@ -199,6 +201,8 @@ __all__ = [
     "Forward",
     "ForwardBackwardEnds",
     "ForwardBackwardStarts",
+    "ForwardPass",
+    "ForwardReady",
     "GradientOwner",
     "Grid",
     "Handler",

@@ -22,9 +22,10 @@ _OWN = (*_FOUNDATION, "pluggy", "importlib")
 
 
 def describe(error: D9dError) -> str:
-    """The lines of an error raised on purpose, after the traceback of the plugin's own failure behind it, if any."""
+    """The lines of an error raised on purpose and its notes, after the traceback of a plugin's failure behind it."""
     origin = "" if error.origin is None else _foreign_traceback(error.origin)
-    return origin + "\n".join(f"error: {line}" for line in str(error).splitlines())
+    lines = [f"error: {line}" for line in str(error).splitlines()]
+    return origin + "\n".join([*lines, *getattr(error, "__notes__", ())])
 
 
 @contextmanager

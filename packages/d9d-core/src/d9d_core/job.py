@@ -15,12 +15,13 @@ from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.load import registry_for, validate_job
 from d9d_core.config.resolve import Resolution, Selection, resolve
 from d9d_core.grid import Grid
+from d9d_core.layout.auto import Source, settle
+from d9d_core.layout.report import check_layout
 from d9d_core.plugin.capabilities import Circumstances
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.program.placement import plan_pipeline
 from d9d_core.protocols.data import DataContext, DataStream
 
 
@@ -28,6 +29,7 @@ class LoadedJob(BaseJob):
     """Job of any kind, with the registry that its names refer to. Made by :meth:`load`, or of config objects."""
 
     _registry: Registry | None = PrivateAttr(default=None)
+    _source: Source = PrivateAttr(default_factory=Source)
 
     @classmethod
     def load(
@@ -37,6 +39,7 @@ class LoadedJob(BaseJob):
         registry: Registry | None = None,
         overrides: Sequence[str] = (),
         policy: PluginPolicy | None = None,
+        world_size: int | None = None,
     ) -> Self:
         """Read and validate a job file.
 
@@ -45,30 +48,48 @@ class LoadedJob(BaseJob):
             registry: meaning of names; by default, what is installed and the file's ``plugins`` section admits.
             overrides: ``section.field=value``.
             policy: further restrictions on plugins.
+            world_size: number of processes, for a mesh with ``auto`` and for a file without one; by default, of the
+                processes that were started, as far as they are known.
 
         Raises:
             JobError: the file is wrong; one line per problem.
             PluginError: a required or single-file plugin cannot be loaded.
         """
         document = Document.read(Path(path)).override(overrides)
-        registry = registry or registry_for(document, policy)
-        return validate_job(cls, document, registry).use(registry)
+        return cls._read(document, registry or registry_for(document, policy), world_size)
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any], *, registry: Registry | None = None) -> Self:
+    def from_values(
+        cls, values: Mapping[str, Any], *, registry: Registry | None = None, world_size: int | None = None
+    ) -> Self:
         """Validate the values of a job file that were read or made elsewhere.
 
         Args:
             values: mappings, lists and scalars, as a file would hold them.
             registry: meaning of names; by default, what is installed and the ``plugins`` section admits.
+            world_size: as for :meth:`load`.
 
         Raises:
             JobError: a value is wrong; one line per problem.
             PluginError: a required or single-file plugin cannot be loaded.
         """
         document = Document(dict(values))
-        registry = registry or registry_for(document)
-        return validate_job(cls, document, registry).use(registry)
+        return cls._read(document, registry or registry_for(document), world_size)
+
+    @classmethod
+    def _read(cls, document: Document, registry: Registry, world_size: int | None) -> Self:
+        source = settle(document, registry, cls._started() if world_size is None else world_size)
+        return validate_job(cls, source.document, registry).use(registry, source)
+
+    @classmethod
+    def _started(cls) -> int | None:
+        """Number of processes that were started; core does not know."""
+        return None
+
+    @property
+    def source(self) -> Source:
+        """Source of the job: its file, and which axis of its mesh was ``auto``."""
+        return self._source
 
     @property
     def registry(self) -> Registry:
@@ -77,9 +98,10 @@ class LoadedJob(BaseJob):
             self._registry = discover(self.plugins.policy())
         return self._registry
 
-    def use(self, registry: Registry) -> Self:
-        """Take names from this registry instead of what is installed."""
+    def use(self, registry: Registry, source: Source | None = None) -> Self:
+        """Take names from this registry instead of what is installed, and name this source in messages."""
         self._registry = registry
+        self._source = source or self._source
         return self
 
     def open_data(self, context: DataContext) -> DataStream:
@@ -105,6 +127,14 @@ class LoadedJob(BaseJob):
             views[name] = spec
         return views
 
+    def check_layout(self, world_size: int) -> None:
+        """Check mesh, strategies, schedule and batch together, for a number of processes.
+
+        Raises:
+            D9dError: one line for each thing that is wrong, and a note with the edit that mends it.
+        """
+        check_layout(self, self.registry, world_size, self._source)
+
 
 class JobFile(LoadedJob, JobConfig):
     """A validated job file. Made by :meth:`load`, or directly from config objects.
@@ -123,7 +153,8 @@ class JobFile(LoadedJob, JobConfig):
         Raises:
             D9dError: the job cannot run on this many processes.
         """
-        return resolve(self, self.registry, world_size, circumstances or Circumstances(self.mesh.sizes()))
+        self.check_layout(world_size)
+        return resolve(self, self.registry, circumstances or Circumstances(self.mesh.sizes()))
 
     def check(self, world_size: int | None = None) -> Resolution[Selection]:
         """Check all that needs no tensors: names, values, capabilities, views, the schedule's programs.
@@ -137,5 +168,4 @@ class JobFile(LoadedJob, JobConfig):
         resolution = self.resolve(self.mesh.world_size if world_size is None else world_size)
         for view in self.views().values():
             Grid.of_view(view, self.mesh.sizes())
-        plan_pipeline(self, resolution.selection)
         return resolution

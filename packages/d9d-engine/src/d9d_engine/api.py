@@ -63,6 +63,7 @@ from d9d_core.events import (
 )
 from d9d_core.plugin import PluginPolicy, Registry, discover
 
+from d9d_engine.generation.config import SamplesConfig
 from d9d_engine.inference.job import InferenceJob
 from d9d_engine.job import Job
 from d9d_engine.process_env import ProcessEnv
@@ -146,6 +147,7 @@ __all__ = [
     "ProcessEnv",
     "Registry",
     "Run",
+    "SamplesConfig",
     "SaveReport",
     "Section",
     "StateGraph",

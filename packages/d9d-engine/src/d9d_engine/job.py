@@ -42,7 +42,7 @@ class Job(JoinsProcesses, JobFile):
     def of(cls, file: JobFile) -> Job:
         """Make the job of a job file that core has read, with the engine's defaults."""
         given = {name: getattr(file, name) for name in file.model_fields_set}
-        return cls(**given).use(file.registry)
+        return cls(**given).use(file.registry, file.source)
 
     def plan(self, world_size: int | None = None) -> Plan:
         """Check the whole job without a GPU, a process group or memory for the model.

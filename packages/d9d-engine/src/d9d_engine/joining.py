@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from d9d_core.config.resolve import check_world
 from d9d_core.job import LoadedJob
 from d9d_core.plugin.manifest import Manifest
 
@@ -31,6 +30,10 @@ def silent(_text: str) -> None:
 class JoinsProcesses(LoadedJob):
     """Job that runs as one process or as several."""
 
+    @classmethod
+    def _started(cls) -> int | None:
+        return ProcessEnv.from_environment(os.environ).world_size
+
     @contextmanager
     def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:
         """Join the job's processes inside the block. Collective over all ranks.
@@ -43,7 +46,8 @@ class JoinsProcesses(LoadedJob):
             D9dError: this rank has no device, ranks run different things, or some did not arrive.
         """
         env = env or ProcessEnv.from_environment(os.environ)
-        check_world(self, env.world_size)
+        if self.mesh.world_size != env.world_size:
+            self.check_layout(env.world_size)  # says why, and what else does not fit
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.world import joined

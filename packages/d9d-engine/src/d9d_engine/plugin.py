@@ -1,4 +1,4 @@
-"""Declarations of the engine: built-in trackers, views of the mesh, health checks and commands. Always loaded."""
+"""Declarations of the engine: trackers, subscribers, views of the mesh, health checks, commands. Always loaded."""
 
 from __future__ import annotations
 
@@ -41,12 +41,19 @@ def d9d_trackers() -> Iterator[TrackerSpec]:
 
 @hookimpl
 def d9d_subscribers() -> Iterator[SubscriberSpec]:
-    """Subscriber ``early_stopping``."""
+    """Subscribers ``early_stopping`` and ``samples``."""
     yield SubscriberSpec(
         name="early_stopping",
         summary="Ends the run when a logged series gets no better.",
         config=Ref("d9d_engine.subscribers.config:EarlyStoppingConfig"),
         build=Ref("d9d_engine.subscribers.early_stopping:EarlyStopping"),
+    )
+    yield SubscriberSpec(
+        name="samples",
+        summary="Continuations of fixed prompts during training.",
+        config=Ref("d9d_engine.generation.config:SamplesConfig"),
+        build=Ref("d9d_engine.generation.samples:Samples"),
+        requires=TORCH,
     )
 
 
@@ -170,4 +177,22 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Look at checkpoints, convert them, compare them.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.state:app"),
+    )
+    yield CommandSpec(
+        name="generate",
+        summary="Write text with a trained model.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.generate:app"),
+    )
+    yield CommandSpec(
+        name="sweep",
+        summary="Train a job with every combination of some values.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.sweep:app"),
+    )
+    yield CommandSpec(
+        name="runs",
+        summary="List runs and compare them.",
+        requires=TORCH,
+        app=Ref("d9d_engine.cli.runs:app"),
     )

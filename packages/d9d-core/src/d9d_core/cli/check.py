@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from d9d_core.cli.output import console_for, length_of
+from d9d_core.cli.output import console_for, length_of, mesh_line
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.entries import plugin_error, shown
@@ -39,7 +39,7 @@ def check_job(job: JobFile, world_size: int | None) -> None:
     if not left_out:
         return
     table = Table(box=None, show_header=False)
-    table.add_row("mesh", str(job.mesh))
+    table.add_row("mesh", mesh_line(job))
     for chosen in resolution.selection.all():
         table.add_row(chosen.where, chosen.spec.name, str(chosen.entry.origin))
     table.add_row("step", f"{job.batch.size} samples, {job.microbatches} microbatch(es) of {job.microbatch_size}")

@@ -19,6 +19,7 @@ from d9d_core.cli.options import (
     NoPlugins,
     Overrides,
     Strict,
+    WorldSize,
     discover_plugins,
     load_job,
     say,
@@ -73,9 +74,7 @@ def root(
 @app.command()
 def check(
     job: JobPath,
-    world_size: Annotated[
-        int | None, typer.Option(metavar="N", help="Processes; by default, what the mesh needs.", min=1)
-    ] = None,
+    world_size: WorldSize = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -85,7 +84,7 @@ def check(
     from d9d_core.cli.check import check_job
     from d9d_core.job import JobFile
 
-    check_job(load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins), world_size)
+    check_job(load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size), world_size)
 
 
 @app.command()

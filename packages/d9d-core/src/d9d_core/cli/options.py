@@ -21,6 +21,7 @@ JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file: YAML, TO
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="FIELD=VALUE", help="Override a field of the job file; may be repeated.")
 ]
+WorldSize = Annotated[int | None, typer.Option(metavar="N", help="Processes; by default, what the mesh needs.", min=1)]
 Files = Annotated[
     list[Path], typer.Option("--plugin", metavar="FILE", help="A Python file to load as a plugin; may be repeated.")
 ]
@@ -49,14 +50,17 @@ def load_job(
     no_plugins: bool,
     strict: bool,
     quiet: bool = False,
+    world_size: int | None = None,
 ) -> Loaded:
     """Load a job file with the options of the command line, and warn about plugins that could not be loaded.
+
+    The number of processes is for a mesh with ``auto``, and for a file without one.
 
     Raises:
         JobError: the file is wrong.
         PluginError: a required or single-file plugin cannot be loaded.
     """
-    loaded = kind.load(job, overrides=overrides, policy=policy_of(files, no_plugins, strict))
+    loaded = kind.load(job, overrides=overrides, policy=policy_of(files, no_plugins, strict), world_size=world_size)
     if not quiet:
         warn_of_problems(loaded.registry)
     return loaded

@@ -7,6 +7,7 @@ import sys
 from rich.console import Console
 
 from d9d_core.config.job import JobConfig
+from d9d_core.job import JobFile
 
 
 def console_for() -> Console:
@@ -23,3 +24,11 @@ def length_of(job: JobConfig) -> str:
     if job.steps is not None:
         return f"{job.steps:,} steps"
     return f"epochs: {job.epochs:g}; the number of steps follows from the data, which was not read"
+
+
+def mesh_line(job: JobFile) -> str:
+    """Mesh of a job, and which of its axes took what the others left."""
+    if job.source.note is not None:
+        return job.source.note.removeprefix("mesh: ")
+    axis = job.source.auto
+    return str(job.mesh) + (f" ({axis} is auto: {job.mesh.sizes()[axis]})" if axis else "")

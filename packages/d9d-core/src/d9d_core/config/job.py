@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from d9d_core.config.base import PluginConfig, Section, speakable
 from d9d_core.config.open_union import Named
@@ -20,6 +27,8 @@ Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 # Part of the names of series.
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
+#: Mesh axes of which one can be ``auto``: what the other axes leave of the processes.
+DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
 #: Processes of the largest mesh: each is known to every other one.
 MAX_RANKS = 1 << 17
 #: Forward passes of the longest step on one rank: each is an action of the step's program.
@@ -47,15 +56,22 @@ class Run(Section):
         return self.dir / ".cache"
 
 
+#: Size of a data-parallel axis. A job file may write ``auto``, which is a number by the time that this is validated.
+DataSize = Annotated[
+    PositiveInt,
+    WithJsonSchema({"anyOf": [{"type": "integer", "exclusiveMinimum": 0}, {"const": "auto"}]}),
+]
+
+
 class Mesh(Section):
     """Sizes of the mesh axes. Their product, without ``ep``, is the number of processes."""
 
     pp: Annotated[PositiveInt, Field(le=4096)] = 1
     """Pipeline stages."""
-    dp_replicate: PositiveInt = 1
-    """Replicas of the (sharded) model."""
-    dp_shard: PositiveInt = 1
-    """Shards of the parameters."""
+    dp_replicate: DataSize = 1
+    """Replicas of the (sharded) model; this or ``dp_shard`` can be ``auto``."""
+    dp_shard: DataSize = 1
+    """Shards of the parameters; ``auto`` is what the other axes leave of the processes."""
     cp: PositiveInt = 1
     """Ranks that share each sequence."""
     tp: PositiveInt = 1
@@ -63,19 +79,17 @@ class Mesh(Section):
     ep: PositiveInt = 1
     """Expert groups, laid over the innermost axes; does not multiply the number of processes."""
 
-    @field_validator("ep")
+    @field_validator("*", mode="before")
     @classmethod
-    def _lies_over_whole_axes(cls, value: int, info: ValidationInfo) -> int:
-        inner = {axis: info.data.get(axis, 1) for axis in ("tp", "cp", "dp_shard", "dp_replicate")}
-        rest = value
-        for size in inner.values():
-            if size % rest == 0:
-                return value
-            if rest % size:
-                break
-            rest //= size
-        axes = ", ".join(f"{axis}={size}" for axis, size in inner.items())
-        raise ValueError(f"{value} expert groups must cover whole inner axes and divide the next one; here {axes}")
+    def _auto_is_settled(cls, value: Any, info: ValidationInfo) -> Any:
+        if value != "auto":
+            return value
+        if info.context is None:
+            raise ValueError("'auto' is settled where a job file is read (Job.load); here, give the number")
+        axes = " or ".join(sorted(DATA_AXES, reverse=True))
+        if info.field_name in DATA_AXES:
+            raise ValueError(f"auto on two axes: only one of {axes} can take what is left of the processes")
+        raise ValueError(f"auto is for {axes}, which can take what is left of the processes; give the number")
 
     @model_validator(mode="after")
     def _is_buildable(self) -> Mesh:
@@ -339,27 +353,6 @@ class BaseJob(Section):
     @classmethod
     def _owner(cls, info: ValidationInfo) -> str:  # noqa: ARG003
         return "the job file"
-
-    @model_validator(mode="after")
-    def _batch_divides(self) -> Self:
-        ranks, size = self.mesh.data_parallel_size, self.batch.size
-        if size % ranks:
-            raise ValueError(
-                f"batch.size {size} cannot be split over {ranks} data-parallel ranks; use a multiple of {ranks}"
-            )
-        share, micro = size // ranks, self.batch.microbatch
-        if micro is not None and share % micro:
-            best = math.gcd(share, micro)
-            raise ValueError(
-                f"batch.size {size} on {ranks} data-parallel rank(s) is {share} samples each, "
-                f"not a multiple of batch.microbatch {micro}; {best} would be"
-            )
-        if self.microbatches > MAX_MICROBATCHES:
-            raise ValueError(
-                f"batch.size {size} makes {self.microbatches:,} microbatches a step on each rank, and at most "
-                f"{MAX_MICROBATCHES:,} can be scheduled; make batch.microbatch larger"
-            )
-        return self
 
     @model_validator(mode="after")
     def _nothing_twice(self) -> Self:

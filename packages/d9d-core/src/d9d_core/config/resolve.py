@@ -13,7 +13,7 @@ from d9d_core.config.job import BaseJob, Evaluation, JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel
-from d9d_core.plugin.records import MetricSpec, ModelSpec, StrategySpec, TaskSpec
+from d9d_core.plugin.records import MetricSpec, ModelSpec, TaskSpec
 from d9d_core.plugin.registry import Registry
 
 Part = tuple[Chosen, PluginConfig]
@@ -90,19 +90,17 @@ class Resolution(Generic[Selected]):
     verdicts: Sequence[Verdict]
 
 
-def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: Circumstances) -> Resolution[Selection]:
-    """Resolve a training job: look up its names and make every check that needs no tensors.
+def resolve(job: JobConfig, registry: Registry, circumstances: Circumstances) -> Resolution[Selection]:
+    """Resolve a training job: look up its names and check them against each other.
 
     Args:
         job: validated.
         registry: meaning of its names.
-        world_size: number of processes.
         circumstances: what capabilities are judged against.
 
     Raises:
-        D9dError: the job cannot run on this many processes.
+        D9dError: the components of the job do not go together.
     """
-    check_world(job, world_size)
     selection = select(job, registry)
     _check_metrics(selection)
     if job.export and isinstance(selection.model.spec, ModelSpec) and selection.model.spec.hugging_face is None:
@@ -111,20 +109,38 @@ def resolve(job: JobConfig, registry: Registry, world_size: int, circumstances: 
 
 
 def resolve_inference(
-    job: InferenceConfig, registry: Registry, world_size: int, circumstances: Circumstances
+    job: InferenceConfig, registry: Registry, circumstances: Circumstances
 ) -> Resolution[InferenceSelection]:
     """Resolve an inference job; see :func:`resolve`.
 
     Raises:
-        D9dError: the job cannot run on this many processes.
+        D9dError: the components of the job do not go together.
     """
-    check_world(job, world_size)
-    selection = InferenceSelection(
+    return _checked(job, select_inference(job, registry), registry, circumstances)
+
+
+def select_parts(job: BaseJob, registry: Registry) -> Parts:
+    """Resolve every name of a job of any kind to its record.
+
+    Raises:
+        PluginError: a config object names a plugin that the registry does not have.
+    """
+    if isinstance(job, JobConfig):
+        return select(job, registry)
+    return select_inference(job, registry) if isinstance(job, InferenceConfig) else Parts(**_parts(job, registry))
+
+
+def select_inference(job: InferenceConfig, registry: Registry) -> InferenceSelection:
+    """Resolve every name of an inference job to its record.
+
+    Raises:
+        PluginError: a config object names a plugin that the registry does not have.
+    """
+    return InferenceSelection(
         **_parts(job, registry),
         task=choose(registry, "inference task", "task", job.task),
         writer=choose(registry, "writer", "writer", job.writer),
     )
-    return _checked(job, selection, registry, circumstances)
 
 
 def select(job: JobConfig, registry: Registry) -> Selection:
@@ -178,7 +194,6 @@ def _several(registry: Registry, kind: str, where: str, configs: Iterable[Plugin
 def _checked(
     job: BaseJob, selection: Selected, registry: Registry, circumstances: Circumstances
 ) -> Resolution[Selected]:
-    check_parts(job, selection)
     verdicts = check_capabilities(selection, registry, circumstances)
     for op, selector in job.kernels.items():
         find_kernel(registry, op, selector)
@@ -198,23 +213,6 @@ def check_capabilities(selection: Parts, registry: Registry, circumstances: Circ
     return verdicts
 
 
-def check_parts(job: BaseJob, selection: Parts) -> None:
-    """Check that each mesh axis is used by a component of the resolved job.
-
-    Raises:
-        JobError: a mesh axis has several ranks that would all do the same.
-    """
-    used = {
-        axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
-    }
-    used |= {token.removeprefix("mesh:") for chosen in selection.all() for token in chosen.spec.requires}
-    used |= {"pp"} if selection.schedule else set()
-    for axis, size in job.mesh.sizes().items():
-        if size > 1 and axis not in used:
-            what = "a schedule to 'pipeline'" if axis == "pp" else "a strategy for it to 'parallel'"
-            raise JobError(f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1")
-
-
 def _check_metrics(selection: Selection) -> None:
     task = selection.task.spec
     if not isinstance(task, TaskSpec) or task.observes is None:
@@ -228,19 +226,3 @@ def _check_metrics(selection: Selection) -> None:
             failed.append(f"{chosen.where}: metric {chosen.entry} reads {names}, {does_not}")
     if failed:
         raise JobError("\n".join(failed))
-
-
-def check_world(job: BaseJob, world_size: int) -> None:
-    """Compare the mesh with the number of processes.
-
-    Raises:
-        JobError: they differ.
-    """
-    needed = job.mesh.world_size
-    if needed != world_size:
-        ranks = f"{needed} rank{'s' if needed != 1 else ''}"
-        start = f"{needed} process{'es' if needed != 1 else ''}"
-        how = f" (d9d train --nproc {needed}, torchrun, or srun)" if needed > 1 else ""
-        raise JobError(
-            f"mesh: {job.mesh} = {ranks}, but the job was started with {world_size}; change mesh or start {start}{how}"
-        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstan
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
+from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
@@ -66,7 +68,7 @@ def build(
         D9dError: the job cannot run; the text says why.
     """
     topology.watchdog.phase("startup")
-    selection = resolve(job, registry, topology.world_size, circumstances(job, topology.device)).selection
+    selection = resolve(job, registry, circumstances(job, topology.device)).selection
     subscribers = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
     events = ev.Events([*subscribers.values(), *observers])
     events.emit(ev.JobConfigured(job))
@@ -94,10 +96,8 @@ def build(
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
     ties.copy_values()
     events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
-    here = dict(model.named_parameters())
-    trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
-    share = f", {sum(local(p).numel() for p in here.values()):,} of them here" if topology.world_size > 1 else ""
-    note(f"model: {_parameters(assembly)} on {topology.device}{share}")
+    trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
+    note(f"model: {_parameters(assembly, topology)}")
 
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
@@ -117,6 +117,9 @@ def build(
     interrupts = interrupts or Interrupts()
     running = (auxiliary_losses, tallies, gradients, statistics)
     executor = build_executor(job, selection, assembly, topology, task, *running)
+    by_name = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
+    forward = ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology)
+    events.emit(ev.ForwardReady(forward, topology))
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,
@@ -144,7 +147,7 @@ def build(
         events=events,
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
-    check_series(job, selection, evaluator, task, auxiliary_losses)
+    check_series(job, selection, evaluator, {**task.coefficients, **auxiliary_losses.coefficients})
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
@@ -180,10 +183,16 @@ def build(
     )
 
 
-def _parameters(assembly: Assembly) -> str:
+def _parameters(assembly: Assembly, topology: Topology) -> str:
     groups = (dict(assembly.full_model.named_parameters()), assembly.trained())
     count, training = (sum(parameter.numel() for parameter in group.values()) for group in groups)
-    return f"{count:,} parameters" + (f", {training:,} of them train" if training < count else "")
+    here = sum(local(parameter).numel() for parameter in assembly.model.parameters())
+    share = f", {here:,} of them here" if topology.world_size > 1 else ""
+    return (
+        f"{count:,} parameters"
+        + (f", {training:,} of them train" if training < count else "")
+        + f" on {topology.device}{share}"
+    )
 
 
 def _facts(stream: DataStream) -> str:

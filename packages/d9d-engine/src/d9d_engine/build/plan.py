@@ -76,7 +76,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
     Raises:
         D9dError: the job cannot run; the text says why.
     """
-    resolution = resolve(job, registry, topology.world_size, circumstances)
+    resolution = resolve(job, registry, circumstances)
     selection = resolution.selection
     if job.steps is not None:
         build_lr_schedule(job, selection, job.steps)

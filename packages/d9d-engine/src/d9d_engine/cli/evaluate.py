@@ -15,7 +15,7 @@ from d9d_core.cli.options import Files, NoPlugins, Overrides, Strict, command_ap
 from d9d_core.cli.output import console_for
 from d9d_core.errors import JobError
 
-from d9d_engine.cli.train import launch, start_up
+from d9d_engine.cli.train import for_processes, launch, start_up
 from d9d_engine.evaluation.subject import Request, Subject, find_subject, same_data
 from d9d_engine.joining import silent
 from d9d_engine.launch.process import Process, running
@@ -55,18 +55,22 @@ def evaluate(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Annotated[
-        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
+        ),
     ] = None,
 ) -> None:
     """Measure a model on whole datasets: those of the job's evaluation section, or its data, or files."""
-    request = Request(data, like, checkpoint, overrides, policy_of(plugin, no_plugins, strict_plugins))
+    policy = policy_of(plugin, no_plugins, strict_plugins)
 
-    def load() -> tuple[Subject, Subject | None]:
+    def load(world_size: int | None = None) -> tuple[Subject, Subject | None]:
         registry = discover_plugins(plugin, no_plugins, strict_plugins)
-        first = find_subject(target, request, registry)
+        first = find_subject(target, Request(data, like, checkpoint, overrides, policy, world_size), registry)
         if compare is None:
             return first, None
-        second = find_subject(compare, Request(like=first.job, policy=request.policy), registry)
+        second = find_subject(compare, Request(like=first.job, policy=policy, world_size=world_size), registry)
         return first, same_data(second, first)
 
     with Interrupts().noted() as interrupts:
@@ -81,10 +85,10 @@ def evaluate(
             if env.launcher is not None:
                 raise JobError(f"--nproc: {env.launcher} has started this process; tell it instead")
             with interrupts.raised():
-                loaded = load()[0].job
+                loaded = for_processes(lambda world_size, _again: load(world_size)[0].job, nproc)
             words = _words(target, data, like, checkpoint, limit, compare, as_json, overrides, plugin)
             words += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
-            raise typer.Exit(launch(loaded, ["evaluate", *words], nproc, 0, interrupts))
+            raise typer.Exit(launch(loaded, ["evaluate", *words], 0, interrupts))
         except Terminated:
             typer.echo("SIGTERM: stopped during start-up; nothing was measured", err=True)
 

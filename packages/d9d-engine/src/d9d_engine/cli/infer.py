@@ -11,8 +11,9 @@ from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
-from d9d_engine.cli.train import launch, start_up
+from d9d_engine.cli.train import for_processes, launch, start_up
 from d9d_engine.inference.job import InferenceJob
+from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process, running
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
@@ -28,7 +29,11 @@ def infer(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Annotated[
-        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
+        ),
     ] = None,
 ) -> None:
     """Run over all rows and write <run>/output. Goes on where an earlier start has ended."""
@@ -47,12 +52,16 @@ def infer(
                 return
             if env.launcher is not None:
                 raise JobError(f"--nproc: {env.launcher} has started this process; tell it instead")
+
+            def load(world_size: int | None, again: bool) -> InferenceJob:
+                return load_job(InferenceJob, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)
+
             with interrupts.raised():
-                loaded = load_job(InferenceJob, job, overrides, plugin, no_plugins, strict_plugins)
+                loaded = for_processes(load, nproc)
             options = [word for option in overrides for word in ("--set", option)]
             options += [word for file in plugin for word in ("--plugin", str(file))]
             options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
-            raise typer.Exit(launch(loaded, ["infer", str(job), *options], nproc, 0, interrupts))
+            raise typer.Exit(launch(loaded, ["infer", str(job), *options], 0, interrupts))
         except Terminated:
             typer.echo("SIGTERM: stopped during start-up; nothing was computed", err=True)
 
@@ -63,6 +72,8 @@ def _infer(process: Process, interrupts: Interrupts, load: Callable[[], Inferenc
     with start_up(interrupts, alone):
         loaded = load()
         loaded.check(env.world_size)
+        if loaded.source.note is not None and not process.repeats:
+            print_note(loaded.source.note)
     with start_up(), interrupts_deferred():
         import d9d_engine.distributed.world
         import d9d_engine.inference.build  # noqa: F401 - torch and numpy, once and for all that follows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, WorldSize, command_app, load_job
 from d9d_core.job import JobFile
 
 from d9d_engine.job import Job
@@ -25,6 +25,7 @@ def check_plan(file: JobFile, world_size: int | None) -> None:
 @explain_app.command()
 def explain(
     job: JobPath,
+    world_size: WorldSize = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -33,5 +34,5 @@ def explain(
     """Show what a job does: where each component comes from, what was applied in which order, and why."""
     from d9d_engine.cli.report import print_explanation
 
-    loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
-    print_explanation(loaded, loaded.plan())
+    loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)
+    print_explanation(loaded, loaded.plan(world_size))

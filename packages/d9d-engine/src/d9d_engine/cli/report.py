@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from d9d_core.cli.output import console_for, length_of
+from d9d_core.cli.output import console_for, length_of, mesh_line
 from d9d_core.plugin.kernels import REFERENCE
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +25,7 @@ def print_plan(job: Job, plan: Plan) -> None:
     console = console_for()
     table = Table(box=None, show_header=False)
     total, trained = plan.parameters
-    table.add_row("mesh", f"{job.mesh}")
+    table.add_row("mesh", mesh_line(job))
     table.add_row("model", f"{plan.selection.model.entry}: {total:,} parameters, {trained:,} of them train")
     if plan.pretrained:
         table.add_row("weights", plan.pretrained)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import typer
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
+from d9d_engine.inference.job import InferenceJob
 from d9d_engine.job import Job
+from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process, running
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
+
+Runs = TypeVar("Runs", Job, InferenceJob)
 
 app = command_app("train", "Train, or continue after an interruption.")
 
@@ -28,7 +32,11 @@ def train(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Annotated[
-        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
+        ),
     ] = None,
     max_restarts: Annotated[
         int | None,
@@ -51,12 +59,16 @@ def train(
                 return
             if env.launcher is not None:
                 raise JobError(f"--nproc, --max-restarts: {env.launcher} has started this process; tell it instead")
+
+            def load(world_size: int | None, again: bool) -> Job:
+                return load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, again, world_size)
+
             with interrupts.raised():
-                loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins)
+                loaded = for_processes(load, nproc)
             options = [word for option in overrides for word in ("--set", option)]
             options += [word for file in plugin for word in ("--plugin", str(file))]
             options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
-            status = launch(loaded, ["train", str(job), *options], nproc or "auto", max_restarts or 0, interrupts)
+            status = launch(loaded, ["train", str(job), *options], max_restarts or 0, interrupts)
             raise typer.Exit(status)
         except Terminated:
             typer.echo("SIGTERM: stopped during start-up; nothing was trained", err=True)
@@ -70,6 +82,8 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
     with start_up(interrupts, alone):
         loaded = load()
         loaded.check(env.world_size)
+        if loaded.source.note is not None and not process.repeats:
+            print_note(loaded.source.note)
     with start_up(), interrupts_deferred():
         # Imports of torch and numpy, once and for all that follows.
         import d9d_engine.build.compose
@@ -97,18 +111,41 @@ def start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Itera
         raise KeyboardInterrupt("during start-up; nothing was trained") from None
 
 
-def launch(job: Any, arguments: list[str], nproc: str, restarts: int, interrupts: Interrupts) -> int:
+def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -> Runs:
+    """The job, checked for the processes that will be started.
+
+    Args:
+        load: number of processes, if known, and whether the job is read again -> the job.
+        nproc: a number; ``auto``; ``None`` is what the mesh needs.
+    """
+    if nproc is not None and nproc != "auto":
+        if not nproc.isdecimal() or int(nproc) < 1:
+            raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+        job = load(int(nproc), False)
+        job.check(int(nproc))
+        return job
+    job = load(1, False)
+    processes = job.mesh.world_size
+    if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.model_fields_set):
+        with start_up(), interrupts_deferred():
+            from d9d_engine.distributed.devices import count_devices
+        processes = count_devices(job.device)
+        job = load(processes, True) if processes > 1 else job
+    job.check(processes)
+    return job
+
+
+def launch(job: Job | InferenceJob, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
     """Start the processes of a job here, and wait for them; returns the exit status."""
     from d9d_engine.launch.agent import Launch
 
-    if nproc != "auto" and not nproc.isdecimal():
-        raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
-    processes = job.mesh.world_size if nproc == "auto" else int(nproc)
-    job.check(processes)
+    if job.source.note is not None:
+        print_note(job.source.note)
     with start_up(), interrupts_deferred():
         from d9d_engine.distributed.mesh import describe_rank
 
     def name_of(rank: int) -> str:
         return describe_rank(job.mesh.sizes(), rank)
 
+    processes = job.mesh.world_size
     return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of, job.timeouts.startup).run(interrupts)

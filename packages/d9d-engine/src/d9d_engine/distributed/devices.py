@@ -65,6 +65,14 @@ def is_available(name: str) -> bool:
     return not index or (index.isdigit() and int(index) < torch.accelerator.device_count())
 
 
+def count_devices(name: str) -> int:
+    """Number of processes that find a device of their own here; one on a CPU, and on a device with a number."""
+    device = intended_device(name)
+    if device.type == "cpu" or ":" in name or not is_available(name):
+        return 1
+    return torch.accelerator.device_count()
+
+
 def intended_device(name: str) -> torch.device:
     """Device that a job is meant for, whether or not this machine has it.
 

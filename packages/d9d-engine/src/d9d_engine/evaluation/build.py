@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Part, Selection, resolve
+from d9d_core.config.resolve import Part, Selection
 from d9d_core.errors import CheckpointError
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric, Table
@@ -83,7 +83,7 @@ def _evaluated(
     job, registry = subject.job, subject.job.registry
     topology.watchdog.phase("startup")
     around = circumstances(job, topology.device)
-    selection = resolve(job, registry, topology.world_size, around).selection
+    selection = job.resolve(topology.world_size, around).selection
     own_task: Task = instantiate(selection.task, job.task)
     task = CheckedTask(selection.task, own_task)
     assembly = assemble_forward(job, selection, registry, topology)

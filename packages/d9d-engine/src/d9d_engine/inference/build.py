@@ -56,7 +56,7 @@ def build_inference(
         D9dError: the job cannot run; the text says why.
     """
     topology.watchdog.phase("startup")
-    selection = resolve_inference(job, registry, topology.world_size, circumstances(job, topology.device)).selection
+    selection = resolve_inference(job, registry, circumstances(job, topology.device)).selection
     events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
     events.emit(ev.JobConfigured(job))
     task: InferenceTask = instantiate(selection.task, job.task)

@@ -49,7 +49,8 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
             D9dError: the job cannot run.
         """
         size = self.mesh.world_size if world_size is None else world_size
-        resolution = resolve_inference(self, self.registry, size, Circumstances(self.mesh.sizes()))
+        self.check_layout(size)
+        resolution = resolve_inference(self, self.registry, Circumstances(self.mesh.sizes()))
         for view in self.views().values():
             Grid.of_view(view, self.mesh.sizes())
         plan_pipeline(self, resolution.selection).forward_program(0, self.microbatches)

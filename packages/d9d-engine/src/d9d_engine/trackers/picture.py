@@ -1,8 +1,10 @@
-"""Picture of the loss curve."""
+"""Pictures of loss curves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
+from io import StringIO
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -46,3 +48,34 @@ def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
     if loss_axis.get_legend_handles_labels()[0]:
         loss_axis.legend()
     figure.savefig(path, format="svg")
+
+
+def draw_overlay(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, series: str) -> None:
+    """Draw the curves of several runs over one another, as SVG, or as an HTML page that holds it.
+
+    Args:
+        curves: steps and values by name of the run.
+        path: where the picture goes; its suffix decides.
+        series: name of the values.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for name, points in curves.items():
+        if points:
+            axis.plot(*zip(*points, strict=True), label=name, linewidth=1.2)
+    axis.set_xlabel("step")
+    axis.set_ylabel(series)
+    axis.grid(alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize="small")
+    content = StringIO()
+    figure.savefig(content, format="svg")
+    text = content.getvalue()
+    if path.suffix == ".html":
+        drawing = text[text.index("<svg") :]
+        title = escape(f"{series} of {len(curves)} runs")
+        text = f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head>\n'
+        text += f"<body>\n{drawing}</body></html>\n"
+    path.write_text(text, encoding="utf-8")

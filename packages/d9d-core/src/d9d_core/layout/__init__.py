@@ -1,0 +1,1 @@
+"""Layout of a job: mesh, strategies, pipeline schedule and batch, and whether they fit together and the processes."""

@@ -1,0 +1,187 @@
+"""Check of a job's layout: everything that is wrong with mesh, strategies, schedule and batch, in one error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from d9d_core.config.job import MAX_MICROBATCHES, BaseJob, Mesh
+from d9d_core.config.location import Location
+from d9d_core.config.resolve import Parts
+from d9d_core.errors import D9dError
+from d9d_core.plugin.records import StrategySpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.program.placement import plan_pipeline
+
+#: Legal values that a message lists.
+_LISTED = 6
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Problem of a layout.
+
+    Attributes:
+        location: field of the job file.
+        text: what is wrong, with legal values.
+        error: the error behind it, where a schedule has raised one.
+    """
+
+    location: Location
+    text: str
+    error: D9dError | None = None
+
+
+def layout_problems(
+    job: BaseJob, selection: Parts, registry: Registry, world_size: int, auto: str | None = None
+) -> list[Problem]:
+    """Problems of a job's layout on that many processes; none if it can run, as far as sizes go.
+
+    Args:
+        job: validated, section by section.
+        selection: its records.
+        registry: strategies that could be added.
+        world_size: number of processes.
+        auto: the mesh axis that was given ``auto``.
+    """
+    batch = list(_batch(job, world_size))
+    return [
+        *_world(job.mesh, world_size, auto),
+        *_expert_groups(job.mesh),
+        *_unused(job, selection, registry),
+        *batch,
+        *([] if batch else _schedule(job, selection)),
+    ]
+
+
+def unused_axes(mesh: Mesh, selection: Parts) -> list[str]:
+    """Mesh axes of several ranks that nothing in the job uses: all ranks along them would do the same."""
+    used = {
+        axis for chosen, _ in selection.strategies if isinstance(chosen.spec, StrategySpec) for axis in chosen.spec.axes
+    }
+    used |= {token.removeprefix("mesh:") for chosen in selection.all() for token in chosen.spec.requires}
+    used |= {"pp"} if selection.schedule else set()
+    return [axis for axis, size in mesh.sizes().items() if size > 1 and axis not in used]
+
+
+def strategies_for(axis: str, registry: Registry) -> list[StrategySpec]:
+    """Strategies that use a mesh axis, those that use the fewest others first."""
+    specs = [entry.spec for entry in registry.entries("strategy")]
+    found = [spec for spec in specs if isinstance(spec, StrategySpec) and axis in spec.axes]
+    return sorted(found, key=lambda spec: (len(spec.axes), spec.key))
+
+
+def covers(ep: int, mesh: Mesh) -> bool:
+    """Whether that many expert groups lie over whole inner axes and divide the next one."""
+    for size in (mesh.tp, mesh.cp, mesh.dp_shard, mesh.dp_replicate):
+        if size % ep == 0:
+            return True
+        if ep % size:
+            return False
+        ep //= size
+    return False
+
+
+def near_multiples(number: int, step: int) -> list[int]:
+    """The multiples of ``step`` on both sides of ``number``, without zero."""
+    below = number // step * step
+    return [multiple for multiple in (below, below + step) if multiple]
+
+
+def _world(mesh: Mesh, world_size: int, auto: str | None) -> Iterator[Problem]:
+    needed = mesh.world_size
+    if needed == world_size:
+        return
+    ranks = f"{needed} rank{'s' if needed != 1 else ''}"
+    if auto is not None:
+        others = needed // mesh.sizes()[auto]
+        start = _either(near_multiples(world_size, others))
+        yield Problem(
+            ("mesh", auto),
+            f"mesh.{auto} is auto, but the other axes take {others} processes at a time, and the job was started with "
+            f"{world_size}; start {start} processes, or change another axis",
+        )
+        return
+    start = f"{needed} process{'es' if needed != 1 else ''}"
+    how = f" (d9d train --nproc {needed}, torchrun, or srun)" if needed > 1 else ""
+    text = f"mesh: {mesh} = {ranks}, but the job was started with {world_size}; change mesh or start {start}{how}"
+    yield Problem(("mesh",), text)
+
+
+def _expert_groups(mesh: Mesh) -> Iterator[Problem]:
+    if covers(mesh.ep, mesh):
+        return
+    inner = {axis: mesh.sizes()[axis] for axis in ("tp", "cp", "dp_shard", "dp_replicate")}
+    size = math.prod(inner.values())
+    legal = [count for count in _divisors(size) if covers(count, mesh)]
+    axes = ", ".join(f"{axis}={size}" for axis, size in inner.items())
+    yield Problem(
+        ("mesh", "ep"),
+        f"mesh.ep: {mesh.ep} expert groups must cover whole inner axes and divide the next one; here {axes}: "
+        f"use {_either(_nearest(legal, mesh.ep))}",
+    )
+
+
+def _unused(job: BaseJob, selection: Parts, registry: Registry) -> Iterator[Problem]:
+    for axis in unused_axes(job.mesh, selection):
+        names = [spec.key for spec in strategies_for(axis, registry)]
+        which = f" ({_either(names)})" if names else ""
+        what = "a schedule to 'pipeline'" if axis == "pp" else f"a strategy for it{which} to 'parallel'"
+        size = job.mesh.sizes()[axis]
+        text = f"mesh.{axis} is {size}, but nothing in the job uses that axis; add {what}, or set it to 1"
+        yield Problem(("mesh", axis), text)
+
+
+def _batch(job: BaseJob, world_size: int) -> Iterator[Problem]:
+    ranks, size, micro = job.mesh.data_parallel_size, job.batch.size, job.batch.microbatch
+    step = ranks * (micro or 1)
+    if size % ranks and world_size > 1 and math.gcd(size, world_size) == 1:
+        sizes = _either(near_multiples(size, step))
+        fitting = _either([count for count in _divisors(size) if count <= 8 * world_size])
+        yield Problem(
+            ("batch", "size"),
+            f"batch.size {size} fits no data-parallel layout of {world_size} processes, which share no divisor with "
+            f"it; use {sizes}, or start {fitting} processes",
+        )
+    elif size % ranks:
+        sizes = _either(near_multiples(size, step))
+        text = f"batch.size {size} cannot be split over {ranks} data-parallel ranks; use {sizes}"
+        yield Problem(("batch", "size"), text)
+    elif micro is not None and (size // ranks) % micro:
+        share = size // ranks
+        yield Problem(
+            ("batch", "microbatch"),
+            f"batch.size {size} on {ranks} data-parallel rank(s) is {share} samples each, not a multiple of "
+            f"batch.microbatch {micro}; use batch.microbatch {math.gcd(share, micro)}, "
+            f"or batch.size {_either(near_multiples(size, step))}",
+        )
+    elif job.microbatches > MAX_MICROBATCHES:
+        yield Problem(
+            ("batch", "microbatch"),
+            f"batch.size {size} makes {job.microbatches:,} microbatches a step on each rank, and at most "
+            f"{MAX_MICROBATCHES:,} can be scheduled; make batch.microbatch larger",
+        )
+
+
+def _schedule(job: BaseJob, selection: Parts) -> Iterator[Problem]:
+    if selection.schedule is None:
+        return  # pipeline ranks without one are an axis that nothing uses
+    try:
+        plan_pipeline(job, selection)
+    except D9dError as error:
+        yield Problem(("pipeline",), str(error), error)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})
+
+
+def _nearest(legal: list[int], wanted: int) -> list[int]:
+    return sorted(sorted(legal, key=lambda value: abs(value - wanted))[:_LISTED])
+
+
+def _either(values: Iterable[object]) -> str:
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,171 @@
+"""Edit of a job file that mends its layout: the nearest layout that fits, tried before it is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from d9d_core.config.base import PluginConfig, speakable
+from d9d_core.config.job import MAX_MICROBATCHES, BaseJob, Batch, Mesh
+from d9d_core.config.lookup import load_config
+from d9d_core.config.resolve import Parts, select_parts
+from d9d_core.errors import D9dError
+from d9d_core.layout.check import covers, layout_problems, near_multiples, strategies_for, unused_axes
+from d9d_core.plugin.capabilities import Circumstances, judge
+from d9d_core.plugin.registry import Registry
+from d9d_core.program.placement import plan_pipeline
+
+#: Numbers of microbatches that are tried for a schedule.
+_TRIES = 16
+_SECTIONS = ("mesh", "parallel", "pipeline", "batch")
+
+
+def mended(job: BaseJob, registry: Registry, world_size: int) -> BaseJob | None:
+    """The job with the nearest layout that fits these processes; ``None`` if none was found.
+
+    Axes that nothing uses get a strategy or a schedule where one is installed, else one rank. What the mesh leaves or
+    lacks is taken from data parallelism. Of the batch, its division is changed before its size is.
+
+    Args:
+        job: with a layout that does not fit.
+        registry: strategies and schedules that may be added.
+        world_size: number of processes.
+    """
+    try:
+        fitting = _with_batch(_with_users(_with_ranks(job, registry, world_size), registry), registry)
+        selection = select_parts(fitting, registry)
+        if layout_problems(fitting, selection, registry, world_size) or not _capable(fitting, selection, registry):
+            return None
+    except (D9dError, ValidationError, _NoneFitsError):
+        return None
+    return fitting
+
+
+def edit(before: BaseJob, after: BaseJob) -> str:
+    """Lines of a job file for what differs between two layouts, with ``auto`` for the data-parallel axis.
+
+    Args:
+        before: the job.
+        after: :func:`mended`.
+    """
+    lines = []
+    for section in _SECTIONS:
+        old, new = getattr(before, section), getattr(after, section)
+        if old != new:
+            text = yaml.safe_dump(_written(new), default_flow_style=True, sort_keys=False, width=10_000)
+            lines.append(f"{section}: {text.splitlines()[0]}")  # a scalar's document ends with a line of dots
+    return "\n".join(lines)
+
+
+class _NoneFitsError(Exception):
+    """No layout that is near enough fits."""
+
+
+def _with_ranks(job: BaseJob, registry: Registry, world_size: int) -> BaseJob:
+    """The job with a mesh of so many ranks."""
+    sizes = job.mesh.sizes()
+    selection = select_parts(job, registry)
+    for axis in unused_axes(job.mesh, selection):
+        if not any(_addable(job, axis, registry)):
+            sizes[axis] = 1
+    model_ranks = sizes["pp"] * sizes["cp"] * sizes["tp"]
+    if world_size % model_ranks:
+        raise _NoneFitsError
+    left = world_size // model_ranks
+    if sizes["dp_replicate"] * sizes["dp_shard"] != left:
+        only_replicas = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1
+        sizes |= {"dp_replicate": left} if only_replicas else _shards(sizes["dp_replicate"], left)
+    mesh = Mesh(**{**sizes, "ep": 1})
+    legal = [count for count in range(1, sizes["ep"] + 1) if covers(count, mesh)]
+    return job.model_copy(update={"mesh": mesh.model_copy(update={"ep": legal[-1]})})
+
+
+def _shards(replicas: int, left: int) -> dict[str, int]:
+    return {"dp_shard": left // replicas} if left % replicas == 0 else {"dp_replicate": 1, "dp_shard": left}
+
+
+def _with_users(job: BaseJob, registry: Registry) -> BaseJob:
+    """The job with a user of each axis of its mesh."""
+    for axis in unused_axes(job.mesh, select_parts(job, registry)):
+        added = next(_addable(job, axis, registry), None)
+        if added is None:
+            raise _NoneFitsError
+        section: dict[str, Any] = {"pipeline": added} if axis == "pp" else {"parallel": [*job.parallel, added]}
+        job = job.model_copy(update=section)
+    return job
+
+
+def _addable(job: BaseJob, axis: str, registry: Registry) -> Iterator[PluginConfig]:
+    """Configs of what could be added for an axis, and that nothing in the job refuses."""
+    if axis == "pp":
+        entries = registry.entries("schedule")
+    else:
+        names = [spec.key for spec in strategies_for(axis, registry)]
+        entries = [entry for name in names for entry in registry.entries("strategy") if entry.spec.key == name]
+    for entry in entries:
+        try:
+            config = load_config(entry)(name=entry.spec.key)
+        except (D9dError, ValidationError):
+            continue
+        update: dict[str, Any] = {"pipeline": config} if axis == "pp" else {"parallel": [*job.parallel, config]}
+        grown = job.model_copy(update=update)
+        if _capable(grown, select_parts(grown, registry), registry):
+            yield config
+
+
+def _capable(job: BaseJob, selection: Parts, registry: Registry) -> bool:
+    verdicts = judge(selection.all(), registry, Circumstances(job.mesh.sizes()))
+    return all(verdict.satisfied is not False for verdict in verdicts)
+
+
+def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
+    """The job with a batch that its ranks and its schedule can divide."""
+    ranks, batch = job.mesh.data_parallel_size, job.batch
+    if batch.size % ranks:
+        legal = near_multiples(batch.size, ranks * (batch.microbatch or 1))
+        batch = Batch(size=min(legal, key=lambda size: abs(size - batch.size)), microbatch=batch.microbatch)
+    share = batch.size // ranks
+    if batch.microbatch is not None and share % batch.microbatch:
+        batch = Batch(size=batch.size, microbatch=math.gcd(share, batch.microbatch))
+    if share // (batch.microbatch or share) > MAX_MICROBATCHES:
+        fewest = next(size for size in range(share // MAX_MICROBATCHES, share + 1) if size and share % size == 0)
+        batch = Batch(size=batch.size, microbatch=fewest)
+    selection = select_parts(job, registry)
+    for candidate in _scheduled(batch, ranks) if selection.schedule else [batch]:
+        fitting = job.model_copy(update={"batch": candidate})
+        try:
+            plan_pipeline(fitting, selection)
+        except D9dError:
+            continue
+        return fitting
+    raise _NoneFitsError
+
+
+def _scheduled(batch: Batch, ranks: int) -> Iterator[Batch]:
+    """Batches to try: this one, then more microbatches of the same samples, then more samples."""
+    yield batch
+    share = batch.size // ranks
+    own = batch.microbatch or share
+    smaller = [size for size in range(own - 1, 0, -1) if share % size == 0]
+    for size in smaller[:_TRIES]:
+        yield Batch(size=batch.size, microbatch=size)
+    for count in range(share // own + 1, share // own + 1 + 4 * _TRIES):
+        yield Batch(size=ranks * own * count, microbatch=own)
+
+
+def _written(value: Any) -> Any:
+    """Value as a job file has it: without defaults, and a component without settings as its name."""
+    if isinstance(value, Mesh):
+        sizes: dict[str, Any] = {axis: size for axis, size in value.sizes().items() if size > 1}
+        axis = "dp_shard" if "dp_shard" in sizes else "dp_replicate"
+        return sizes | ({axis: "auto"} if axis in sizes else {})
+    if isinstance(value, list):
+        return [_written(item) for item in value]
+    if isinstance(value, PluginConfig):
+        fields = speakable(value.model_dump(mode="json", exclude_defaults=True)) | {"name": value.selector}
+        return value.selector if len(fields) == 1 else fields
+    return speakable(value.model_dump(mode="json", exclude_none=True)) if isinstance(value, Batch) else value

@@ -1,0 +1,63 @@
+"""``d9d sweep``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, policy_of, say
+from d9d_core.errors import JobError
+
+app = command_app("sweep", "Train a job with every combination of some values.")
+
+
+@app.command()
+def sweep(
+    job: JobPath,
+    grid: Annotated[list[str], typer.Option("--grid", metavar="FIELD=A,B", help="Values of a field; may be repeated.")],
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Directory of the runs; <run.dir>/<run.name>-sweep by default."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(metavar="N", help="Runs at a time; 1 by default.", min=1)] = None,
+    nproc: Annotated[str | None, typer.Option(metavar="N", help="As of train, for each run.")] = None,
+    slurm: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the script of an array job in place of running.")
+    ] = None,
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Train every combination as a run of its own. Runs that are finished are skipped, others continue."""
+    from d9d_engine.runs.array_script import array_script
+    from d9d_engine.runs.grid import combine
+    from d9d_engine.runs.record import find_runs
+    from d9d_engine.runs.sweep import Sweep
+    from d9d_engine.runs.tables import sweep_table
+
+    if nproc is not None and nproc != "auto" and not nproc.isdecimal():
+        raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+    world = int(nproc) if nproc is not None and nproc != "auto" else None
+    policy = policy_of(plugin, no_plugins, strict_plugins)
+    runs = combine(job, grid, overrides, policy, directory, world)
+    options = [word for file in plugin for word in ("--plugin", str(file))]
+    options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+    options += [] if nproc is None else ["--nproc", nproc]
+    parent = runs[0].directory.parent
+    if slurm is not None:
+        if slurm.exists():
+            raise JobError(f"--slurm: {slurm} exists; name another file, or remove it")
+        parent.mkdir(parents=True, exist_ok=True)  # Slurm makes no directory for output
+        slurm.write_text(array_script(runs, ["train", str(job)], options, parent, jobs), encoding="utf-8")
+        say(f"{len(runs)} tasks in {slurm}; submit it with: sbatch {slurm}")
+        return
+    whole = Sweep(runs, ["train", str(job)], options, jobs or 1, say)
+    interrupted = whole.run()
+    records = {record.name: record for record in (find_runs([parent]) if any(parent.glob("*/job.yaml")) else [])}
+    sweep_table(whole, records)
+    if interrupted:
+        raise KeyboardInterrupt("runs that trained are saved; start the sweep again to continue")
+    if whole.errors:
+        raise typer.Exit(1)

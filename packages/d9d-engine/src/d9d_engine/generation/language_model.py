@@ -1,0 +1,266 @@
+"""Language model of transformers: prompts to token ids, and its own ``generate``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.errors import BuildError, CheckpointError, DataError, JobError, PluginError
+
+from d9d_engine.generation.library import load_library
+from d9d_engine.generation.prompts import Prompt
+
+_COMMAND = "d9d generate"
+#: Files of which a tokenizer has one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+#: Parts of the names of model classes that can write text.
+_WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+#: What model code and templates raise when their input is not as they expect.
+_FOREIGN = (ValueError, RuntimeError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Settings of a generation; ``None`` leaves the model's own (``generation_config.json``).
+
+    Attributes:
+        max_new_tokens: most tokens of a completion.
+        temperature: divides the logits before a token is drawn; 0 takes the most probable one.
+        top_p: tokens are drawn from the most probable ones that together have this probability.
+        seed: of the draws.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            JobError: ``top_p`` has no effect.
+        """
+        if self.temperature == 0 and self.top_p is not None:
+            raise JobError("--top-p: at temperature 0 the most probable token is taken, so it changes nothing")
+
+    def arguments(self) -> dict[str, Any]:
+        """Fields of transformers' ``GenerationConfig``."""
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.temperature is not None:
+            given["do_sample"] = self.temperature > 0
+        if self.temperature:
+            given["temperature"] = self.temperature
+        if self.top_p is not None:
+            given |= {"do_sample": True, "top_p": self.top_p}
+        return given
+
+
+class LanguageModel:
+    """Model and tokenizer of a directory in Hugging Face layout, loaded by transformers.
+
+    No code of the directory runs and no pickle is read.
+
+    Args:
+        directory: of the model.
+        tokenizer: directory of its tokenizer.
+        adapter: directory of an adapter for it in the format of the ``peft`` library.
+        device: where it computes.
+        dtype: number format of its weights; ``None`` keeps theirs.
+
+    Raises:
+        PluginError: transformers, or peft for an adapter, is not installed.
+        CheckpointError: it is no language model, has no tokenizer, or cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: Path,
+        adapter: Path | None,
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._library = load_library("transformers", _COMMAND)
+        peft = load_library("peft", f"{_COMMAND} of an adapter") if adapter is not None else None
+        if not any((tokenizer / name).is_file() for name in _TOKENIZERS):
+            raise CheckpointError(
+                f"{tokenizer} has no tokenizer; name a directory that has the model's: --tokenizer DIR"
+            )
+        own = {"local_files_only": True, "trust_remote_code": False}
+        with _loading(tokenizer):
+            self.tokenizer = self._library.AutoTokenizer.from_pretrained(tokenizer, **own)
+        with _loading(directory):
+            config = self._library.AutoConfig.from_pretrained(directory, **own)
+            _check_writes(directory, config)
+            load = self._library.AutoModelForCausalLM.from_pretrained
+            model = load(directory, use_safetensors=True, dtype=dtype or "auto", **own)
+        if peft is not None:
+            assert adapter is not None
+            with _loading(adapter):
+                model = peft.PeftModel.from_pretrained(model, adapter, local_files_only=True)
+        self._model = model.to(device).eval()
+        self.device = device
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(self.tokenizer.chat_template)
+
+    def encode(self, prompt: Prompt, tools: Sequence[Any] | None, system: str | None, raw: bool) -> list[int]:
+        """Token ids of a prompt; a text is a user's message if there is a chat template.
+
+        Args:
+            prompt: text or messages.
+            tools: schemas of tools, for prompts that name none.
+            system: message that comes first, for prompts that have none.
+            raw: take a text as it is, to be continued.
+
+        Raises:
+            DataError: the prompt needs a chat template that there is not, or that does not take it.
+        """
+        tools = tools if prompt.tools is None else prompt.tools
+        if prompt.text is not None and (raw or not self.has_template):
+            if system or tools:
+                raise DataError(
+                    f"{prompt.where}: a system message and tools need a chat template, and "
+                    + ("--raw leaves it out" if raw else f"{self._name()} has none")
+                )
+            return self._checked(self.tokenizer(prompt.text)["input_ids"], prompt.where)
+        if not self.has_template:
+            raise DataError(
+                f"{prompt.where}: {self._name()} has no chat template, so it cannot answer messages; "
+                "give it a text to continue: --prompt TEXT, or 'prompt' in a file"
+            )
+        messages = [{"role": "user", "content": prompt.text}] if prompt.text is not None else [*prompt.messages]
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) if tools else None, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:  # templates raise what they like, jinja2's errors among them
+            raise DataError(f"{prompt.where}: the chat template of {self._name()} refuses it: {error}") from error
+        return self._checked(ids, prompt.where)
+
+    def check_length(self, ids: Sequence[int], new: int, where: str) -> None:
+        """Refuse a prompt that leaves the model no positions for its completion.
+
+        Raises:
+            DataError: there are too few.
+        """
+        if self.positions is not None and len(ids) + new > self.positions:
+            raise DataError(
+                f"{where}: {len(ids)} tokens and {new} new ones are more than the model's {self.positions} positions; "
+                "shorten it, or lower --max-new-tokens"
+            )
+
+    def stream(self, ids: Sequence[int], decoding: Decoding) -> list[int]:
+        """Write a completion to standard output, token by token, and return its ids.
+
+        Raises:
+            BuildError: the model cannot generate with these settings.
+        """
+        streamer = self._library.TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        return self._generate([ids], decoding, decoding.seed, streamer)[0]
+
+    def complete(self, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int) -> list[list[int]]:
+        """Complete prompts together, padded on the left.
+
+        Args:
+            prompts: token ids.
+            decoding: settings; their seed does not count.
+            seed: of the draws.
+
+        Returns:
+            The ids of each completion, its end of text included.
+
+        Raises:
+            BuildError: the model cannot generate with these settings.
+        """
+        return self._generate(prompts, decoding, seed, None)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Text of token ids without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def ends(self, ids: Sequence[int]) -> bool:
+        """Whether a completion ends with an end of text, and was not cut off."""
+        return bool(ids) and ids[-1] in self._ends
+
+    @property
+    def _ends(self) -> list[int]:
+        """Ids that end a text: the model's own, or the tokenizer's."""
+        own = self._model.generation_config.eos_token_id
+        own = self.tokenizer.eos_token_id if own is None else own
+        return [] if own is None else [own] if isinstance(own, int) else list(own)
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, seed: int, streamer: Any
+    ) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        padding = self.tokenizer.pad_token_id
+        if padding is None:
+            padding = (self._ends or [0])[0]
+        rows = [[padding] * (longest - len(ids)) + list(ids) for ids in prompts]
+        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]
+        settings = copy.deepcopy(self._model.generation_config)
+        # A limit on all tokens would be another one than that on the new ones.
+        settings.max_length = None
+        settings.update(**decoding.arguments(), pad_token_id=padding, eos_token_id=self._ends or None)
+        torch.manual_seed(seed)
+        try:
+            with torch.inference_mode():
+                output = self._model.generate(
+                    input_ids=torch.tensor(rows, device=self.device),
+                    attention_mask=torch.tensor(mask, device=self.device),
+                    generation_config=settings,
+                    streamer=streamer,
+                )
+        except _FOREIGN as error:
+            raise BuildError(f"{self._name()} cannot generate: {type(error).__name__}: {error}") from error
+        return [self._cut(row) for row in output[:, longest:].tolist()]
+
+    def _cut(self, ids: list[int]) -> list[int]:
+        """Completion without the padding behind its end of text."""
+        ends = set(self._ends)
+        end = next((position for position, token in enumerate(ids) if token in ends), len(ids))
+        return ids[: end + 1]
+
+    def _checked(self, ids: Any, where: str) -> list[int]:
+        if not ids:
+            raise DataError(f"{where}: it has no token; a prompt needs one")
+        return list(ids)
+
+    def _name(self) -> str:
+        return str(self.tokenizer.name_or_path)
+
+
+def _check_writes(directory: Path, config: Any) -> None:
+    names: list[str] = getattr(config, "architectures", None) or []
+    if names and not any(part in name for name in names for part in _WRITERS):
+        raise CheckpointError(
+            f"{directory} is a {', '.join(names)}, which writes no text; name a causal language model"
+        )
+
+
+@contextmanager
+def _loading(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, PluginError):
+        raise
+    except (OSError, ImportError, *_FOREIGN) as error:
+        raise CheckpointError(f"{directory} cannot be loaded by transformers: {error}") from error
+
+
+def row_of(prompt: Prompt, completion: Sequence[int], model: LanguageModel) -> Mapping[str, Any]:
+    """Line of the output: the fields of the prompt, and ``completion``, ``tokens`` and ``finish``."""
+    finish = "stop" if model.ends(completion) else "length"
+    return {**prompt.fields, "completion": model.text(completion), "tokens": len(completion), "finish": finish}

@@ -1,0 +1,1 @@
+"""Runs that exist, and sweeps that make several of them."""

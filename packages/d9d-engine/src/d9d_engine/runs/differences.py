@@ -1,0 +1,34 @@
+"""Fields in which jobs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Fields that differ between any two runs.
+NAMES = ("run.name", "run.dir", "run.description")
+
+
+def flattened(job: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Fields of a job by their dotted names; lists stay values."""
+    found: dict[str, Any] = {}
+    for name, value in job.items():
+        if isinstance(value, Mapping) and value:
+            found |= flattened(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def differing(jobs: Sequence[Mapping[str, Any]], leave_out: Sequence[str] = NAMES) -> dict[str, list[Any]]:
+    """Fields that are not the same in all jobs, with the value of each job; ``None`` where a job has no such field."""
+    flat = [flattened(job) for job in jobs]
+    names = dict.fromkeys(name for fields in flat for name in fields if name not in leave_out)
+    table = {name: [fields.get(name) for fields in flat] for name in names}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+
+
+def shown(value: Any) -> str:
+    """Value of a field as a job file has it."""
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,173 @@
+"""Record of a run, read from what it has left in its directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from d9d_core.config.document import Document
+from d9d_core.errors import JobError
+
+from d9d_engine.trackers.lines import read_lines
+
+JOB = "job.yaml"
+_STEP = re.compile(r"step-(\d+)")
+Status = Literal["running", "finished", "stopped", "started", "damaged"]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Run on this machine.
+
+    Attributes:
+        directory: of the run.
+        job: values of its job, all defaults filled in; empty if they cannot be read.
+        lines: logged values, each with ``step``.
+        saved: step of its newest checkpoint; 0 without one.
+    """
+
+    directory: Path
+    job: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
+    saved: int
+
+    @classmethod
+    def read(cls, directory: Path) -> RunRecord:
+        """Read a run; what is damaged counts as absent."""
+        job: Mapping[str, Any] = {}
+        with suppress(JobError):
+            job = Document.read(directory / JOB).values
+        return cls(directory, job, list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job)))
+
+    @property
+    def name(self) -> str:
+        """Name of the run's directory."""
+        return self.directory.name
+
+    @cached_property
+    def status(self) -> Status:
+        """Status: ``stopped`` has a checkpoint to go on from, ``started`` has none."""
+        if not self.job:
+            return "damaged"
+        checkpoints = _checkpoints(self.directory, self.job)
+        if checkpoints is not None and _is_held(checkpoints / ".lock"):
+            return "running"
+        if self.is_complete:
+            return "finished"
+        return "stopped" if self.saved else "started"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps are done and the model is exported, if the job asks for that."""
+        export = self.job.get("export")
+        if not export:
+            return self.total is not None and self.saved >= self.total
+        files = (self.directory / "model" / "config.json", self.directory / "adapter" / "adapter_config.json")
+        written = [file.stat().st_mtime_ns for file in files if file.is_file()]
+        # An export is the last that a run does; a run that was prolonged since has newer checkpoints.
+        return bool(written) and max(written) >= self._newest
+
+    @property
+    def total(self) -> int | None:
+        """Steps of the whole run, if its job counts steps."""
+        steps = self.job.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def step(self) -> int:
+        """Steps that are done, as far as a log or a checkpoint says."""
+        return max(self.saved, *(int(line["step"]) for line in self.lines), 0)
+
+    @property
+    def started(self) -> datetime | None:
+        """Time of the last start."""
+        with suppress(OSError):
+            return datetime.fromtimestamp((self.directory / JOB).stat().st_mtime, UTC)
+        return None
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training over all starts, without start-up, evaluations and checkpoints: tokens by their rate."""
+        total, before = 0.0, 0.0
+        for line in self.lines:
+            tokens, rate = line.get("tokens"), line.get("tokens_per_second")
+            if isinstance(tokens, int | float) and isinstance(rate, int | float) and rate > 0:
+                total, before = total + max(tokens - before, 0) / rate, tokens
+        return total
+
+    def points(self, series: str) -> list[tuple[int, float]]:
+        """Steps and values of a logged series."""
+        pairs = [(line["step"], line.get(series)) for line in self.lines]
+        return [(step, value) for step, value in pairs if isinstance(value, int | float)]
+
+    def last(self, series: str) -> float | None:
+        """Last value of a logged series."""
+        points = self.points(series)
+        return points[-1][1] if points else None
+
+    def best(self, series: str) -> float | None:
+        """Least value of a logged series."""
+        return min((value for _, value in self.points(series)), default=None)
+
+    @property
+    def _newest(self) -> int:
+        checkpoints = _checkpoints(self.directory, self.job)
+        if checkpoints is None or not self.saved:
+            return 0
+        manifest = checkpoints / f"step-{self.saved:08d}" / "manifest.json"
+        return manifest.stat().st_mtime_ns if manifest.is_file() else 0
+
+
+def find_runs(locations: Iterable[Path]) -> list[RunRecord]:
+    """Find runs: directories of runs, and all runs directly inside other directories.
+
+    Raises:
+        JobError: a location holds none.
+    """
+    found: dict[Path, RunRecord] = {}
+    for location in locations:
+        inside = [location] if (location / JOB).is_file() else sorted(file.parent for file in location.glob(f"*/{JOB}"))
+        if not inside:
+            what = "holds no run" if location.is_dir() else "is no directory"
+            raise JobError(f"{location} {what}; name the directory of a run (with {JOB}), or the one above it")
+        found |= {directory.resolve(): RunRecord.read(directory) for directory in inside}
+    return list(found.values())
+
+
+def _checkpoints(directory: Path, job: Mapping[str, Any]) -> Path | None:
+    """Directory of a run's checkpoints on this machine."""
+    section = job.get("checkpoint")
+    given = section.get("dir") if isinstance(section, Mapping) else None
+    if not isinstance(given, str):
+        return directory / "checkpoints"
+    return None if "://" in given else Path(given)
+
+
+def _saved(checkpoints: Path | None) -> int:
+    if checkpoints is None:
+        return 0
+    found = [_STEP.fullmatch(file.parent.name) for file in checkpoints.glob("step-*/manifest.json")]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process of this machine trains the run that has this lock."""
+    try:
+        os.kill(int(lock.read_text()[:20]), 0)
+    except (OSError, ValueError):  # nobody, or somebody of another user, who has not written here
+        return False
+    # The number may be that of another process by now.
+    with suppress(OSError), lock.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

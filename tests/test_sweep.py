@@ -1,0 +1,180 @@
+"""``d9d sweep``: grids that are checked first, runs that are processes, and what is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_engine.api import Job
+
+Run = Callable[..., tuple[int, str, str]]
+MakeJob = Callable[..., Path]
+LIGHT = {"metrics": [], "lr_schedule": None, "trackers": [{"name": "jsonl", "picture": False}]}
+
+
+@pytest.mark.parametrize(
+    ("grids", "message"),
+    [
+        (["optimizer.lrr=1,2"], "--grid optimizer.lrr: "),
+        (["optimizer.lr=1e-4,fast"], "--grid optimizer.lr: "),
+        (["optimizer.lr=1e-4,0.0001"], "lr-1e-4 and lr-0.0001 are the same job"),
+        (["seed=0,1", "seed=2"], "a field appears twice"),
+        (["seed=0,"], "--grid seed=0,: write FIELD=VALUE,VALUE"),
+        (["run.name=a,b"], "run.name cannot differ between the runs of a sweep"),
+        (["lr_schedule.warmup_steps=1"], "--grid lr_schedule.warmup_steps=1: "),
+    ],
+)
+def test_a_grid_that_cannot_be_is_told_before_anything_starts(
+    d9d: Run, small_job: MakeJob, tmp_path: Path, grids: list[str], message: str
+) -> None:
+    job = small_job(**LIGHT)
+    status, _, err = d9d("sweep", str(job), *(word for grid in grids for word in ("--grid", grid)))
+    assert status == 2
+    assert message in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_array_job_has_a_task_for_each_run(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
+    job, script = small_job(**LIGHT), tmp_path / "sweep.sh"
+    grids = ("--grid", "optimizer.lr=1e-4,3e-4", "--grid", "data.sequence_length=16,32")
+    given = ("sweep", str(job), *grids, "--set", "run.description=it's", "--slurm", str(script))
+    status, _, err = d9d(*given, "--jobs", "2")
+    assert (status, err) == (0, f"4 tasks in {script}; submit it with: sbatch {script}\n")
+    assert "#SBATCH --array=0-3%2\n" in script.read_text()
+    stand_in = tmp_path / "bin" / "d9d"
+    stand_in.parent.mkdir()
+    stand_in.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    stand_in.chmod(0o755)
+    names = []
+    for task in range(4):
+        environ = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}", "SLURM_ARRAY_TASK_ID": str(task)}
+        out = subprocess.run(["bash", script], env=environ, check=True, capture_output=True, text=True).stdout
+        command, file, *words = json.loads(out)
+        assert (command, file, set(words[::2])) == ("train", str(job), {"--set"})
+        names.append(Job.load(file, overrides=words[1::2]).run)
+    expected = [f"lr-{lr}_sequence_length-{length}" for lr in ("1e-4", "3e-4") for length in (16, 32)]
+    assert [run.name for run in names] == expected
+    assert {(run.dir, run.description) for run in names} == {(tmp_path / "runs" / "small-sweep", "it's")}
+    assert d9d(*given)[0] == 2  # the script exists
+
+
+def values_of(out: str) -> dict[str, list[str]]:
+    """Cells of each line of a table by the first one."""
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines()[1:] if line.strip()}
+
+
+@pytest.mark.thorough
+def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(BROKEN)
+    job = small_job(**LIGHT, steps=2, export=False, plugins=[str(broken)], subscribers=[{"name": "fails_with"}])
+    given = ("sweep", str(job), "--grid", "seed=2,3", "--jobs", "2")
+    status, out, _ = d9d(*given)
+    assert status == 1
+    rows = values_of(out)
+    assert [rows[f"seed-{n}"][0] for n in (2, 3)] == ["failed", "finished"]
+    assert out.count("ValueError: this seed is unlucky") == 1
+    directory = tmp_path / "runs" / "small-sweep"
+    log = (directory / "seed-2.log").read_text()
+    broken.write_text(BROKEN.replace("== 2", "== 9"))
+    status, out, _ = d9d(*given)
+    assert status == 0
+    rows = values_of(out)
+    assert [rows[f"seed-{n}"][:2] for n in (2, 3)] == [["finished", "2/2"], ["skipped", "2/2"]]
+    assert (directory / "seed-2.log").read_text().startswith(log)
+    alone = tmp_path / "alone"
+    Job.load(job, overrides=["seed=3", f"run.dir={alone}"]).build(lambda _: None).train()
+    found, expected = (
+        [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (directory / "seed-3", alone / "small")
+    )
+    assert found == expected
+    status, _, err = d9d(*given, "--set", "optimizer.lr=0.5")
+    assert status == 2
+    assert "is of another job: optimizer.lr is 0.01 there and 0.5 here" in err
+
+
+BROKEN = '''
+from typing import Literal
+from d9d_core.extend import JobConfigured, OptimizerReady, PluginConfig
+from d9d_core.plugin import Ref, SubscriberSpec, hookimpl
+D9D_API = 1
+
+class Config(PluginConfig):
+    """Fails with one seed."""
+
+    name: Literal["fails_with"] = "fails_with"
+    """Selects it."""
+
+class Fails:
+    def __init__(self, config): pass
+    def subscriptions(self): return [(JobConfigured, self.look), (OptimizerReady, self.fail)]
+    def look(self, event): self.seed = event.job.seed
+    def fail(self, event):
+        if self.seed == 2:
+            raise ValueError("this seed is unlucky")
+
+@hookimpl
+def d9d_subscribers():
+    config, build = Ref(f"{__name__}:Config"), Ref(f"{__name__}:Fails")
+    yield SubscriberSpec(name="fails_with", summary="s", config=config, build=build)
+'''
+
+
+def started(job: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "d9d_core", "sweep", str(job), "--grid", "seed=0,1,2", "--jobs", "2", *more]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.05)
+
+
+def trainings(directory: Path) -> list[int]:
+    """Processes that train runs in a directory."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            state = (process / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if "train" in words and any(str(directory) in word for word in words) and state != "Z":
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_is_left_when_a_sweep_is_ended(small_job: MakeJob, tmp_path: Path, number: signal.Signals) -> None:
+    job = small_job(**LIGHT, steps=100_000, checkpoint={"every": None})
+    directory = tmp_path / "runs" / "small-sweep"
+    sweep = started(job)
+    try:
+        logs = [directory / f"seed-{seed}" / "metrics.jsonl" for seed in (0, 1)]
+        wait_until(lambda: all(log.exists() and log.stat().st_size for log in logs))
+        assert len(trainings(directory)) == 2
+        sweep.send_signal(number)
+        out, err = sweep.communicate(timeout=60)
+        wait_until(lambda: not trainings(directory))
+    finally:
+        sweep.kill()
+    saved = [seed for seed in (0, 1, 2) if list((directory / f"seed-{seed}").glob("checkpoints/step-*/manifest.json"))]
+    assert saved == [0, 1]
+    if number == signal.SIGINT:
+        assert sweep.returncode == 130
+        assert err.endswith("interrupted: runs that trained are saved; start the sweep again to continue\n")
+        assert [values_of(out)[f"seed-{n}"][0] for n in (0, 1)] == ["interrupted", "interrupted"]
+        assert "not started" in out
