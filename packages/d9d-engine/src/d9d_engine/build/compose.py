@@ -70,7 +70,8 @@ def build(
     topology.watchdog.phase("startup")
     selection = resolve(job, registry, circumstances(job, topology.device)).selection
     subscribers = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
-    events = ev.Events([*subscribers.values(), *observers])
+    subscribers |= {f"observers[{index}]": observer for index, observer in enumerate(observers)}
+    events = ev.Events(subscribers.values())
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
@@ -151,7 +152,6 @@ def build(
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
-    manifest = Manifest.of(registry)
     checkpointer = Checkpointer(
         store=store,
         stage=model,
@@ -162,7 +162,7 @@ def build(
         trackers=trackers,
         subscribers={name: one for name, one in subscribers.items() if isinstance(one, StatefulSubscriber)},
         job=job,
-        manifest=manifest,
+        manifest=Manifest.of(registry),
         note=note,
     )
     return Trainer(
@@ -175,7 +175,7 @@ def build(
         trackers=trackers,
         evaluator=evaluator,
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, published, manifest, note),
+        export=exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
         interrupts=interrupts,
         events=events,
         ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
