@@ -216,14 +216,7 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
         evaluation={"every": 2, "packs": "all", "data": data, "metrics": ["perplexity"]},
     )  # fmt: skip
 
-    def run(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "d9d_core", *arguments], capture_output=True, text=True, check=False, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    run("train", str(job))
+    command("train", str(job))
     start = str(tmp_path / "runs" / "small" / "checkpoints" / "step-00000001")
     words = ["evaluate", str(job), "--compare", start, "--json"]
     found = {}
@@ -233,11 +226,42 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
         "pp": ["--nproc", "2", "--set", "mesh.pp=2", "--set", "pipeline=1f1b"],
     }
     for name, options in layouts.items():
-        run(*words, str(tmp_path / f"{name}.json"), *options)
+        command(*words, str(tmp_path / f"{name}.json"), *options)
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
     for name in ("fsdp", "pp"):
         for values, expected in zip(numbers(found[name]), numbers(found["alone"]), strict=True):
             assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.thorough
+def test_whole_sets_and_early_stopping_are_alike_over_stages(d9d: Command, small_job: WriteJob, tmp_path: Path) -> None:
+    """A run that gets no better ends after the same step, with the same values."""
+    data = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64}
+    sections: dict[str, Any] = {
+        "data": data, "steps": 20, "lr_schedule": None, "batch": {"size": 8, "microbatch": 2}, "export": False,
+        "evaluation": {"every": 1, "packs": "all", "sets": {"a": data}, "metrics": ["perplexity"]},
+        "subscribers": [{"name": "early_stopping", "series": "eval/a/loss", "patience": 2, "min_delta": 100.0}],
+    }  # fmt: skip
+    status, out, err = d9d("train", str(small_job("alone", **sections)))
+    assert status == 0, err
+    piped = command("train", str(small_job("pp", mesh={"pp": 2}, pipeline="1f1b", **sections)), "--nproc", "2")
+    lines = {}
+    for name, text in (("alone", out), ("pp", piped)):
+        assert "ended after step 3 of 20 and saved: early_stopping: eval/a/loss" in text
+        lines[name] = [line for line in read_log(tmp_path / "runs" / name) if "eval/a/loss" in line]
+        assert [line["step"] for line in lines[name]] == [1, 2, 3]
+    for found, expected in zip(lines["pp"], lines["alone"], strict=True):
+        for series in ("eval/a/loss", "eval/a/perplexity"):
+            assert found[series] == pytest.approx(expected[series], rel=1e-5)
+
+
+def command(*arguments: str) -> str:
+    """Standard output of a command in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "d9d_core", *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def numbers(found: Any) -> list[float]:

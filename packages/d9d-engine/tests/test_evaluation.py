@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.errors import DataError, JobError
-from d9d_core.events import ValuesLogged
+from d9d_core.events import StepEnds, ValuesLogged
+from d9d_core.types import State
 from d9d_engine.api import Job
 from d9d_engine.run.real_samples import only
 from d9d_engine.subscribers.config import EarlyStoppingConfig
 from d9d_engine.subscribers.early_stopping import EarlyStopping
+from d9d_testing.suites.subscriber import SubscriberSuite
 from d9d_testing.toy.runs import metrics_of, noted, quiet
 
 MakeJob = Callable[..., Job]
@@ -168,3 +170,36 @@ def test_a_best_checkpoint_without_anything_to_choose_by_is_warned_about(job: Ma
     )
     trainer.train()
     assert any("'eval/loss' was not logged yet" in note for note in notes)
+
+
+class TestEarlyStopping(SubscriberSuite):
+    target = "early_stopping"
+
+
+def test_an_observer_may_end_a_run_and_keeps_its_state(job: MakeJob) -> None:
+    class Ends:
+        """Ends the run after a number of steps over all starts."""
+
+        def __init__(self, steps: int) -> None:
+            self.steps, self.seen = steps, 0
+
+        def subscriptions(self) -> Any:
+            return [(StepEnds, self._step)]
+
+        def _step(self, _event: StepEnds) -> None:
+            self.seen += 1
+
+        @property
+        def reason_to_end(self) -> str | None:
+            return "enough" if self.seen >= self.steps else None
+
+        def state(self) -> State:
+            return {"seen": self.seen}
+
+        def load_state(self, state: State) -> None:
+            self.seen = int(str(state["seen"]))
+
+    def run(steps: int) -> int:
+        return job().build(lambda _: None, observers=[Ends(steps)]).train().step
+
+    assert [run(3), run(3), run(5)] == [3, 3, 5]

@@ -19,7 +19,7 @@ Everything a component itself needs is here; importing this module imports no to
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``StageMetric``, ``Table`` |
 | tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
-| subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining``, ``ForwardPass`` and the events |
+| subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining``, the events and ``ForwardPass`` |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in

@@ -24,11 +24,11 @@ Dtype = Literal["float32", "bfloat16"]
 # Three years: clocks of libraries overflow at some hundreds.
 Seconds = Annotated[float, Field(gt=0, le=1e8, allow_inf_nan=False)]
 
-#: Mesh axes of which one can be ``auto``: what the other axes leave of the processes.
-DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
 # Part of the names of series.
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
+#: Mesh axes of which one can be ``auto``: what the other axes leave of the processes.
+DATA_AXES = frozenset({"dp_replicate", "dp_shard"})
 #: Processes of the largest mesh: each is known to every other one.
 MAX_RANKS = 1 << 17
 #: Forward passes of the longest step on one rank: each is an action of the step's program.

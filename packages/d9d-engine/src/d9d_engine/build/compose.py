@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
-from torch import nn
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
@@ -71,7 +70,8 @@ def build(
     topology.watchdog.phase("startup")
     selection = resolve(job, registry, circumstances(job, topology.device)).selection
     subscribers = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
-    events = ev.Events([*subscribers.values(), *observers])
+    subscribers |= {f"observers[{index}]": observer for index, observer in enumerate(observers)}
+    events = ev.Events(subscribers.values())
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
@@ -97,9 +97,8 @@ def build(
     ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
     ties.copy_values()
     events.emit(ev.ModelReady(model, assembly.stage_holders(topology)))
-    here = dict(model.named_parameters())
-    trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
-    note(f"model: {_parameters(assembly, here, topology)}")
+    trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
+    note(f"model: {_parameters(assembly, topology)}")
 
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
@@ -119,8 +118,9 @@ def build(
     interrupts = interrupts or Interrupts()
     running = (auxiliary_losses, tallies, gradients, statistics)
     executor = build_executor(job, selection, assembly, topology, task, *running)
-    build = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
-    events.emit(ev.ForwardReady(ModelForward(build, model, assembly.pipeline, job.microbatches, topology), topology))
+    by_name = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
+    forward = ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology)
+    events.emit(ev.ForwardReady(forward, topology))
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,
@@ -148,11 +148,10 @@ def build(
         events=events,
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
-    check_series(job, selection, evaluator, task, auxiliary_losses)
+    check_series(job, selection, evaluator, {**task.coefficients, **auxiliary_losses.coefficients})
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
-    manifest = Manifest.of(registry)
     checkpointer = Checkpointer(
         store=store,
         stage=model,
@@ -163,7 +162,7 @@ def build(
         trackers=trackers,
         subscribers={name: one for name, one in subscribers.items() if isinstance(one, StatefulSubscriber)},
         job=job,
-        manifest=manifest,
+        manifest=Manifest.of(registry),
         note=note,
     )
     return Trainer(
@@ -176,7 +175,7 @@ def build(
         trackers=trackers,
         evaluator=evaluator,
         checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, published, manifest, note),
+        export=exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
         interrupts=interrupts,
         events=events,
         ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
@@ -184,12 +183,16 @@ def build(
     )
 
 
-def _parameters(assembly: Assembly, here: Mapping[str, nn.Parameter], topology: Topology) -> str:
+def _parameters(assembly: Assembly, topology: Topology) -> str:
     groups = (dict(assembly.full_model.named_parameters()), assembly.trained())
     count, training = (sum(parameter.numel() for parameter in group.values()) for group in groups)
-    text = f"{count:,} parameters" + (f", {training:,} of them train" if training < count else "")
-    share = sum(local(parameter).numel() for parameter in here.values())
-    return f"{text} on {topology.device}" + (f", {share:,} of them here" if topology.world_size > 1 else "")
+    here = sum(local(parameter).numel() for parameter in assembly.model.parameters())
+    share = f", {here:,} of them here" if topology.world_size > 1 else ""
+    return (
+        f"{count:,} parameters"
+        + (f", {training:,} of them train" if training < count else "")
+        + f" on {topology.device}{share}"
+    )
 
 
 def _facts(stream: DataStream) -> str:

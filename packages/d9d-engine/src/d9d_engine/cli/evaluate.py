@@ -55,19 +55,22 @@ def evaluate(
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
     nproc: Annotated[
-        str | None, typer.Option(metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs.")
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
+        ),
     ] = None,
 ) -> None:
     """Measure a model on whole datasets: those of the job's evaluation section, or its data, or files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)
 
     def load(world_size: int | None = None) -> tuple[Subject, Subject | None]:
-        request = Request(data, like, checkpoint, overrides, policy, world_size)
         registry = discover_plugins(plugin, no_plugins, strict_plugins)
-        first = find_subject(target, request, registry)
+        first = find_subject(target, Request(data, like, checkpoint, overrides, policy, world_size), registry)
         if compare is None:
             return first, None
-        second = find_subject(compare, Request(like=first.job, policy=policy), registry)
+        second = find_subject(compare, Request(like=first.job, policy=policy, world_size=world_size), registry)
         return first, same_data(second, first)
 
     with Interrupts().noted() as interrupts:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import Part, Selection, resolve
+from d9d_core.config.resolve import Part, Selection
 from d9d_core.errors import CheckpointError
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric, Table
@@ -20,9 +20,9 @@ from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.build.parts.evaluator import Surroundings, build_set
 from d9d_engine.build.plan import circumstances
-from d9d_engine.evaluation.choice import Which, choose_checkpoint
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.evaluation.choice import Which, choose_checkpoint
 from d9d_engine.evaluation.result import Evaluated, Report
 from d9d_engine.evaluation.samples import SampleLosses, SampleRecorder
 from d9d_engine.evaluation.subject import Subject
@@ -83,7 +83,7 @@ def _evaluated(
     job, registry = subject.job, subject.job.registry
     topology.watchdog.phase("startup")
     around = circumstances(job, topology.device)
-    selection = resolve(job, registry, around).selection
+    selection = job.resolve(topology.world_size, around).selection
     own_task: Task = instantiate(selection.task, job.task)
     task = CheckedTask(selection.task, own_task)
     assembly = assemble_forward(job, selection, registry, topology)

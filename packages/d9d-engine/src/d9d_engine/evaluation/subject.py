@@ -54,7 +54,7 @@ class Request:
         checkpoint: ``newest``, ``best`` or a step.
         overrides: ``section.field=value``.
         policy: restrictions on plugins.
-        world_size: number of processes, for a job without a mesh; by default, of those that were started.
+        world_size: number of processes, as :meth:`d9d_core.job.LoadedJob.load` takes it.
     """
 
     files: Sequence[Path] = ()
@@ -63,6 +63,10 @@ class Request:
     overrides: Sequence[str] = ()
     policy: PluginPolicy | None = None
     world_size: int | None = None
+
+    def load(self, path: Path) -> Job:
+        """Load a job file with the options."""
+        return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
 
 def find_subject(target: str, request: Request, registry: Registry) -> Subject:
@@ -81,11 +85,7 @@ def find_subject(target: str, request: Request, registry: Registry) -> Subject:
         raise JobError(f"--checkpoint: '{chosen[:40]}' is none; use newest, best, or the number of a step")
     path = Path(target)
     if "://" not in target and path.is_file() and path.suffix != ".safetensors":
-        return _of_job(
-            target,
-            Job.load(path, overrides=request.overrides, policy=request.policy, world_size=request.world_size),
-            request,
-        )
+        return _of_job(target, request.load(path), request)
     if step := _STEP.fullmatch(path.name):
         if chosen is not None:
             raise JobError(f"--checkpoint: {target} is a checkpoint already; leave one of them out")
@@ -101,10 +101,6 @@ def find_subject(target: str, request: Request, registry: Registry) -> Subject:
     raise JobError(f"{target}: {what}; give a job file, the directory of a run, or a model in Hugging Face layout")
 
 
-def _load(path: Path, request: Request) -> Job:
-    return Job.load(path, overrides=request.overrides, policy=request.policy, world_size=request.world_size)
-
-
 def same_data(other: Subject, first: Subject) -> Subject:
     """Subject on the data of another, in its layout, so that the two can be compared.
 
@@ -113,17 +109,20 @@ def same_data(other: Subject, first: Subject) -> Subject:
     """
     values, own = first.job.resolved(), other.job.resolved()
     kept = {name: own[name] for name in ("model", "peft", "run", "loading", "precision", "checkpoint", "seed")}
-    return replace(other, job=Job.from_values({**values, **kept}, registry=first.job.registry))
+    job = Job.from_values({**values, **kept}, registry=first.job.registry)
+    return replace(other, job=job.use(first.job.registry, first.job.source))
 
 
 def _of_run(target: str, run: Path, request: Request) -> Subject:
     record = run / "job.yaml"
     if not record.is_file():
         raise JobError(f"{target}: {run} has no job.yaml, so it is no run; give the job file or the run's directory")
-    job = _load(record, request)
+    job = request.load(record)
     # A run may have been moved.
     moved = job.run.model_copy(update={"dir": run.resolve().parent, "name": run.resolve().name})
-    return replace(_of_job(target, job.model_copy(update={"run": moved}).use(job.registry), request), run=True)
+    return replace(
+        _of_job(target, job.model_copy(update={"run": moved}).use(job.registry, job.source), request), run=True
+    )
 
 
 def _of_job(target: str, job: Job, request: Request) -> Subject:
@@ -145,7 +144,7 @@ def _of_model(target: str, request: Request, registry: Registry) -> Subject:
     if request.like is not None:
         like = request.like
         if isinstance(like, Path):
-            like = _load(like, request)
+            like = request.load(like)
         model = {"name": like.model.selector, "pretrained": target}
         values = {**like.resolved(), "model": model, "peft": None}
         values["loading"] = {**values["loading"], "weights": True}
@@ -196,7 +195,7 @@ def _evaluated(values: Mapping[str, Any], job: Job, files: Sequence[Path]) -> Jo
             "export": False,
         },
         registry=job.registry,
-    )
+    ).use(job.registry, job.source)
 
 
 def _section(datasets: Mapping[str, Any], metrics: Sequence[Any]) -> dict[str, Any]:

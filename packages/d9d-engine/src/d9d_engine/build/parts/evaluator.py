@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from d9d_core.config.base import closest
@@ -21,7 +21,6 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.evaluation import EvaluationSet, Evaluator, likelihood_of
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.real_samples import RealSamples
-from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
 from d9d_engine.step.executor import Executor
 from d9d_engine.subscribers.config import EarlyStoppingConfig
 
@@ -128,12 +127,17 @@ def check_series(
     job: JobConfig,
     selection: Selection,
     evaluator: Evaluator | None,
-    task: Task,
-    auxiliary_losses: AuxiliaryLosses,
+    terms: Collection[str],
 ) -> None:
     """Compare the series that the best checkpoint and early stopping read with those that will be logged.
 
     Metrics may log what only they know, so with metrics a name that is not sure to come is let through.
+
+    Args:
+        job: validated.
+        selection: its records.
+        evaluator: measures the series of the evaluation.
+        terms: names of the loss terms.
 
     Raises:
         JobError: a series will never be logged, or cannot be compared.
@@ -143,7 +147,6 @@ def check_series(
     for chosen, config in selection.subscribers:
         if isinstance(config, EarlyStoppingConfig):
             reads.append((chosen.where, config.series))
-    terms = {**task.coefficients, **auxiliary_losses.coefficients}
     training = {*_ALWAYS, *(f"loss/{term}" for term in terms if len(terms) > 1)}
     evaluated = set() if evaluator is None else evaluator.series()
     for where, series in reads:
