@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
+from d9d_core.cli.app import app
 from d9d_core.cli.group import foundation_commands
-from d9d_core.cli.main import app
 from d9d_core.plugin import CommandSpec, PluginPolicy, discover
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from d9d_core.cli.app import app
 from d9d_core.cli.health import examine
-from d9d_core.cli.main import app
 from d9d_core.cli.plugins import check_plugins, list_records
 from d9d_core.config.lookup import load_config
 from d9d_core.errors import PluginError

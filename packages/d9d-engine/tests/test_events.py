@@ -32,7 +32,7 @@ def test_events_arrive_in_the_documented_order(job: MakeJob, tmp_path: Path) -> 
         "OptimizerStepStarts", "OptimizerStepEnds", "StepEnds",
     ]  # fmt: skip
     assert names == [
-        "JobConfigured", "DataReady", "ModelReady", "OptimizerReady", "ForwardReady", "TrainingStarts",
+        "JobConfigured", "ModelPlanned", "DataReady", "ModelReady", "OptimizerReady", "ForwardReady", "TrainingStarts",
         *step, "ValuesLogged", "CheckpointStarts", "CheckpointSaved",
         *step, "ValuesLogged", "EvaluationStarts", "ValuesLogged", "EvaluationEnds",
         "CheckpointStarts", "CheckpointSaved",

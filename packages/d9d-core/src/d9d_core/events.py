@@ -1,6 +1,7 @@
 """Events of the training loop for subscribers: frozen, delivered in the order in which they happen.
 
     JobConfigured       the job is validated; nothing is built
+    ModelPlanned        the model is assembled without memory
     DataReady           the data stream is open
     ModelReady          the model is built and initialised; a checkpoint is not loaded yet
     OptimizerReady      the optimizer and its state exist
@@ -99,6 +100,13 @@ class JobConfigured:
     """The job is validated; nothing is built."""
 
     job: BaseJob
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlanned:
+    """The model is assembled on the meta device, with all strategies; nothing is allocated or read."""
+
+    job: JobConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +322,7 @@ class InferenceFailed:
 #: Types of all events, in the order in which a run emits them first.
 CATALOGUE: tuple[type[Any], ...] = (
     JobConfigured,
+    ModelPlanned,
     DataReady,
     ModelReady,
     OptimizerReady,

@@ -1,170 +1,27 @@
-"""``d9d``: the command line. Commands of other packages arrive as records; each imports what it needs when it runs."""
+"""Entry of ``d9d``: Ctrl-C ends it with one line from its first moment on, before the command line is imported."""
 
 from __future__ import annotations
 
-import io
+import signal
 import sys
-from contextlib import redirect_stdout
-from importlib.metadata import version
-from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from d9d_core.cli.group import PluginGroup
-from d9d_core.cli.options import (
-    AsJson,
-    Files,
-    JobPath,
-    NoPlugins,
-    Overrides,
-    Strict,
-    WorldSize,
-    discover_plugins,
-    load_job,
-    say,
-    warn_of_problems,
-)
-from d9d_core.errors import D9dError
-from d9d_core.failures import describe
-
-app = typer.Typer(
-    name="d9d",
-    cls=PluginGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Distributed PyTorch training as an ecosystem of small plugins.",
-)
-plugins = typer.Typer(no_args_is_help=True, help="List installed plugins and check whether they are sound.")
-app.add_typer(plugins, name="plugins")
-new = typer.Typer(no_args_is_help=True, help="Write a new package to begin with.")
-app.add_typer(new, name="new")
+#: Exit status after Ctrl-C, as a shell shows it.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def main() -> None:
-    """Run the command line. A known error is one message on standard error and exit status 2 (1 once training runs)."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # plugins' texts may hold what has no encoding
-        sys.stdout.reconfigure(errors="backslashreplace")
+    """Run the command line; see :func:`d9d_core.cli.app.run`."""
     try:
-        app()
-    except D9dError as error:
-        say(describe(error))
-        sys.exit(error.exit_code)
+        try:
+            from d9d_core.cli.app import run
 
-
-def _own_commands() -> set[str]:
-    return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"d9d-core {version('d9d-core')}")
-        raise typer.Exit
-
-
-@app.callback()
-def root(
-    _version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    """Distributed PyTorch training as an ecosystem of small plugins."""
-
-
-@app.command()
-def check(
-    job: JobPath,
-    world_size: WorldSize = None,
-    overrides: Overrides = [],  # noqa: B006 - typer reads the default
-    plugin: Files = [],  # noqa: B006
-    no_plugins: NoPlugins = False,
-    strict_plugins: Strict = False,
-) -> None:
-    """Check a job without a GPU or memory for the model; without d9d-engine, as far as it goes without tensors."""
-    from d9d_core.cli.check import check_job
-    from d9d_core.job import JobFile
-
-    check_job(load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size), world_size)
-
-
-@app.command()
-def schema(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
-    """Print the JSON schema of a job file over what is installed, for editors."""
-    import json
-
-    from d9d_core.config.schema import job_schema
-
-    registry = discover_plugins(plugin, no_plugins)
-    warn_of_problems(registry)
-    with redirect_stdout(sys.stderr):  # what plugins print when they are imported
-        schema = job_schema(registry, skipped=lambda error: say(f"warning: {error}; left out of the schema"))
-    typer.echo(json.dumps(schema, indent=1))
-
-
-@app.command()
-def doctor(plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
-    """Examine whether this machine is ready and all plugins are sound. Exit status 1 if not."""
-    from d9d_core.cli.health import examine
-
-    if not examine(discover_plugins(plugin, no_plugins), _own_commands()):
-        raise typer.Exit(1)
-
-
-@new.command("plugin")
-def new_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the distribution, such as acme-metrics.")],
-    kind: Annotated[
-        str,
-        typer.Option(
-            metavar="KIND",
-            help="metric, tracker, optimizer, lr_schedule, task, dataset, model, strategy, schedule, peft, kernel or "
-            "subscriber.",
-        ),
-    ],
-    directory: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Where to write it; by default ./NAME.")
-    ] = None,
-) -> None:
-    """Write a complete plugin that works: declaration, implementation, tests with its conformance suite, and a job."""
-    from d9d_core.cli.new import new_plugin as write
-
-    write(name, kind, directory)
-
-
-@plugins.command("list")
-def plugins_list(as_json: AsJson = False, plugin: Files = [], no_plugins: NoPlugins = False) -> None:  # noqa: B006
-    """List every name that a job file can use."""
-    from d9d_core.cli.plugins import list_records
-
-    registry = discover_plugins(plugin, no_plugins)
-    warn_of_problems(registry)
-    list_records(registry, as_json)
-
-
-@plugins.command("show")
-def plugins_show(
-    name: Annotated[str, typer.Argument(help="A name from `d9d plugins list`, or distribution/name.")],
-    as_json: AsJson = False,
-    plugin: Files = [],  # noqa: B006
-    no_plugins: NoPlugins = False,
-) -> None:
-    """Show a record: its fields, defaults, requirements and origin."""
-    from d9d_core.cli.plugins import show_records
-
-    show_records(discover_plugins(plugin, no_plugins), name, as_json)
-
-
-@plugins.command("check")
-def plugins_check(
-    name: Annotated[
-        str | None, typer.Argument(help="A distribution, or a file given with --plugin; all by default.")
-    ] = None,
-    as_json: AsJson = False,
-    plugin: Files = [],  # noqa: B006
-    no_plugins: NoPlugins = False,
-) -> None:
-    """Load everything that plugins refer to and report what is broken. Exit status 1 if anything is."""
-    from d9d_core.cli.plugins import check_plugins
-
-    if not check_plugins(discover_plugins(plugin, no_plugins), name, as_json, _own_commands()):
-        raise typer.Exit(1)
+            run()
+        except KeyboardInterrupt:  # outside of the command, which says more
+            print("interrupted", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
+            sys.exit(INTERRUPTED)
+    except SystemExit as end:
+        if end.code == INTERRUPTED and hasattr(signal, "pthread_sigmask"):
+            # Python would end by the signal itself if it came while exec() ran text, as for each dataclass, although
+            # it was handled. Neither does another Ctrl-C spoil the end.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        raise

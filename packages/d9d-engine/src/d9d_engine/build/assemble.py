@@ -29,6 +29,7 @@ from torch import nn
 
 from d9d_engine.build.joined_stages import JoinedStages, joined_stages
 from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, settle
 
@@ -155,7 +156,7 @@ def assemble(
     if selection.peft and job.peft:
         peft = instantiate(selection.peft, job.peft)
         assert peft is not None
-        with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
+        with torch.device("meta"), Undrawn(), _default_dtype(getattr(torch, job.precision.parameters)):
             trainable = _inject(peft, selection.peft, full_model)
     if not trains:
         trainable = frozenset()
@@ -193,7 +194,7 @@ def build_stages(job: BaseJob, selection: Parts, pipeline: Pipeline) -> list[nn.
     Raises:
         BuildError: the model cannot be cut like that, or two stages have a tensor in common that is no parameter.
     """
-    with torch.device("meta"), _default_dtype(getattr(torch, job.precision.parameters)):
+    with torch.device("meta"), Undrawn(), _default_dtype(getattr(torch, job.precision.parameters)):
         stages: list[nn.Module] = [instantiate(selection.model, job.model, stage) for stage in pipeline.stages]
     if len(stages) == 1:
         return stages

@@ -76,6 +76,7 @@ def build(
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
+    events.emit(ev.ModelPlanned(job))
     own_task: Task = instantiate(selection.task, job.task)
     task = CheckedTask(selection.task, own_task)
     store = open_store(job, topology, note)

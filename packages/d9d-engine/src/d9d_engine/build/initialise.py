@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
-from d9d_core.tensors import local
+from d9d_core.tensors import is_dtensor, local
 from d9d_core.traits import LateInit
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from d9d_engine.step.randomness import derive_seed, generators_kept
 
@@ -48,13 +47,15 @@ def _initialise_module(name: str, module: nn.Module, seed: int, device: torch.de
 def _full_parameters(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Replace the module's DTensors by full tensors inside the block, and keep this rank's shards afterwards."""
     own = module._parameters  # noqa: SLF001 - setattr would register another parameter with FSDP2
-    sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if isinstance(parameter, DTensor)}
+    sharded: dict[str, Any] = {name: parameter for name, parameter in own.items() if is_dtensor(parameter)}
     for name, parameter in sharded.items():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         own[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     try:
         yield
         for name, parameter in sharded.items():
+            from torch.distributed.tensor import distribute_tensor
+
             drawn = own[name]
             assert drawn is not None
             # Without a source rank, nothing is communicated: all ranks drew the same values.

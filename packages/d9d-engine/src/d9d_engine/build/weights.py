@@ -68,7 +68,11 @@ def materialise(stage: nn.Module, on_host: frozenset[str], seed: int, device: to
     kept = {id(parameter) for name, parameter in stage.named_parameters() if name in on_host}
 
     def allocate(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu" if id(tensor) in kept else device)
+        target = torch.device("cpu") if id(tensor) in kept else device
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return torch.empty_like(tensor, device=target)
+        # What empty_like does, which of a meta tensor runs in Python and imports a library of algebra for it.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=target)
 
     tied = _tied(stage)
     stage._apply(allocate)  # type: ignore[no-untyped-call]  # noqa: SLF001 - to_empty() has one device for all tensors

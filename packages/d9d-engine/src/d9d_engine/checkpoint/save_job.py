@@ -10,12 +10,10 @@ from typing import Any
 from d9d_core.errors import CheckpointError, SaveError
 from d9d_core.events import SaveReport
 from d9d_weights.files.directory import DirectoryStore
-from d9d_weights.sharding.agreement import is_known_to_all, reason
+from d9d_weights.sharding.agreement import collected_failures, is_known_to_all, reason
 from d9d_weights.sharding.shards import LocalShards
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
-from d9d_engine.checkpoint import save as dcp_save
 from d9d_engine.checkpoint.prune import Pruner
 
 
@@ -54,6 +52,8 @@ class SaveJob:
             SaveError: the storage failed on some rank; the same error on all, and no trace is left.
             CheckpointError: something else failed on some rank, likewise.
         """
+        from d9d_engine.checkpoint import save as dcp_save  # with all of torch's checkpoints, which training needs not
+
         began = time.perf_counter()
         draft, location = self.storage.draft(self.name), self.storage.location(self.name)
         writer = dcp_save.CheckpointWriter(draft, self.rank, self.step, self.values, self.facts)
@@ -72,7 +72,8 @@ class SaveJob:
 
 
 def _of_storage(error: BaseException) -> bool:
-    failures = [e for e, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    collected = collected_failures(error)
+    failures = [error] if collected is None else collected.values()
     return any(isinstance(failure, OSError) for failure in failures)
 
 

@@ -12,7 +12,6 @@ from d9d_weights.sharding.shards import describe
 from torch import Tensor
 from torch import distributed as dist
 
-from d9d_engine.checkpoint import load as dcp_load
 from d9d_engine.checkpoint.manifest import read_state
 
 
@@ -64,6 +63,8 @@ class Checkpoint:
         Raises:
             CheckpointError: names, shapes or dtypes differ, on any rank; nothing is copied then, on none.
         """
+        from d9d_engine.checkpoint import load as dcp_load  # with all of torch's checkpoints; a new run needs none
+
         table = {name: entry for name, entry in self.manifest["tensors"].items() if name.startswith(scope)}
         local_shards = on_all(lambda: describe(tensors), self._group)
         planner = dcp_load.WindowPlanner(local_shards, frozenset(optional), table)

@@ -18,6 +18,7 @@ from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process, running
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.run.startup import StartUp
 
 Runs = TypeVar("Runs", Job, InferenceJob)
 
@@ -76,6 +77,13 @@ def train(
 
 def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> None:
     env = process.env
+    with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
+        start.ends("plugins", following="job")
+        _train_timed(process, interrupts, load, start)
+
+
+def _train_timed(process: Process, interrupts: Interrupts, load: Callable[[], Job], start: StartUp) -> None:
+    env = process.env
     # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every command
     # does. Others stop together, after their first step.
     alone = env.launcher is None
@@ -84,16 +92,23 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
         loaded.check(env.world_size)
         if loaded.source.note is not None and not process.repeats:
             print_note(loaded.source.note)
+    start.ends("job", following="torch")
     with start_up(), interrupts_deferred():
         # Imports of torch and numpy, once and for all that follows.
+        import torch  # noqa: F401
+
+        start.ends("torch", following="modules")
         import d9d_engine.build.compose
         import d9d_engine.distributed.world  # noqa: F401
         from d9d_engine.distributed.mesh import describe_rank
 
+    start.ends("modules", following="plan" if alone else "processes")
     reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
     with loaded.joined(env, reporter) as topology:
+        if not alone:
+            start.ends("processes", following="plan")
         with start_up(interrupts, alone):
-            trainer = loaded.build(topology=topology, interrupts=interrupts)
+            trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
         outcome = trainer.train()
     if outcome.status == "finished" and topology.is_main:
         typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")

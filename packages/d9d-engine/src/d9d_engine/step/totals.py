@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from d9d_core.events import StepResult
 from d9d_core.grid import AXES, Grid
-from d9d_core.tensors import local, wide_dtype
+from d9d_core.tensors import is_dtensor, local, wide_dtype
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.executor import StageLoss
@@ -131,7 +130,7 @@ def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bo
     grid = Grid({axis: topology.sizes[axis] for axis in AXES}) if view is None else topology.grid(view)
     own = grid.coordinate(topology.rank)
     spanned = {"pp"}
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         mesh = parameter.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None

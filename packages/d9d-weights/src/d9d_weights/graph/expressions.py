@@ -12,14 +12,16 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from d9d_core.tensors import full
 from d9d_core.types import TensorSpec
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class TensorSource(Protocol):
@@ -309,6 +311,8 @@ class Placed(Unary):
         return self.of.spec
 
     def tensor(self, find: Callable[[str], Tensor]) -> DTensor:
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(self.of.tensor(find), self.mesh, self.placements, src_data_rank=None)
 
     def read(self, source: TensorSource, offset: Sequence[int], into: Tensor) -> None:

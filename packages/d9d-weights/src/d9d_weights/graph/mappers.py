@@ -5,16 +5,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from d9d_core.errors import CheckpointError
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
 
 from d9d_weights.graph.base import Effect, Mapper, Scope
 from d9d_weights.graph.expressions import Placed, Value, Whole
 from d9d_weights.graph.pattern import Pattern
 from d9d_weights.graph.simplify import converted, permuted, squeezed, unsqueezed
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 class PerTensor(Mapper):

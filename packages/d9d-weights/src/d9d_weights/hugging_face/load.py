@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import torch
-from d9d_core.tensors import local
+from d9d_core.tensors import is_dtensor, local
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from d9d_weights.graph.expressions import TensorSource, Value
 from d9d_weights.graph.graph import StateGraph
@@ -112,7 +111,7 @@ def _tasks(value: Value, shard: TensorShard) -> Iterator[TensorShard]:
 
 def _groups(target: Tensor, copies: dist.ProcessGroup | None) -> Sequence[tuple[dist.ProcessGroup, int]]:
     """Groups over which a tensor is replicated, and this rank's number in each."""
-    if isinstance(target, DTensor):
+    if is_dtensor(target):
         mesh = target.device_mesh
         repeated = [dim for dim, placement in enumerate(target.placements) if placement.is_replicate()]
         return [(mesh.get_group(dim), mesh.get_local_rank(dim)) for dim in repeated if mesh.size(dim) > 1]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from d9d_core.errors import CheckpointError
 from torch import distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from d9d_weights.sharding.collectives import all_gather_objects
 
@@ -62,10 +62,21 @@ def on_main(
 
 def reason(error: BaseException) -> str:
     """Reason of a failure in one line: its kind too unless it was raised on purpose, its rank if torch collected it."""
-    if isinstance(error, CheckpointException):
-        return _joined(_ranked(failure, rank) for rank, (failure, _) in sorted(error.failures.items()))
+    if (failures := collected_failures(error)) is not None:
+        return _joined(_ranked(failure, rank) for rank, failure in sorted(failures.items()))
     text = " ".join(str(error).split())
     return text if isinstance(error, CheckpointError | OSError) and text else f"{type(error).__name__}: {text}"
+
+
+def collected_failures(error: BaseException) -> dict[int, BaseException] | None:
+    """Failures by rank that torch's checkpoint functions have collected; ``None`` of any other error.
+
+    Imports nothing: what nobody has imported has raised nothing.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.api")
+    if module is None or not isinstance(error, module.CheckpointException):
+        return None
+    return {rank: failure for rank, (failure, _) in error.failures.items()}
 
 
 def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bool:
@@ -74,7 +85,7 @@ def is_known_to_all(error: BaseException, group: dist.ProcessGroup | None) -> bo
     With several ranks, torch collects such failures on all of them. Anything else is the connection to another rank,
     which may have died: no error of the checkpoint, and a reason to start again.
     """
-    return isinstance(error, CheckpointException) or (group is None and isinstance(error, Exception))
+    return collected_failures(error) is not None or (group is None and isinstance(error, Exception))
 
 
 def _broadcast(text: str, group: dist.ProcessGroup) -> str:

@@ -10,14 +10,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_core.tensors import is_dtensor
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.utils import find_tensor_shard
-from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class Owners:
 
 def _describe(name: str, tensor: Tensor, known: dict[Any, list[ChunkStorageMetadata]]) -> LocalShards:
     shape = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return LocalShards(tensor.dtype, shape, (TensorShard((0,) * len(shape), tensor.detach()),))
     if 0 in shape:
         return LocalShards(
@@ -151,6 +152,9 @@ def _describe(name: str, tensor: Tensor, known: dict[Any, list[ChunkStorageMetad
     if len(chunks) == 1:  # what follows does the same, more slowly
         tensors = [tensor.to_local()]
     else:
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # with all of torch's checkpoints
+        from torch.distributed.checkpoint.utils import find_tensor_shard
+
         tensors = [find_tensor_shard(tensor, MetadataIndex(name, chunk.offsets)) for chunk in chunks]
     found = zip(chunks, tensors, strict=True)
     shards = [TensorShard(tuple(chunk.offsets), held.detach()) for chunk, held in found if 0 not in chunk.sizes]

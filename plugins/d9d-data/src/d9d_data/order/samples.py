@@ -31,7 +31,7 @@ class SampleOrder:
         if not self.shuffle:
             return within
         chosen = np.empty_like(within)
-        for epoch in np.unique(epochs):
+        for epoch in sorted(set(epochs.tolist())):
             here = epochs == epoch
             # Keyed by both, so that epoch 1 of seed 0 has nothing to do with epoch 0 of seed 1.
             chosen[here] = Permutation(self.samples, f"seed {self.seed} epoch {epoch}")(within[here])

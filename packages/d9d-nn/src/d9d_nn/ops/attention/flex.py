@@ -6,12 +6,14 @@ Shapes: B samples, S positions, N query heads, K key/value heads, D features of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from d9d_core.extend import Decision, OpSignature
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 _FLOATS = ("bfloat16", "float16", "float32")
 
@@ -50,6 +52,9 @@ class Flex:
     """
 
     def __init__(self, window: int | None, *, compiled: bool) -> None:
+        # With torch's symbolic shapes, which take a second and are not needed to refuse.
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
         self._window = window
         self._attend: Callable[..., Any] = flex_attention
         self._create: Callable[..., BlockMask] = create_block_mask
