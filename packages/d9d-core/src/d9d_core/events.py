@@ -106,7 +106,7 @@ class JobConfigured:
 class ModelPlanned:
     """The model is assembled on the meta device, with all strategies; nothing is allocated or read."""
 
-    job: JobConfig
+    job: BaseJob
 
 
 @dataclass(frozen=True, slots=True)

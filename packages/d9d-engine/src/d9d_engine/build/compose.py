@@ -120,8 +120,7 @@ def build(
     running = (auxiliary_losses, tallies, gradients, statistics)
     executor = build_executor(job, selection, assembly, topology, task, *running)
     by_name = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
-    forward = ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology)
-    events.emit(ev.ForwardReady(forward, topology))
+    events.emit(ev.ForwardReady(ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology), topology))
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,
