@@ -14,6 +14,7 @@ from d9d_core.config.inner import choose
 from d9d_core.config.job import JobConfig
 from d9d_core.config.load import registry_for, validate_job
 from d9d_core.config.resolve import Resolution, resolve
+from d9d_core.errors import JobError
 from d9d_core.grid import Grid
 from d9d_core.layout.auto import Source, settle
 from d9d_core.layout.report import check_layout
@@ -83,7 +84,12 @@ class JobFile(JobConfig):
     @classmethod
     def _read(cls, document: Document, registry: Registry, world_size: int | None) -> Self:
         source = settle(document, registry, cls._started() if world_size is None else world_size)
-        return validate_job(cls, source.document, registry).use(registry, source)
+        try:
+            return validate_job(cls, source.document, registry).use(registry, source)
+        except JobError as error:
+            if source.note is not None:  # such as of a strategy that is not installed
+                error.add_note(source.note)
+            raise
 
     @classmethod
     def _started(cls) -> int | None:
