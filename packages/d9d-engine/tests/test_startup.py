@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import selectors
@@ -125,6 +126,21 @@ def test_only_one_of_several_processes_shows_its_phases(capsys: pytest.CaptureFi
         start.ends("plugins", following="job")
     assert (said, capsys.readouterr().err) == ([], "")
     assert [phase.name for phase in start.phases] == ["plugins"]
+
+
+def test_on_a_terminal_the_current_phase_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, said = Terminal(), list[str]()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with StartUp(said.append, shown=True) as start:
+        start.ends("job", following="torch")
+    assert "start-up: torch" in terminal.getvalue()
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")  # the cursor is back
+    assert said == []
 
 
 def test_meta_tensors_are_not_drawn_and_others_are() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: File in the run's directory with the seconds of the last start.
 FILE = "startup.json"
 #: Phases with bars and lines of their own on a terminal.
-_OWN_BARS = ("data", "weights", "first step")
+_OWN_BARS = ("data", "weights", "trainer", "first step")
 #: Event -> the phase that it ends, and the one that follows.
 _ENDS: Mapping[type[Any], tuple[str, str]] = {
     ev.ModelPlanned: ("plan", "data"),
@@ -50,8 +50,8 @@ class Phase:
 class StartUp:
     """Clock of a start, and a subscriber that ends its phases.
 
-    On a terminal the current phase is a live line; elsewhere each one is a line when it is done. The first step ends
-    the start: one line tells the sum, and the run's directory gets the seconds.
+    On the terminal of one process the current phase is a live line; elsewhere each one is a line when it is done. The
+    first step ends the start: one line tells the sum, and the run's directory gets the seconds.
 
     Args:
         say: prints a line.
@@ -65,7 +65,8 @@ class StartUp:
         self._shown = shown
         self._processes = processes
         self._directory: Path | None = None
-        self._terminal = shown and sys.stderr.isatty()
+        # A process among others is killed when its start is interrupted, and would leave the terminal without a cursor.
+        self._terminal = shown and processes == 1 and sys.stderr.isatty()
         self._live: Progress | None = None
         self._wall, self._cpu = time.monotonic() - _age(), 0.0
         self._over = False
