@@ -61,7 +61,8 @@ class JobFile(JobConfig):
             PluginError: a required or single-file plugin cannot be loaded.
         """
         document = Document.read(Path(path)).override(overrides)
-        return cls._read(document, registry or registry_for(document, policy), world_size)
+        started = cls._started() if world_size is None else world_size
+        return cls._read(document, registry or registry_for(document, policy), started)
 
     @classmethod
     def from_values(
@@ -72,7 +73,7 @@ class JobFile(JobConfig):
         Args:
             values: mappings, lists and scalars, as a file would hold them.
             registry: meaning of names; by default, what is installed and the ``plugins`` section admits.
-            world_size: as for :meth:`load`.
+            world_size: number of processes, for a mesh with ``auto`` and for values without one; by default, one.
 
         Raises:
             JobError: a value is wrong; one line per problem.
@@ -83,7 +84,7 @@ class JobFile(JobConfig):
 
     @classmethod
     def _read(cls, document: Document, registry: Registry, world_size: int | None) -> Self:
-        source = settle(document, registry, cls._started() if world_size is None else world_size)
+        source = settle(document, registry, world_size)
         try:
             return validate_job(cls, source.document, registry).use(registry, source)
         except JobError as error:
