@@ -156,7 +156,7 @@ def test_meta_tensors_are_not_drawn_and_others_are() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["plugins", "torch", "trainer"])
+@pytest.mark.parametrize("phase", ["job", "torch", "trainer"])
 def test_ctrl_c_during_start_up_is_one_line(command: list[str], tmp_path: Path, phase: str) -> None:
     status, errors = interrupted(command, f"start-up: {phase}", tmp_path)
     if phase == "trainer":  # the step ends, and is saved

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: File in the run's directory with the seconds of the last start.
 FILE = "startup.json"
+#: Phase whose line waits for the next one's: a wrong job prints its error and nothing else.
+_BEFORE_JOB = "plugins"
 #: Phases with bars and lines of their own on a terminal.
 _OWN_BARS = ("data", "weights", "trainer", "first step")
 #: Event -> the phase that it ends, and the one that follows.
@@ -70,6 +72,7 @@ class StartUp:
         self._live: Progress | None = None
         self._wall, self._cpu = time.monotonic() - _age(), 0.0
         self._over = False
+        self._unsaid: list[str] = []
 
     def ends(self, name: str, following: str | None = None) -> None:
         """End a phase: what has passed since the end of the one before is its time. Another one may follow at once."""
@@ -79,7 +82,9 @@ class StartUp:
         self._wall, self._cpu = wall, cpu
         self._hide()
         if self._shown and not self._terminal and not self._over:
-            self._say(f"start-up: {name} {phase.wall:.1f} s")
+            self._unsaid.append(f"start-up: {name} {phase.wall:.1f} s")
+            while self._unsaid and name != _BEFORE_JOB:
+                self._say(self._unsaid.pop(0))
         if following is not None and self._terminal and following not in _OWN_BARS:
             self._show(following)
 
