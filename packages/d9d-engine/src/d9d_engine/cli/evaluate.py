@@ -90,7 +90,7 @@ def evaluate(
             words += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
             raise typer.Exit(launch(loaded, ["evaluate", *words], 0, interrupts))
         except Terminated:
-            typer.echo("SIGTERM: stopped during start-up; nothing was measured", err=True)
+            typer.echo("SIGTERM: stopped; nothing was measured", err=True)
 
 
 def _words(
@@ -133,7 +133,8 @@ def _evaluate(
     with first.job.joined(env, reporter) as topology:
         from d9d_engine.evaluation.build import evaluate as measure
 
-        report = measure(first, topology, say if topology.is_main else silent, limit, other)
+        with interrupts.raised():  # nothing is lost: there is nothing to save
+            report = measure(first, topology, say if topology.is_main else silent, limit, other)
     return report if topology.is_main else None
 
 
