@@ -150,6 +150,24 @@ def test_what_cannot_be_evaluated_is_told(
     assert message in err
 
 
+def test_a_model_without_a_tokenizer_is_told(d9d: Command, model: Path, texts: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    status, _, err = d9d("evaluate", str(bare), "--data", str(texts), "--set", f"run.dir={tmp_path}")
+    assert status != 0
+    assert "tokenizer" in err
+
+
+def test_metrics_that_read_what_the_task_does_not_observe_are_told(d9d: Command, small_job: WriteJob) -> None:
+    data = {"name": "text", "sources": ["x"], "sequence_length": 8}
+    status, _, err = d9d("check", str(small_job(evaluation={"every": 2, "data": data, "metrics": ["preference"]})))
+    assert status != 0
+    assert "evaluation.metrics[0]: metric 'preference'" in err
+    assert "which task 'causal_lm' (d9d-nn" in err
+
+
 @pytest.mark.thorough
 def test_a_tuned_run_is_its_export(d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob) -> None:
     """Of conversations with weights, from a checkpoint of the adapter alone; and on a file of conversations."""
