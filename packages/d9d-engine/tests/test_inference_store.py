@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from d9d_engine.inference.part_store import PartStore
 from d9d_engine.inference.row_thread import KeptPack, RowThread, check_finite, joined_rows
 from d9d_engine.inference.writers.jsonl import JsonlWriter
 from d9d_engine.inference.writers.parquet import ParquetWriter
+from d9d_testing.suites.inference.writer import WriterSuite
 
 RECORD = {"job": {"task": {"name": "t"}}, "data": {"consumed": 0}}
 
@@ -212,3 +213,19 @@ def test_parquet_has_the_same_bytes_however_it_was_cut_into_parts(tmp_path: Path
     assert table["row"].to_pylist() == values["row"]
     assert table["vector"].to_pylist() == [one.tolist() for one in values["vector"]]
     assert parquet.ParquetFile(tmp_path / "a.parquet").metadata.num_row_groups == 3
+
+
+class TestJsonLines(WriterSuite):
+    target = "jsonl"
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+class TestParquet(WriterSuite):
+    target = "parquet"
+    config: ClassVar[Mapping[str, Any]] = {"row_group": 7}
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+        return rows
