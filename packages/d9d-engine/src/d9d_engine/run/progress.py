@@ -1,4 +1,4 @@
-"""Progress bars on a terminal."""
+"""Progress bars on a terminal and in a notebook."""
 
 from __future__ import annotations
 
@@ -20,8 +20,28 @@ from rich.progress import (
 )
 
 
+def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
+    """Bar on standard error if it is a terminal, in the output of a notebook's cell, or else nothing.
+
+    Args:
+        columns: of the bar.
+        shown: false for none at all.
+    """
+    console = Console(stderr=True)
+    if shown and console.is_jupyter:
+        # A line that is written over, in the stream of all other lines: it needs no widgets, and no line is lost in it.
+        line = Console(file=sys.stdout, force_jupyter=False, force_terminal=True)
+        return Progress(*columns, console=line)
+    return Progress(
+        *columns,
+        console=console,
+        disable=not (shown and sys.stderr.isatty()),
+        redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
+    )
+
+
 class ProgressBar:
-    """Progress bar of steps, loss, and the time that remains, on standard error if it is a terminal; else nothing.
+    """Progress bar of steps, loss, and the time that remains; see :func:`bar_of`.
 
     Args:
         total: steps of the whole run.
@@ -30,17 +50,15 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, done: int, shown: bool = True) -> None:
-        self._progress = Progress(
+        columns = (
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[shown]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
-            redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
         )
+        self._progress = bar_of(columns, shown)
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")
         self._lrs: dict[int, float] = {}
         self._speed = ""
@@ -70,7 +88,7 @@ class ProgressBar:
 
 
 class _CountBar:
-    """Progress bar of things that are counted, on a terminal's standard error; else nothing. Any thread may add.
+    """Progress bar of things that are counted; see :func:`bar_of`. Any thread may add.
 
     Args:
         what: in a word.
@@ -80,15 +98,8 @@ class _CountBar:
     """
 
     def __init__(self, what: str, total: int, shown: bool, columns: Sequence[ProgressColumn]) -> None:
-        self._progress = Progress(
-            TextColumn(what),
-            BarColumn(),
-            *columns,
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
-        )
+        around = (TextColumn(what), BarColumn(), *columns, TextColumn("ETA"), TimeRemainingColumn())
+        self._progress = bar_of(around, shown)
         self._task = self._progress.add_task(what, total=total)
 
     @property

@@ -1,0 +1,52 @@
+"""Progress bars: on a terminal's standard error, in a notebook's cell, and nowhere else."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+from d9d_engine.run.progress import ProgressBar, SampleBar
+
+
+class ZMQInteractiveShell:
+    """Shell of a notebook's kernel, by which libraries know it."""
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+
+
+def show() -> None:
+    with ProgressBar(4, 0) as steps:
+        for step in range(1, 5):
+            steps.issued(step, 0.1)
+            steps.update(step, 2.5)
+            print(f"line {step}")  # noqa: T201 - as trackers do
+    with SampleBar("inference", 3) as samples:
+        samples.add(3)
+
+
+@pytest.mark.usefixtures("notebook")
+def test_bars_are_lines_of_a_notebooks_cell_that_lose_no_other_line(capsys: pytest.CaptureFixture[str]) -> None:
+    show()
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "training" in out
+    assert "4/4" in out
+    assert "loss 2.500" in out
+    assert "inference" in out
+    assert all(out.count(f"line {step}") == 1 for step in range(1, 5))
+
+
+@pytest.mark.usefixtures("notebook")
+def test_a_rank_that_is_not_shown_writes_nothing_in_a_notebook(capsys: pytest.CaptureFixture[str]) -> None:
+    with SampleBar("inference", 3, shown=False) as samples:
+        samples.add(3)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_pipe_gets_no_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    show()
+    out, err = capsys.readouterr()
+    assert (out, err) == ("line 1\nline 2\nline 3\nline 4\n", "")
