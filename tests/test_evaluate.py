@@ -150,6 +150,67 @@ def test_what_cannot_be_evaluated_is_told(
     assert message in err
 
 
+def test_a_model_without_a_tokenizer_is_told(d9d: Command, model: Path, texts: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    status, _, err = d9d("evaluate", str(bare), "--data", str(texts), "--set", f"run.dir={tmp_path}")
+    assert status != 0
+    assert "tokenizer" in err
+
+
+def test_metrics_that_read_what_the_task_does_not_observe_are_told(d9d: Command, small_job: WriteJob) -> None:
+    data = {"name": "text", "sources": ["x"], "sequence_length": 8}
+    status, _, err = d9d("check", str(small_job(evaluation={"every": 2, "data": data, "metrics": ["preference"]})))
+    assert status != 0
+    assert "evaluation.metrics[0]: metric 'preference'" in err
+    assert "which task 'causal_lm' (d9d-nn" in err
+
+
+@pytest.mark.thorough
+def test_a_tuned_run_is_its_export(d9d: Command, model: Path, tmp_path: Path, small_job: WriteJob) -> None:
+    """Of conversations with weights, from a checkpoint of the adapter alone; and on a file of conversations."""
+    records = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Who is {n}?"},
+                {"role": "assistant", "content": "I am Dee." * (1 + n % 3), "weight": 1 + n % 2},
+            ]
+        }
+        for n in range(11)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    job = small_job(
+        "tuned", model={"name": "qwen3", "pretrained": str(model)}, lr_schedule=None, metrics=[],
+        data={"name": "chat", "sources": [str(file)], "sequence_length": 96}, peft={"name": "lora", "r": 4},
+        checkpoint={"trainable_only": True}, steps=3,
+    )  # fmt: skip
+    assert d9d("train", str(job))[0] == 0
+    run = tmp_path / "runs" / "tuned"
+    tuned = evaluated(d9d, run, "--compare", run / "model")
+    losses = [of["sets"]["data"]["loss"] for of in (tuned, tuned["compare"]["other"])]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert tuned["sets"]["data"]["samples"] == 11
+    alike = evaluated(d9d, run / "model", "--like", job, "--compare", model)
+    assert alike["sets"]["data"]["loss"] == pytest.approx(losses[0], rel=1e-5)
+    assert alike["compare"]["differences"]["data"]["better"] == "first"
+    on_file = [
+        "--set",
+        "device=cpu",
+        "--set",
+        "evaluation.sets.chats.sequence_length=96",
+        "--set",
+        f"run.dir={tmp_path}",
+    ]
+    alone = evaluated(d9d, run / "model", "--data", file, *on_file)
+    assert alone["sets"]["chats"]["loss"] == pytest.approx(losses[0], rel=1e-5)
+    few = evaluated(d9d, run, "--data", file, "--limit", 3)["sets"]["chats"]
+    assert few["samples"] == 3
+    assert few["loss"] != pytest.approx(losses[0], rel=1e-3)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("reference", ["copy", "stored", "without_adapter"])
 def test_preferences_are_measured_against_the_reference_of_training(
@@ -218,11 +279,11 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
 
     command("train", str(job))
     start = str(tmp_path / "runs" / "small" / "checkpoints" / "step-00000001")
-    words = ["evaluate", str(job), "--compare", start, "--json"]
+    words = ["evaluate", str(tmp_path / "runs" / "small"), "--compare", start, "--json"]
     found = {}
     layouts = {
         "alone": [],
-        "fsdp": ["--nproc", "2", "--set", "mesh.dp_shard=2", "--set", "parallel=[fsdp]"],
+        "fsdp": ["--nproc", "2"],  # whatever the run was trained in
         "pp": ["--nproc", "2", "--set", "mesh.pp=2", "--set", "pipeline=1f1b"],
     }
     for name, options in layouts.items():

@@ -1,4 +1,4 @@
-"""What a notebook forgets ends: threads and processes of trainers, inferences and evaluations, and those of a kernel."""
+"""What a notebook forgets ends: threads and processes of trainers and inferences, and those of the interpreter."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def test_nothing_is_left_of_what_is_forgotten(small_job: MakeJob, tmp_path: Path
     script = tmp_path / "forgets.py"
     script.write_text(SCRIPT)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script, job], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script, job], check=False, env=environ, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     pids = json.loads(done.stdout.splitlines()[-1])
     assert len(pids) == 2

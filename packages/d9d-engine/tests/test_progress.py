@@ -22,7 +22,7 @@ def show() -> None:
         for step in range(1, 5):
             steps.issued(step, 0.1)
             steps.update(step, 2.5)
-            print(f"line {step}")  # noqa: T201 - as trackers do
+            print(f"line {step}")
     with SampleBar("inference", 3) as samples:
         samples.add(3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import selectors
@@ -127,6 +128,21 @@ def test_only_one_of_several_processes_shows_its_phases(capsys: pytest.CaptureFi
     assert [phase.name for phase in start.phases] == ["plugins"]
 
 
+def test_on_a_terminal_the_current_phase_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, said = Terminal(), list[str]()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with StartUp(said.append, shown=True) as start:
+        start.ends("job", following="torch")
+    assert "start-up: torch" in terminal.getvalue()
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")  # the cursor is back
+    assert said == []
+
+
 def test_meta_tensors_are_not_drawn_and_others_are() -> None:
     with Undrawn():
         with torch.device("meta"):
@@ -140,7 +156,7 @@ def test_meta_tensors_are_not_drawn_and_others_are() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["plugins", "torch", "trainer"])
+@pytest.mark.parametrize("phase", ["job", "torch", "trainer"])
 def test_ctrl_c_during_start_up_is_one_line(command: list[str], tmp_path: Path, phase: str) -> None:
     status, errors = interrupted(command, f"start-up: {phase}", tmp_path)
     if phase == "trainer":  # the step ends, and is saved

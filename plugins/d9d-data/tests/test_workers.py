@@ -110,9 +110,9 @@ def test_corpora_travel_to_workers_as_names_of_files(open_any: Any, dataset: str
     stream.next_pack()
     source = stream._reader._source
     sent = bytes(ForkingPickler.dumps(source))
-    assert source.corpus.tokens.tobytes() not in sent
-    assert source.corpus.starts.tobytes() not in sent
+    assert source.samples.corpus.tokens.tobytes() not in sent
+    assert source.samples.corpus.starts.tobytes() not in sent
     assert len(sent) < 3000
     copy = ForkingPickler.loads(sent)
-    assert (copy.corpus.tokens == source.corpus.tokens).all()
-    assert copy.corpus.tokens.filename == source.corpus.tokens.filename
+    assert (copy.samples.corpus.tokens == source.samples.corpus.tokens).all()
+    assert copy.samples.corpus.tokens.filename == source.samples.corpus.tokens.filename

@@ -14,6 +14,7 @@ from d9d_core.config.inner import choose
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.load import registry_for, validate_job
 from d9d_core.config.resolve import Resolution, Selection, resolve
+from d9d_core.errors import JobError
 from d9d_core.grid import Grid
 from d9d_core.layout.auto import Source, settle
 from d9d_core.layout.report import check_layout
@@ -56,7 +57,8 @@ class LoadedJob(BaseJob):
             PluginError: a required or single-file plugin cannot be loaded.
         """
         document = Document.read(Path(path)).override(overrides)
-        return cls._read(document, registry or registry_for(document, policy), world_size)
+        started = cls._started() if world_size is None else world_size
+        return cls._read(document, registry or registry_for(document, policy), started)
 
     @classmethod
     def from_values(
@@ -67,7 +69,7 @@ class LoadedJob(BaseJob):
         Args:
             values: mappings, lists and scalars, as a file would hold them.
             registry: meaning of names; by default, what is installed and the ``plugins`` section admits.
-            world_size: as for :meth:`load`.
+            world_size: number of processes, for a mesh with ``auto`` and for values without one; by default, one.
 
         Raises:
             JobError: a value is wrong; one line per problem.
@@ -78,8 +80,13 @@ class LoadedJob(BaseJob):
 
     @classmethod
     def _read(cls, document: Document, registry: Registry, world_size: int | None) -> Self:
-        source = settle(document, registry, cls._started() if world_size is None else world_size)
-        return validate_job(cls, source.document, registry).use(registry, source)
+        source = settle(document, registry, world_size)
+        try:
+            return validate_job(cls, source.document, registry).use(registry, source)
+        except JobError as error:
+            if source.note is not None:  # such as of a strategy that is not installed
+                error.add_note(source.note)
+            raise
 
     @classmethod
     def _started(cls) -> int | None:

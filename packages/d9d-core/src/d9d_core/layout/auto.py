@@ -47,9 +47,6 @@ def settle(document: Document, registry: Registry, world_size: int | None) -> So
         document: the job file.
         registry: meaning of its strategies' names.
         world_size: number of processes; ``None`` if nobody has said, which is one for ``auto``.
-
-    Raises:
-        PluginError: the file has no mesh, and the strategy that it would get is not installed.
     """
     values = document.values
     mesh = values.get("mesh")
@@ -79,16 +76,12 @@ def _default(document: Document, registry: Registry, world_size: int) -> Source:
         return Source(document)
     used = _used_axes(parallel, registry)
     axis = next((axis for axis in ("dp_shard", "dp_replicate") if axis in used), None)
-    of = f"{document.source} has no mesh"
+    of = f"mesh: {document.source} has no mesh"
     if axis is not None:
         settled = _with(document, mesh={axis: world_size})
-        return Source(settled, axis, f"mesh: {of}: {axis} is {world_size}, of {world_size} processes")
-    try:
-        registry.find("strategy", DEFAULT_STRATEGY)
-    except PluginError as error:
-        raise PluginError(f"{of}, and on {world_size} processes it would get a strategy: {error}") from error
+        return Source(settled, axis, f"{of}: {axis} is {world_size}, for {world_size} processes")
     settled = _with(document, mesh={"dp_shard": world_size}, parallel=[*parallel, DEFAULT_STRATEGY])
-    text = f"mesh: {of}: dp_shard is {world_size}, with the strategy {DEFAULT_STRATEGY}, for {world_size} processes"
+    text = f"{of}: dp_shard is {world_size}, with the strategy {DEFAULT_STRATEGY}, for {world_size} processes"
     return Source(settled, "dp_shard", text)
 
 

@@ -142,7 +142,7 @@ def _batch(job: BaseJob, world_size: int) -> Iterator[Problem]:
         yield Problem(
             ("batch", "size"),
             f"batch.size {size} fits no data-parallel layout of {world_size} processes, which share no divisor with "
-            f"it; use {sizes}, or start {fitting} processes",
+            f"it; use {sizes}, or start {fitting} process{'es' if fitting != '1' else ''}",
         )
     elif size % ranks:
         sizes = _either(near_multiples(size, step))

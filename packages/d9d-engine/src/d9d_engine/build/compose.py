@@ -23,9 +23,9 @@ from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import exporter
 from d9d_engine.build.first_pass.build import build_first_pass
-from d9d_engine.build.length import count_steps
 from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
+from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
 from d9d_engine.build.weights import start_weights

@@ -65,7 +65,7 @@ def evaluate(
     """Measure a model on whole datasets: those of the job's evaluation section, or its data, or files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)
 
-    def load(world_size: int | None = None) -> tuple[Subject, Subject | None]:
+    def load(world_size: int | None) -> tuple[Subject, Subject | None]:
         registry = discover_plugins(plugin, no_plugins, strict_plugins)
         first = find_subject(target, Request(data, like, checkpoint, overrides, policy, world_size), registry)
         if compare is None:
@@ -85,12 +85,14 @@ def evaluate(
             if env.launcher is not None:
                 raise JobError(f"--nproc: {env.launcher} has started this process; tell it instead")
             with interrupts.raised():
-                loaded = for_processes(lambda world_size, _again: load(world_size)[0].job, nproc)
+                # On as many processes as the mesh needs, that of a run stays.
+                number = nproc if nproc != "auto" else None
+                loaded = for_processes(lambda size, _again: load(size if number else None)[0].job, nproc)
             words = _words(target, data, like, checkpoint, limit, compare, as_json, overrides, plugin)
             words += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
             raise typer.Exit(launch(loaded, ["evaluate", *words], 0, interrupts))
         except Terminated:
-            typer.echo("SIGTERM: stopped during start-up; nothing was measured", err=True)
+            typer.echo("SIGTERM: stopped; nothing was measured", err=True)
 
 
 def _words(
@@ -115,15 +117,17 @@ def _words(
 def _evaluate(
     process: Process,
     interrupts: Interrupts,
-    load: Callable[[], tuple[Subject, Subject | None]],
+    load: Callable[[int | None], tuple[Subject, Subject | None]],
     limit: int | None,
 ) -> Report | None:
     """Report on the main rank."""
     env = process.env
     alone = env.launcher is None  # see d9d_engine.cli.train
     with start_up(interrupts, alone):
-        first, other = load()
+        first, other = load(env.world_size)
         first.job.check(env.world_size)
+        if first.note is not None and not process.repeats:
+            say(first.note)
     with start_up(), interrupts_deferred():
         import d9d_engine.distributed.world
         import d9d_engine.evaluation.build  # noqa: F401 - torch and numpy, once and for all that follows
@@ -133,7 +137,8 @@ def _evaluate(
     with first.job.joined(env, reporter) as topology:
         from d9d_engine.evaluation.build import evaluate as measure
 
-        report = measure(first, topology, say if topology.is_main else silent, limit, other)
+        with interrupts.raised():  # nothing is lost: there is nothing to save
+            report = measure(first, topology, say if topology.is_main else silent, limit, other)
     return report if topology.is_main else None
 
 

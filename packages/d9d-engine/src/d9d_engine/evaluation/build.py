@@ -28,6 +28,7 @@ from d9d_engine.evaluation.samples import SampleLosses, SampleRecorder
 from d9d_engine.evaluation.subject import Subject
 from d9d_engine.run.checkpointer import open_store
 from d9d_engine.run.evaluation import Evaluator, likelihood_of
+from d9d_engine.run.progress import SampleBar
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.gradients import Gradients
@@ -113,12 +114,19 @@ def _evaluated(
         _load(checkpoint, forward, topology)
     note(f"model: {_origin(subject, checkpoint)} on {topology.device}")
     recorder = SampleRecorder(task) if options.compared else None
-    evaluator = Evaluator(
-        task, forward.executor, forward.model, sets, group, topology.watchdog.beat, likelihood_of(own_task), recorder
-    )
     topology.watchdog.phase("step", 0)
     tables: dict[str, Table] = {}
-    values = evaluator.run(tables.update)
+    packs = sum(one.packs for one in sets)
+    with SampleBar("evaluation", packs * job.batch.size, shown=topology.is_main) as bar:
+
+        def beat() -> None:
+            topology.watchdog.beat()
+            bar.add(job.batch.size)
+
+        evaluator = Evaluator(
+            task, forward.executor, forward.model, sets, group, beat, likelihood_of(own_task), recorder
+        )
+        values = evaluator.run(tables.update)
     for one in sets:
         one.prefetcher.close()
     found = Evaluated(

@@ -13,7 +13,7 @@ from d9d_core.config.document import Document
 from d9d_core.config.pretrained import read_config_json
 from d9d_core.errors import D9dError, JobError
 from d9d_core.plugin.policy import PluginPolicy
-from d9d_core.plugin.records import ModelSpec
+from d9d_core.plugin.records import ModelSpec, StrategySpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
 
@@ -36,12 +36,14 @@ class Subject:
         job: with all datasets in ``evaluation.sets``.
         run: whether weights come from a checkpoint of the job's run; else from ``model.pretrained``.
         checkpoint: ``newest``, ``best`` or a step.
+        note: what became of a run's layout, for the user.
     """
 
     name: str
     job: Job
     run: bool
     checkpoint: str = "newest"
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Request:
         checkpoint: ``newest``, ``best`` or a step.
         overrides: ``section.field=value``.
         policy: restrictions on plugins.
-        world_size: number of processes, as :meth:`d9d_core.job.LoadedJob.load` takes it.
+        world_size: number of processes, to which the layout of a run gives way; ``None`` keeps that.
     """
 
     files: Sequence[Path] = ()
@@ -69,11 +71,11 @@ class Request:
         return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
 
-def find_subject(target: str, request: Request, registry: Registry) -> Subject:
+def find_subject(target: str | Job, request: Request, registry: Registry) -> Subject:
     """Find out what is to be evaluated.
 
     Args:
-        target: job file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
+        target: job or its file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
         request: the other options.
         registry: meaning of names, for a model without a job.
 
@@ -83,6 +85,8 @@ def find_subject(target: str, request: Request, registry: Registry) -> Subject:
     chosen = request.checkpoint
     if chosen is not None and chosen not in ("newest", "best") and not chosen.isdecimal():
         raise JobError(f"--checkpoint: '{chosen[:40]}' is none; use newest, best, or the number of a step")
+    if isinstance(target, Job):
+        return _of_job(target.run.name, target, request)
     path = Path(target)
     if "://" not in target and path.is_file() and path.suffix != ".safetensors":
         return _of_job(target, request.load(path), request)
@@ -117,12 +121,32 @@ def _of_run(target: str, run: Path, request: Request) -> Subject:
     record = run / "job.yaml"
     if not record.is_file():
         raise JobError(f"{target}: {run} has no job.yaml, so it is no run; give the job file or the run's directory")
-    job = request.load(record)
+    job, note = _for_processes(target, request.load(record), request)
     # A run may have been moved.
     moved = job.run.model_copy(update={"dir": run.resolve().parent, "name": run.resolve().name})
-    return replace(
-        _of_job(target, job.model_copy(update={"run": moved}).use(job.registry, job.source), request), run=True
-    )
+    job = job.model_copy(update={"run": moved}).use(job.registry, job.source)
+    return replace(_of_job(target, job, request), run=True, note=note)
+
+
+def _for_processes(target: str, job: Job, request: Request) -> tuple[Job, str | None]:
+    """Job of a run for the processes there are, whatever the run was trained in; and a note about it."""
+    trained, here = job.mesh.world_size, request.world_size
+    given = any(one.startswith(("mesh", "parallel", "pipeline")) for one in request.overrides)
+    if here is None or here == trained or given:
+        return job, None
+    values = {**job.resolved(), "pipeline": None}
+    del values["mesh"]
+    # What uses no axis of the mesh stays, such as compilation.
+    specs = [job.registry.find("strategy", one.selector).spec for one in job.parallel]
+    kept = [isinstance(spec, StrategySpec) and not spec.axes for spec in specs]
+    values["parallel"] = [value for value, stays in zip(values["parallel"], kept, strict=True) if stays]
+    settled = Job.from_values(values, registry=job.registry, world_size=here)
+    counts = f"{_processes(trained)}; it is evaluated in {_processes(here)}"
+    return settled, f"{target} was trained in {counts}"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'' if count == 1 else 'es'}"
 
 
 def _of_job(target: str, job: Job, request: Request) -> Subject:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 #: File in the run's directory with the seconds of the last start.
 FILE = "startup.json"
+#: Phase whose line waits for the next one's: a wrong job prints its error and nothing else.
+_BEFORE_JOB = "plugins"
 #: Phases with bars and lines of their own on a terminal.
-_OWN_BARS = ("data", "weights", "first step")
+_OWN_BARS = ("data", "weights", "trainer", "first step")
 #: Event -> the phase that it ends, and the one that follows.
 _ENDS: Mapping[type[Any], tuple[str, str]] = {
     ev.ModelPlanned: ("plan", "data"),
@@ -50,8 +52,8 @@ class Phase:
 class StartUp:
     """Clock of a start, and a subscriber that ends its phases.
 
-    On a terminal the current phase is a live line; elsewhere each one is a line when it is done. The first step ends
-    the start: one line tells the sum, and the run's directory gets the seconds.
+    On the terminal of one process the current phase is a live line; elsewhere each one is a line when it is done. The
+    first step ends the start: one line tells the sum, and the run's directory gets the seconds.
 
     Args:
         say: prints a line.
@@ -65,10 +67,12 @@ class StartUp:
         self._shown = shown
         self._processes = processes
         self._directory: Path | None = None
-        self._terminal = shown and sys.stderr.isatty()
+        # A process among others is killed when its start is interrupted, and would leave the terminal without a cursor.
+        self._terminal = shown and processes == 1 and sys.stderr.isatty()
         self._live: Progress | None = None
         self._wall, self._cpu = time.monotonic() - _age(), 0.0
         self._over = False
+        self._unsaid: list[str] = []
 
     def ends(self, name: str, following: str | None = None) -> None:
         """End a phase: what has passed since the end of the one before is its time. Another one may follow at once."""
@@ -78,7 +82,9 @@ class StartUp:
         self._wall, self._cpu = wall, cpu
         self._hide()
         if self._shown and not self._terminal and not self._over:
-            self._say(f"start-up: {name} {phase.wall:.1f} s")
+            self._unsaid.append(f"start-up: {name} {phase.wall:.1f} s")
+            while self._unsaid and name != _BEFORE_JOB:
+                self._say(self._unsaid.pop(0))
         if following is not None and self._terminal and following not in _OWN_BARS:
             self._show(following)
 

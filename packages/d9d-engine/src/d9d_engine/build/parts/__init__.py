@@ -1,1 +1,1 @@
-"""Parts of a run that sections of the job ask for: data, metrics, evaluation."""
+"""Parts of a run that sections of the job ask for: data, length, metrics, evaluation."""
