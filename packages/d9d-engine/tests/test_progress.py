@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 
 import pytest
 from d9d_engine.run.progress import ProgressBar, SampleBar
@@ -36,7 +37,16 @@ def test_bars_are_lines_of_a_notebooks_cell_that_lose_no_other_line(capsys: pyte
     assert "4/4" in out
     assert "loss 2.500" in out
     assert "inference" in out
-    assert all(out.count(f"line {step}") == 1 for step in range(1, 5))
+    lines = [seen(line) for line in out.split("\n")]
+    assert [line for line in lines if line.startswith("line")] == [f"line {step}" for step in range(1, 5)]
+
+
+def seen(line: str) -> str:
+    """Line as a notebook shows it: what follows a carriage return is written over what was there; nothing is erased."""
+    shown = ""
+    for part in re.sub(r"\x1b\[[^@-~]*[@-~]", "", line).split("\r"):
+        shown = part + shown[len(part) :]
+    return shown.rstrip()
 
 
 @pytest.mark.usefixtures("notebook")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ def evaluate(
         D9dError: the model cannot be evaluated; the text says why.
     """
     world_size = 1 if topology is None else topology.world_size
-    policy = PluginPolicy()
+    policy = PluginPolicy.from_environment(os.environ)
     chosen = None if checkpoint is None else str(checkpoint)
     request = Request(tuple(map(Path, data)), _job_or_path(like), chosen, overrides, policy, world_size)
     registry = target.registry if isinstance(target, Job) else discover(policy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import IO, Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +19,28 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+#: Characters of a line in a notebook's cell, and the sequence by which rich erases one.
+_WIDTH, _ERASE = 100, "\x1b[2K"
+
+
+class CellStream:
+    """Stream of a notebook's cell, in which a line can be written over but not erased: blanks do that.
+
+    Args:
+        stream: of the cell.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text; returns how many of its characters were written."""
+        self._stream.write(text.replace(_ERASE, " " * _WIDTH + "\r"))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
 
 def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
     """Bar on standard error if it is a terminal, in the output of a notebook's cell, or else nothing.
@@ -30,7 +52,8 @@ def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
     console = Console(stderr=True)
     if shown and console.is_jupyter:
         # A line that is written over, in the stream of all other lines: it needs no widgets, and no line is lost in it.
-        line = Console(file=sys.stdout, force_jupyter=False, force_terminal=True)
+        stream = cast("IO[str]", CellStream(sys.stdout))
+        line = Console(file=stream, force_jupyter=False, force_terminal=True, width=_WIDTH)
         return Progress(*columns, console=line)
     return Progress(
         *columns,
