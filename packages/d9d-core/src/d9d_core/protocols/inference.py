@@ -112,8 +112,7 @@ class ContinuesRows(Protocol):
     That takes a forward for each new token. Each sample is one sequence, ``tokens`` [B, S] of which ``lengths`` [B] are
     no padding. :meth:`InferenceTask.inputs` gets these two alone, with the new tokens so far.
     :meth:`InferenceTask.process` gets the microbatch of the data, and as outputs ``new_tokens`` int64
-    [B, max_new_tokens], -1 behind the last; ``ended`` bool [B], whether that is one of those that end a sequence; and
-    ``log_prob`` float64 [B], the sum of the log-probabilities of the new tokens at temperature 1.
+    [B, max_new_tokens], -1 behind the last, and ``ended`` bool [B], whether that is one of those that end a sequence.
     """
 
     @property

@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from d9d_core.errors import BuildError
+from d9d_core.errors import BuildError, NonFiniteError
 from d9d_core.grid import AXES
 from d9d_core.protocols.inference import Continuation
 from d9d_core.protocols.topology import Topology
@@ -29,7 +30,7 @@ Forward = Callable[[Pack, Callable[[Mapping[str, Tensor], Microbatch], None]], N
 #: Axes along which ranks have sequences of their own; the others compute the same ones together.
 _DATA = ("dp_replicate", "dp_shard")
 #: Contributions of a rank that does not decide, and of one that should and cannot; ids of tokens are larger.
-_OTHERS, _NO_LOGITS = -2, -1
+_OTHERS, _NOT_FINITE, _NO_LOGITS = -3, -2, -1
 #: Behind the last new token.
 _NOTHING = -1
 #: Positions by which the forward of a microbatch grows.
@@ -47,7 +48,6 @@ class Sequences:
         numbers: rows whose draws each makes; -1 for fillers, which are not continued.
         new: int64 [B, N] on the host, the new tokens, -1 behind the last.
         ended: bool [B] on the host, whether the last token is one that ends a sequence.
-        log_prob: float64 [B] on the host, log-probability of the new tokens; where they are chosen.
     """
 
     tokens: Tensor
@@ -56,7 +56,6 @@ class Sequences:
     numbers: list[int]
     new: Tensor
     ended: Tensor
-    log_prob: Tensor
 
     @classmethod
     def of(cls, microbatch: Microbatch, new: int) -> Sequences:
@@ -71,7 +70,6 @@ class Sequences:
             numbers=microbatch["rows"].tolist(),
             new=torch.full((rows, new), _NOTHING),
             ended=torch.zeros(rows, dtype=torch.bool),
-            log_prob=torch.zeros(rows, dtype=torch.float64),
         )
 
     @property
@@ -107,6 +105,7 @@ class Decoder:
         continuation: length, and choice of tokens.
         stop: tokens that end a sequence.
         logits: finds the logits [B, S, V] among the outputs of the last stage.
+        nonfinite: what follows logits with NaN or infinity: an error, or a token that means nothing.
     """
 
     def __init__(
@@ -116,12 +115,14 @@ class Decoder:
         continuation: Continuation,
         stop: frozenset[int],
         logits: Callable[[Mapping[str, Tensor]], Tensor | None],
+        nonfinite: Literal["error", "keep"] = "keep",
     ) -> None:
         self._forward = forward
         self._topology = topology
         self._continuation = continuation
         self._stop = stop
         self._logits = logits
+        self._nonfinite = nonfinite
         together = [axis for axis in AXES if axis not in _DATA]
         # Of those that compute the same sequences, the rank with the last stage and the first part of it decides.
         self._may_decide = all(topology.coordinate[axis] == 0 for axis in together if axis != "pp")
@@ -139,10 +140,11 @@ class Decoder:
                 ``lengths`` int64 [B] of right-padded sequences, at least one each.
 
         Returns:
-            The sequences of each microbatch. Only ranks that have the last stage know ``log_prob``.
+            The sequences of each microbatch.
 
         Raises:
             BuildError: the model gives no logits.
+            NonFiniteError: logits have NaN or infinity, and that is an error.
         """
         all_sequences = [Sequences.of(microbatch, self._continuation.max_new_tokens) for microbatch in pack]
         sizes = [len(one.numbers) for one in all_sequences]
@@ -175,6 +177,13 @@ class Decoder:
         tokens = torch.cat(parts)
         if self._group is not None:
             dist.all_reduce(tokens, dist.ReduceOp.MAX, group=self._group)
+        if (tokens == _NOT_FINITE).any():
+            numbers = [number for one in all_sequences for number in one.numbers]
+            row = min(number for number, token in zip(numbers, tokens.tolist(), strict=True) if token == _NOT_FINITE)
+            raise NonFiniteError(
+                f"row {row}: the logits of its new token number {index} have NaN or infinity; the model or its number "
+                "format is at fault. 'nonfinite: keep' writes what follows, which means nothing"
+            )
         if (tokens < 0).any():
             raise BuildError(
                 "the model gives no logits, so it cannot continue a text; it needs one head of kind causal_lm and no "
@@ -183,15 +192,17 @@ class Decoder:
         return tokens
 
     def _choose(self, logits: Tensor, sequences: Sequences, index: int) -> Tensor:
-        """Choose a token of each row of logits [B, V], and count its log-probability: int64 [B] on the host."""
-        log_probs = logits.float().log_softmax(-1)
+        """Choose a token of each row of logits [B, V]: int64 [B] on the host."""
         if self._continuation.temperature == 0:
-            chosen = logits.argmax(-1)
+            chosen = logits.argmax(-1).cpu()
         else:
-            chosen = self._drawn(logits, sequences.numbers, index).to(logits.device)
-        places = torch.tensor(sequences.active, dtype=torch.int64)
-        sequences.log_prob[places] += log_probs.gather(1, chosen[:, None])[:, 0].cpu()[places]
-        return chosen.cpu()
+            chosen = self._drawn(logits, sequences.numbers, index)
+        if self._nonfinite == "error":
+            # The largest one: words that cannot be have a logit of minus infinity.
+            wrong = ~logits.amax(-1).isfinite().cpu()
+            wrong &= torch.isin(torch.arange(len(wrong)), torch.tensor(sequences.active, dtype=torch.int64))
+            chosen[wrong] = _NOT_FINITE
+        return chosen
 
     def _drawn(self, logits: Tensor, numbers: Sequence[int], index: int) -> Tensor:
         """Draw a token of each row of logits [B, V] by one uniform number each: int64 [B] on the host."""

@@ -125,6 +125,7 @@ def _forwards(
         continuation=task.continuation,
         stop=ends_of_text(job, stream.facts) if stop is None else stop,
         logits=task.logits,
+        nonfinite=job.nonfinite,
     )
     return ManyForwards(forward.executor, assembly.pipeline, topology, decoder, forward.holds_last)
 

@@ -87,12 +87,7 @@ class ManyForwards:
             group = pack[begin:end]
             for microbatch, found in zip(group, self._decoder.continue_all(group), strict=True):
                 if self._holds_last:
-                    named: Mapping[str, Tensor] = {
-                        "new_tokens": found.new,
-                        "ended": found.ended,
-                        "log_prob": found.log_prob,
-                    }
-                    outputs(named, microbatch)
+                    outputs({"new_tokens": found.new, "ended": found.ended}, microbatch)
 
     def _forward(self, pack: Pack, outputs: Callable[[Mapping[str, Tensor], Microbatch], None]) -> None:
         self._topology.watchdog.beat()

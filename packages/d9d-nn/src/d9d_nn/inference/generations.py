@@ -5,7 +5,6 @@ Shapes: B samples, S positions, N most new tokens, V words of the vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,6 @@ class Generations:
             "tokens": "ids of the new tokens, with the one that ended the text",
             "text": "the new tokens as text, without special tokens; null where the run has no tokenizer",
             "finished": "whether the text has ended, and was not cut off",
-            "log_prob": "log-probability of all new tokens together, at temperature 1",
         }
 
     @property
@@ -84,10 +82,10 @@ class Generations:
             return None
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """New tokens int64 [B, N], their log-probability, whether they end the text, and the sizes of prompts [B]."""
+        """New tokens int64 [B, N], whether they end the text, and the sizes of prompts, [B] each."""
         tokens = microbatch["tokens"]
         sizes = microbatch.get("lengths", tokens.new_full((len(tokens),), tokens.shape[1]))
-        return {**{name: outputs[name] for name in ("new_tokens", "ended", "log_prob")}, "sizes": sizes}
+        return {"new_tokens": outputs["new_tokens"], "ended": outputs["ended"], "sizes": sizes}
 
     def rows(self, kept: Mapping[str, Tensor]) -> Columns:
         """Rows of what was kept of a microbatch."""
@@ -98,23 +96,20 @@ class Generations:
             "tokens": tokens,
             "text": [None if self._text_of is None else self._text_of(row) for row in tokens],
             "finished": kept["ended"].tolist(),
-            "log_prob": kept["log_prob"].tolist(),
         }
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
-        """Numbers of rows, of their new tokens and of those that have ended, and their log-probability."""
+        """Numbers of rows, of their new tokens, and of rows that have ended."""
         return {
             "rows": float(len(rows[ROW])),
             "tokens": float(sum(map(len, rows["tokens"]))),
             "finished": float(sum(rows["finished"])),
-            "log_prob": math.fsum(rows["log_prob"]),
         }
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Number of rows and of new tokens, the mean log-probability of these, and the fraction of ended rows."""
+        """Numbers of rows and of new tokens, and the fraction of rows that have ended."""
         return {
             "rows": sums["rows"],
             "new_tokens": sums["tokens"],
-            "mean_log_prob": sums["log_prob"] / max(sums["tokens"], 1),
             "finished": sums["finished"] / max(sums["rows"], 1),
         }
