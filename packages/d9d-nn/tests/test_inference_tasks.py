@@ -57,6 +57,14 @@ class TestPerplexity(InferenceTaskSuite):
         return {"token_loss": drawn(4, 6).abs()}, {**PACKED, "targets": TARGETS}
 
 
+class TestGenerations(InferenceTaskSuite):
+    target = "generations"
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        new = torch.tensor([[5, 6, -1], [7, 8, 9], [1, -1, -1], [2, 3, 4]])
+        return {"new_tokens": new, "ended": torch.tensor([True, False, True, True])}, PADDED
+
+
 class TestClasses(InferenceTaskSuite):
     target = "classes"
     facts: ClassVar[State] = {"labels": ["a", "b", "c"]}
