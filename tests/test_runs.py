@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_engine.api import Job
+from d9d_engine.api import Job, TrainingFinished
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -139,6 +139,16 @@ def test_real_runs_are_stopped_and_finished(d9d: Run, small_job: Callable[..., P
     listed = json.loads(d9d("runs", "list", str(tmp_path / "runs"), "--json")[1])["runs"]
     assert [(run["name"], run["status"], run["step"]) for run in listed] == [("small", "finished", 2)]
     assert listed[0]["loss"] == listed[0]["best_loss"] != None  # noqa: E711 - of both
-    (tmp_path / "runs" / "small" / "finished.json").unlink()
+    # A run that is prolonged is not done until it says so again.
+
+    class Fails:
+        def subscriptions(self) -> list[tuple[type[Any], Callable[[Any], None]]]:
+            return [(TrainingFinished, self.fail)]
+
+        def fail(self, _event: object) -> None:
+            raise ValueError("after the last step")
+
+    with pytest.raises(ValueError, match="after the last step"):
+        Job.load(job, overrides=["steps=3"]).build(lambda _: None, observers=[Fails()]).train()
     listed = json.loads(d9d("runs", "list", str(tmp_path / "runs"), "--json")[1])["runs"]
     assert listed[0]["status"] == "stopped"

@@ -133,9 +133,6 @@ def test_runs_that_end_by_their_epochs_or_early_are_not_trained_on(
     status, out, _ = d9d(*given)
     assert status == 0
     assert [values_of(out)[f"seed-{n}"][0] for n in (2, 3)] == ["finished", "skipped"]
-    # A run that is prolonged is not done until it says so again.
-    status, out, _ = d9d(*given, "--set", "epochs=2")
-    assert [values_of(out)[f"seed-{n}"][0] for n in (2, 3)] == ["finished", "finished"]
 
 
 def test_runs_of_a_job_without_a_mesh_have_the_layout_of_train(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
