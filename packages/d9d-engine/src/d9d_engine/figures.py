@@ -25,8 +25,9 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
+        reason = " ".join(str(error).split())
         raise PluginError(
-            f"pictures need matplotlib ({' '.join(str(error).split())}); install it with: pip install 'd9d-engine[plots]'"
+            f"pictures need matplotlib ({reason}); install it with: pip install 'd9d-engine[plots]'"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
