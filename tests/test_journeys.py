@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
+from d9d_core.extend import InferenceTask
+from d9d_core.plugin import ConfiguredSpec, PluginPolicy, Registry, discover
+from d9d_engine.api import InferenceJob, Job
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "journeys"
 NAMES = sorted(page.stem for page in FOLDER.glob("*.md"))
+ENGINE = ROOT / "packages" / "d9d-engine" / "README.md"
 FENCE = re.compile(r"^```(\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Lines of a page that fit on a screen.
 SCREEN = 48
@@ -29,6 +34,16 @@ JOURNEYS = {
     "pretrain", "continue", "resume-elsewhere", "sft", "lora", "dpo", "evaluate", "infer", "generate", "export",
     "sweep", "notebook", "several-gpus", "slurm", "plugin",
 }  # fmt: skip
+
+
+def own_task() -> str:
+    """Section about tasks and writers in the README of the engine, which is written as a journey."""
+    _, _, rest = ENGINE.read_text("utf-8").partition("### Tasks and writers of your own\n")
+    return re.split(r"^## ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+#: Journeys that are sections of other pages.
+SECTIONS: dict[str, Callable[[], str]] = {"own-task": own_task}
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,12 @@ class Journey:
 
     @classmethod
     def read(cls, name: str) -> Journey:
-        text = (FOLDER / f"{name}.md").read_text("utf-8")
+        text = SECTIONS[name]() if name in SECTIONS else (FOLDER / f"{name}.md").read_text("utf-8")
         blocks = tuple(Block(match[1], match["title"], match["text"]) for match in FENCE.finditer(text))
         prose = FENCE.sub("", text)
         paragraph = re.search(r"^\*\*You need\*\*.*?(?=\n\n)", prose, re.DOTALL | re.MULTILINE)
         assert paragraph is not None, f"{name} does not say what is needed"
-        needs = re.search(r"\]\(([\w-]+)\.md\)", paragraph[0])
+        needs = re.search(r"\]\((?:[./]+docs/journeys/)?([\w-]+)\.md\)", paragraph[0])
         results = [path for line in re.findall(r"^- (`.*?): ", prose, re.MULTILINE) for path in line.split("`")[1::2]]
         return cls(blocks, needs and needs[1], tuple(results))
 
@@ -84,6 +99,47 @@ def test_the_first_page_leads_to_every_journey() -> None:
     assert set(re.findall(r"\(journeys/([\w-]+)\.md\)", first)) == JOURNEYS
     navigation = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert set(re.findall(r"journeys/([\w-]+)\.md", navigation)) == JOURNEYS
+
+
+def test_the_readmes_name_every_inference_task_with_its_columns() -> None:
+    registry = discover(PluginPolicy(allow=frozenset({"d9d-nn"})))
+    names = {entry.spec.key for entry in registry.entries("inference task")}
+    lines = ENGINE.read_text("utf-8").splitlines()
+    begin = lines.index("| task | columns |") + 2
+    rows = [line.split(" | ") for line in lines[begin : lines.index("", begin)]]
+    tables = {tuple(re.findall(r"`([^`]+)`", task)): re.findall(r"`([^`]+)`", columns) for task, columns in rows}
+    assert {task for task, *_ in tables} == names
+    overview = (ROOT / "packages" / "d9d-nn" / "README.md").read_text("utf-8")
+    for (name, *settings), columns in tables.items():
+        task = task_of(registry, name, settings)
+        assert list(task.columns) == columns
+        assert [column for column in columns if column != "row" and f"`{column}`" not in overview] == []
+
+
+def task_of(registry: Registry, name: str, settings: list[str]) -> InferenceTask:
+    """Inference task with settings as a job file has them."""
+    spec = registry.find("inference task", name).spec
+    assert isinstance(spec, ConfiguredSpec)
+    values = yaml.safe_load(f"{{{', '.join(settings)}}}")
+    task: InferenceTask = spec.build.load()(spec.config.load()(**values))
+    return task
+
+
+def test_the_reference_names_every_field_that_inference_jobs_have_of_their_own() -> None:
+    text = (ROOT / "packages" / "d9d-core" / "README.md").read_text("utf-8")
+    _, _, rest = text.partition("| field | default | says |\n|---|---|---|\n")
+    rows = [line.split(" | ") for line in rest.split("\n\n")[0].splitlines()]
+    told = {row[0].strip("|` "): row[1].strip("`") for row in rows}
+    fields = InferenceJob.model_fields
+    inherited = {name for name in fields if name in Job.model_fields} - {"task", "batch", "nonfinite"}
+    own = set(fields) - inherited
+    assert {name.partition(".")[0] for name in told} == own
+    batch = fields["batch"].default
+    expected = {f"batch.{name}": getattr(batch, name) for name in type(batch).model_fields}
+    expected |= {name: fields[name].default for name in ("limit", "too_long", "nonfinite")}
+    assert {name: told[name] for name in expected} == {
+        name: "null" if value is None else str(value) for name, value in expected.items()
+    }
 
 
 class Traveller:
@@ -204,7 +260,7 @@ def traveller(tmp_path_factory: pytest.TempPathFactory) -> Traveller:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SECTIONS])
 def test_a_journey_runs_as_written(traveller: Traveller, name: str) -> None:
     directory = traveller.run(name)
     CHECKS.get(name, lambda directory: None)(directory)
@@ -215,7 +271,11 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 
 
 def check_infer(directory: Path) -> None:
-    assert [row["row"] for row in rows_of(directory / "runs/scores/output.jsonl")] == list(range(40))
+    from pyarrow import parquet  # type: ignore[import-untyped]
+
+    rows = rows_of(directory / "runs/scores/output.jsonl")
+    assert [row["row"] for row in rows] == list(range(40))
+    assert parquet.read_table(directory / "runs/table/output.parquet").to_pylist() == rows
 
 
 def check_generate(directory: Path) -> None:
