@@ -35,6 +35,8 @@ KINDS: Mapping[str, tuple[str, str, str]] = {
     "metrics": ("metrics", "Sound", "FAULTS"),
     "datasets": ("datasets", "Sound", "FAULTS"),
     "tasks": ("tasks", "Sound", "FAULTS"),
+    "inference tasks": ("inference_tasks", "Sound", "FAULTS"),
+    "writers": ("writers", "Sound", "FAULTS"),
     "trackers": ("trackers", "Sound", "FAULTS"),
     "kernels": ("kernels", "Sound", "FAULTS"),
     "subscribers": ("subscribers", "Sound", "FAULTS"),

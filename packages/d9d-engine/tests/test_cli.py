@@ -143,7 +143,7 @@ def test_explain_says_where_everything_comes_from_and_what_was_applied(here: Run
 def test_plugins_list_names_everything_and_has_a_json_form(here: Run) -> None:
     assert "toy_optimizer" in here("plugins", "list").stdout
     records = json.loads(here("plugins", "list", "--json").stdout.rpartition("]")[0] + "]")
-    assert {"kind": "tracker", "name": "jsonl"}.items() <= next(r for r in records if r["name"] == "jsonl").items()
+    assert {("tracker", "jsonl"), ("writer", "jsonl")} <= {(record["kind"], record["name"]) for record in records}
 
 
 def test_plugins_show_prints_fields_defaults_and_meanings(here: Run) -> None:

@@ -112,3 +112,9 @@ def test_check_compares_classes_tokens_and_positions() -> None:
         "model.max_positions: the model has 32 positions, the data has 33",
         "model.heads: the head has 3 classes, the data has 4",
     ]
+
+
+def test_a_head_of_one_class_is_for_scores_and_learns_no_labels() -> None:
+    score = ClassificationHeadConfig(num_classes=1)
+    with pytest.raises(JobError, match="nothing to learn from labels"):
+        TASK.check(model(topic=score), {})

@@ -36,7 +36,7 @@ def test_the_kind_selects_the_config() -> None:
         ({"a.b": {"kind": "causal_lm"}}, "pattern"),
         ({"a/b": {"kind": "causal_lm"}}, "pattern"),
         ({"a": {"kind": "classification"}}, "num_classes"),
-        ({"a": {"kind": "classification", "num_classes": 1}}, "greater than or equal to 2"),
+        ({"a": {"kind": "classification", "num_classes": 0}}, "greater than or equal to 1"),
         ({"a": {"kind": "classification", "num_clases": 2}}, "did you mean 'num_classes'"),
         ({"a": {"kind": "embedding", "layers": []}}, "at least 1"),
         ({"a": {"kind": "embedding", "pooling": "first"}}, "'last' or 'mean'"),

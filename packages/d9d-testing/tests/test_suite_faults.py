@@ -51,7 +51,7 @@ def test_every_suite_has_faults(tool: ModuleType) -> None:
     folder = Path(tool.ROOT) / "packages" / "d9d-testing" / "src" / "d9d_testing" / "suites"
     written = {
         line.removeprefix("class ").partition("(")[0].partition(":")[0]
-        for file in (*folder.glob("*.py"), *folder.glob("moe/*.py"))
+        for file in (*folder.glob("*.py"), *folder.glob("moe/*.py"), *folder.glob("inference/*.py"))
         for line in file.read_text().splitlines()
         if line.startswith("class ") and line.rstrip(":").partition("(")[0].endswith("Suite")
     }

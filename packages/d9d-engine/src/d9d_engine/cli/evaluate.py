@@ -15,10 +15,10 @@ from d9d_core.cli.options import Files, NoPlugins, Overrides, Strict, command_ap
 from d9d_core.cli.output import console_for
 from d9d_core.errors import JobError
 
-from d9d_engine.cli.train import for_processes, launch, start_up
 from d9d_engine.evaluation.subject import Request, Subject, find_subject, same_data
 from d9d_engine.joining import silent
 from d9d_engine.launch.process import Process, running
+from d9d_engine.launch.start import for_processes, launch, start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
@@ -122,7 +122,7 @@ def _evaluate(
 ) -> Report | None:
     """Report on the main rank."""
     env = process.env
-    alone = env.launcher is None  # see d9d_engine.cli.train
+    alone = env.launcher is None  # see d9d_engine.launch.start
     with start_up(interrupts, alone):
         first, other = load(env.world_size)
         first.job.check(env.world_size)

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
-from d9d_engine.cli.train import for_processes, launch, start_up
 from d9d_engine.inference.job import InferenceJob
-from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process, running
+from d9d_engine.launch.start import for_processes, joined_process, launch, start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
@@ -67,22 +65,12 @@ def infer(
 
 
 def _infer(process: Process, interrupts: Interrupts, load: Callable[[], InferenceJob]) -> None:
-    env = process.env
-    alone = env.launcher is None  # see d9d_engine.cli.train
-    with start_up(interrupts, alone):
-        loaded = load()
-        loaded.check(env.world_size)
-        if loaded.source.note is not None and not process.repeats:
-            print_note(loaded.source.note)
-    with start_up(), interrupts_deferred():
-        import d9d_engine.distributed.world
-        import d9d_engine.inference.build  # noqa: F401 - torch and numpy, once and for all that follows
-        from d9d_engine.distributed.mesh import describe_rank
+    def import_modules() -> None:
+        import d9d_engine.inference.build  # noqa: F401
 
-    reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
-    with loaded.joined(env, reporter) as topology:
-        with start_up(interrupts, alone):
-            inference = loaded.build(topology=topology, interrupts=interrupts)
+    with joined_process(process, interrupts, load, import_modules, "computed") as (loaded, topology, start, alone):
+        with start_up(interrupts, alone, "computed"):
+            inference = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
         outcome = inference.run()
     if outcome.status == "finished" and topology.is_main:
         for name, value in outcome.values.items():

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Annotated, TypeVar
+from collections.abc import Callable
+from typing import Annotated
 
 import typer
-from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
-from d9d_engine.inference.job import InferenceJob
 from d9d_engine.job import Job
-from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process, running
+from d9d_engine.launch.start import for_processes, joined_process, launch, start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
-from d9d_engine.run.startup import StartUp
-
-Runs = TypeVar("Runs", Job, InferenceJob)
 
 app = command_app("train", "Train, or continue after an interruption.")
 
@@ -76,91 +70,12 @@ def train(
 
 
 def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) -> None:
-    env = process.env
-    with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
-        start.ends("plugins", following="job")
-        _train_timed(process, interrupts, load, start)
+    def import_modules() -> None:
+        import d9d_engine.build.compose  # noqa: F401
 
-
-def _train_timed(process: Process, interrupts: Interrupts, load: Callable[[], Job], start: StartUp) -> None:
-    env = process.env
-    # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every command
-    # does. Others stop together, after their first step.
-    alone = env.launcher is None
-    with start_up(interrupts, alone):
-        loaded = load()
-        loaded.check(env.world_size)
-        if loaded.source.note is not None and not process.repeats:
-            print_note(loaded.source.note)
-    start.ends("job", following="torch")
-    with start_up(), interrupts_deferred():
-        # Imports of torch and numpy, once and for all that follows.
-        import torch  # noqa: F401
-
-        start.ends("torch", following="modules")
-        import d9d_engine.build.compose
-        import d9d_engine.distributed.world  # noqa: F401
-        from d9d_engine.distributed.mesh import describe_rank
-
-    start.ends("modules", following="plan" if alone else "processes")
-    reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
-    with loaded.joined(env, reporter) as topology:
-        if not alone:
-            start.ends("processes", following="plan")
+    with joined_process(process, interrupts, load, import_modules) as (loaded, topology, start, alone):
         with start_up(interrupts, alone):
             trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
         outcome = trainer.train()
     if outcome.status == "finished" and topology.is_main:
         typer.echo(f"finished {outcome.step} steps; results in {loaded.run.directory}")
-
-
-@contextmanager
-def start_up(interrupts: Interrupts | None = None, alone: bool = False) -> Iterator[None]:
-    """Start-up of a command inside the block: an interruption says that nothing was done."""
-    try:
-        with interrupts.raised() if interrupts is not None and alone else nullcontext():
-            yield
-    except Terminated:
-        raise
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("during start-up; nothing was trained") from None
-
-
-def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -> Runs:
-    """The job, checked for the processes that will be started.
-
-    Args:
-        load: number of processes, if known, and whether the job is read again -> the job.
-        nproc: a number; ``auto``; ``None`` is what the mesh needs.
-    """
-    if nproc is not None and nproc != "auto":
-        if not nproc.isdecimal() or int(nproc) < 1:
-            raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
-        job = load(int(nproc), False)
-        job.check(int(nproc))
-        return job
-    job = load(1, False)
-    processes = job.mesh.world_size
-    if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.model_fields_set):
-        with start_up(), interrupts_deferred():
-            from d9d_engine.distributed.devices import count_devices
-        processes = count_devices(job.device)
-        job = load(processes, True) if processes > 1 else job
-    job.check(processes)
-    return job
-
-
-def launch(job: Job | InferenceJob, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
-    """Start the processes of a job here, and wait for them; returns the exit status."""
-    from d9d_engine.launch.agent import Launch
-
-    if job.source.note is not None:
-        print_note(job.source.note)
-    with start_up(), interrupts_deferred():
-        from d9d_engine.distributed.mesh import describe_rank
-
-    def name_of(rank: int) -> str:
-        return describe_rank(job.mesh.sizes(), rank)
-
-    processes = job.mesh.world_size
-    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of, job.timeouts.startup).run(interrupts)

@@ -64,7 +64,7 @@ def build_inference(
     writer: Writer = instantiate(selection.writer, job.writer)
     _check_weights(job)
     assembly = assemble_forward(job, selection, registry, topology)
-    # Read before anything is captured: hooks belong to the modules that run.
+    events.emit(ev.ModelPlanned(job))
     reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
 
     started = time.perf_counter()

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from d9d_core.config.base import speakable
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.protocols.inference import Columns, Writer
 from d9d_core.types import State
@@ -111,7 +112,9 @@ class PartStore:
             self._parts.mkdir()
             write_json(self.directory / _RECORD, dict(record))
             return Standing()
-        if changed := list(_differences(before, json.loads(json.dumps(record)))):
+        now = json.loads(json.dumps(record))
+        # Columns follow from the job.
+        if changed := [where for where in _differences(before, now) if not where.startswith("columns")]:
             raise JobError(
                 f"run.name: {self.directory} has results of a job with another {', '.join(changed[:5])}; choose "
                 "another run.name, or remove the directory to start anew"
@@ -132,7 +135,7 @@ class PartStore:
         sync(temporary)
         temporary.replace(path)
         count = len(next(iter(rows.values())))
-        write_json(path.with_suffix(".json"), {"samples": samples, "rows": count, "sums": dict(sums)})
+        write_json(path.with_suffix(".json"), {"samples": samples, "rows": count, "sums": speakable(dict(sums))})
 
     def has(self, first: int) -> bool:
         """Whether the part that begins with a sample is complete."""
@@ -148,7 +151,7 @@ class PartStore:
         Raises:
             CheckpointError: parts are missing.
         """
-        found = [(first, PartFacts(**self._read(f"{_PARTS}/{name}.json"))) for first, name in self._named(samples)]
+        found = [(first, _facts_of(self._read(f"{_PARTS}/{name}.json"))) for first, name in self._named(samples)]
         ends = [0, *(first + part.samples for first, part in found)]
         starts = [*(first for first, _ in found), samples]
         for end, start in zip(ends, starts, strict=True):
@@ -199,6 +202,11 @@ class PartStore:
             return None
         except ValueError as error:
             raise CheckpointError(f"{path} is damaged ({error}); remove {self.directory} to start anew") from error
+
+
+def _facts_of(values: Mapping[str, Any]) -> PartFacts:
+    sums = {name: float(value) for name, value in values["sums"].items()}  # NaN and infinity are words there
+    return PartFacts(values["samples"], values["rows"], sums)
 
 
 def _is_facts(name: str) -> bool:

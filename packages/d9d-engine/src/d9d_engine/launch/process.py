@@ -26,7 +26,7 @@ ENDED = 128 + signal.SIGTERM
 #: Between the command line and what it runs.
 _HIDDEN = {
     contextlib.__file__,
-    *(str(Path(d9d_engine.__path__[0]) / name) for name in ("job.py", "distributed/world.py")),
+    *(str(Path(d9d_engine.__path__[0]) / name) for name in ("joining.py", "launch/start.py", "distributed/world.py")),
 }
 
 

@@ -23,7 +23,7 @@ FILE = "startup.json"
 #: Phase whose line waits for the next one's: a wrong job prints its error and nothing else.
 _BEFORE_JOB = "plugins"
 #: Phases with bars and lines of their own on a terminal.
-_OWN_BARS = ("data", "weights", "trainer", "first step")
+_OWN_BARS = ("data", "weights", "trainer", "first step", "progress", "first pack")
 #: Event -> the phase that it ends, and the one that follows.
 _ENDS: Mapping[type[Any], tuple[str, str]] = {
     ev.ModelPlanned: ("plan", "data"),
@@ -31,6 +31,7 @@ _ENDS: Mapping[type[Any], tuple[str, str]] = {
     ev.ModelReady: ("weights", "optimizer"),
     ev.OptimizerReady: ("optimizer", "trainer"),
     ev.TrainingStarts: ("trainer", "first step"),
+    ev.InferenceStarts: ("progress", "first pack"),
 }
 
 
@@ -53,7 +54,7 @@ class StartUp:
     """Clock of a start, and a subscriber that ends its phases.
 
     On the terminal of one process the current phase is a live line; elsewhere each one is a line when it is done. The
-    first step ends the start: one line tells the sum, and the run's directory gets the seconds.
+    first step, or pack of inference, ends the start: one line tells the sum, and the run's directory gets the seconds.
 
     Args:
         say: prints a line.
@@ -93,7 +94,8 @@ class StartUp:
         yield ev.JobConfigured, self._configured
         for event in _ENDS:
             yield event, self._ended
-        yield ev.StepEnds, self._first_step
+        yield ev.StepEnds, lambda _event: self._finish("first step")
+        yield ev.PackEnds, lambda _event: self._finish("first pack")
 
     def __enter__(self) -> StartUp:
         return self
@@ -109,11 +111,11 @@ class StartUp:
     def _ended(self, event: object) -> None:
         self.ends(*_ENDS[type(event)])
 
-    def _first_step(self, _event: ev.StepEnds) -> None:
+    def _finish(self, name: str) -> None:
         if self._over:
             return
         self._over = True
-        self.ends("first step")
+        self.ends(name)
         if not self._shown:
             return
         wall, cpu = sum(phase.wall for phase in self.phases), sum(phase.cpu for phase in self.phases)

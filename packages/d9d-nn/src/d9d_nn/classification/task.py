@@ -52,6 +52,8 @@ class Classification:
         """
         head = choose_head(model, self.kind, self.config.head)
         problems = exceeded(model, facts)
+        if getattr(head, "num_classes", None) == 1:
+            problems.append("model.heads: a head of one class has nothing to learn from labels; give it 2 or more")
         have, need = getattr(head, "num_classes", None), facts.get("num_classes")
         if isinstance(have, int) and isinstance(need, int) and need > have:
             problems.append(

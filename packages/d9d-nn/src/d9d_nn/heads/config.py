@@ -25,8 +25,8 @@ class ClassificationHeadConfig(Section):
     kind: Literal["classification"] = "classification"
     """Selects the head."""
 
-    num_classes: int = Field(ge=2)
-    """Number of classes, C."""
+    num_classes: int = Field(ge=1)
+    """Number of classes, C; one for a score, as of a reward model."""
 
     pooling: Pooling = "last"
     """What stands for a sample: its last position, or the mean of all."""

@@ -1,0 +1,135 @@
+"""Launching of a job's processes from the command line, and the start of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+from d9d_core.cli.interrupts import interrupts_deferred
+from d9d_core.errors import JobError
+
+from d9d_engine.inference.job import InferenceJob
+from d9d_engine.job import Job
+from d9d_engine.joining import print_note
+from d9d_engine.launch.process import Process
+from d9d_engine.run.interrupt import Interrupts, Terminated
+from d9d_engine.run.startup import StartUp
+
+if TYPE_CHECKING:
+    from d9d_engine.distributed.mesh import Topology
+
+Runs = TypeVar("Runs", Job, InferenceJob)
+
+
+class Joined(NamedTuple, Generic[Runs]):
+    """Process that has joined the others of its job.
+
+    Attributes:
+        job: the job.
+        topology: this process among others.
+        start: the clock of the start; an observer of what the job does first.
+        alone: whether nobody has started this process as one of several.
+    """
+
+    job: Runs
+    topology: Topology
+    start: StartUp
+    alone: bool
+
+
+@contextmanager
+def joined_process(
+    process: Process,
+    interrupts: Interrupts,
+    load: Callable[[], Runs],
+    import_modules: Callable[[], None],
+    nothing: str = "trained",
+) -> Iterator[Joined[Runs]]:
+    """Load a job and join its processes inside the block, with the time of each phase.
+
+    Args:
+        process: this one.
+        interrupts: requests to stop.
+        load: the job.
+        import_modules: imports what builds the job, once and for all that follows.
+        nothing: what has not been done yet, in a word.
+    """
+    env = process.env
+    with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
+        start.ends("plugins", following="job")
+        # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every
+        # command does. Others stop together, after their first step.
+        alone = env.launcher is None
+        with start_up(interrupts, alone, nothing):
+            loaded = load()
+            loaded.check(env.world_size)
+            if loaded.source.note is not None and not process.repeats:
+                print_note(loaded.source.note)
+        start.ends("job", following="torch")
+        with start_up(nothing=nothing), interrupts_deferred():
+            import torch  # noqa: F401
+
+            start.ends("torch", following="modules")
+            import d9d_engine.distributed.world  # noqa: F401
+            from d9d_engine.distributed.mesh import describe_rank
+
+            import_modules()
+        start.ends("modules", following="plan" if alone else "processes")
+        reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
+        with loaded.joined(env, reporter) as topology:
+            if not alone:
+                start.ends("processes", following="plan")
+            yield Joined(loaded, topology, start, alone)
+
+
+@contextmanager
+def start_up(interrupts: Interrupts | None = None, alone: bool = False, nothing: str = "trained") -> Iterator[None]:
+    """Start-up of a command inside the block: an interruption says that nothing was done, in this word."""
+    try:
+        with interrupts.raised() if interrupts is not None and alone else nullcontext():
+            yield
+    except Terminated:
+        raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"during start-up; nothing was {nothing}") from None
+
+
+def for_processes(load: Callable[[int | None, bool], Runs], nproc: str | None) -> Runs:
+    """The job, checked for the processes that will be started.
+
+    Args:
+        load: number of processes, if known, and whether the job is read again -> the job.
+        nproc: a number; ``auto``; ``None`` is what the mesh needs.
+    """
+    if nproc is not None and nproc != "auto":
+        if not nproc.isdecimal() or int(nproc) < 1:
+            raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
+        job = load(int(nproc), False)
+        job.check(int(nproc))
+        return job
+    job = load(1, False)
+    processes = job.mesh.world_size
+    if job.source.auto is not None or (nproc == "auto" and "mesh" not in job.model_fields_set):
+        with start_up(), interrupts_deferred():
+            from d9d_engine.distributed.devices import count_devices
+        processes = count_devices(job.device)
+        job = load(processes, True) if processes > 1 else job
+    job.check(processes)
+    return job
+
+
+def launch(job: Job | InferenceJob, arguments: list[str], restarts: int, interrupts: Interrupts) -> int:
+    """Start the processes of a job here, and wait for them; returns the exit status."""
+    from d9d_engine.launch.agent import Launch
+
+    if job.source.note is not None:
+        print_note(job.source.note)
+    with start_up(), interrupts_deferred():
+        from d9d_engine.distributed.mesh import describe_rank
+
+    def name_of(rank: int) -> str:
+        return describe_rank(job.mesh.sizes(), rank)
+
+    processes = job.mesh.world_size
+    return Launch(("-m", "d9d_core", *arguments), processes, restarts, name_of, job.timeouts.startup).run(interrupts)

@@ -1,0 +1,137 @@
+"""Inference tasks keep what holds for every one, for padded and for packed samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import JobError, Microbatch, State
+from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, TokenClassificationHeadConfig
+from d9d_nn.heads.pooling import pool
+from d9d_nn.inference.classes import Classes, Rewards
+from d9d_nn.inference.config import ClassesConfig, HiddenStatesConfig, RewardsConfig
+from d9d_nn.inference.hidden_states import HiddenStates
+from d9d_testing.suites.inference.task import InferenceTaskSuite
+from d9d_testing.tolerances import assert_close_values
+from torch import Tensor
+
+LENGTHS = torch.tensor([4, 6, 2, 5])
+#: Rows of packed samples: where each ends, and which it is.
+ENDS = torch.tensor([[1, 4, 0], [6, 0, 0], [1, 2, 0], [2, 3, 5]])
+DOCUMENTS = torch.tensor([[0, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0], [0, 1, 2, 2, 2, 2], [0, 0, 1, 2, 2, 3]])
+PADDED: Microbatch = {"tokens": torch.arange(24).view(4, 6), "lengths": LENGTHS, "rows": torch.tensor([3, 0, 1, 2])}
+PACKED: Microbatch = {
+    **PADDED, "rows": torch.tensor([3, 5, 6, 0]), "ends": ENDS, "documents": DOCUMENTS,
+}  # fmt: skip
+TARGETS = torch.arange(24).view(4, 6).masked_fill(torch.arange(6) >= LENGTHS.unsqueeze(1), -100)
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+class TestLogProbsOfRows(InferenceTaskSuite):
+    target = "log_probs"
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"token_loss": drawn(4, 6).abs()}, {**PADDED, "targets": TARGETS}
+
+
+class TestLogProbsOfTokensOfPackedRows(InferenceTaskSuite):
+    target = "log_probs"
+    config: ClassVar[Mapping[str, Any]] = {"per": "token"}
+    facts: ClassVar[State] = {"packed": True}
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"token_loss": drawn(4, 6).abs()}, {**PACKED, "targets": TARGETS}
+
+
+class TestPerplexity(InferenceTaskSuite):
+    target = "perplexity"
+    facts: ClassVar[State] = {"packed": True}
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"token_loss": drawn(4, 6).abs()}, {**PACKED, "targets": TARGETS}
+
+
+class TestClasses(InferenceTaskSuite):
+    target = "classes"
+    facts: ClassVar[State] = {"labels": ["a", "b", "c"]}
+    model = SimpleNamespace(heads={"c": ClassificationHeadConfig(num_classes=3)})
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"class_logits": drawn(4, 3)}, PADDED
+
+
+class TestClassesOfTokens(InferenceTaskSuite):
+    target = "token_classes"
+    facts: ClassVar[State] = {"packed": True}
+    model = SimpleNamespace(heads={"c": TokenClassificationHeadConfig(num_classes=3)})
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"class_logits": drawn(4, 6, 3)}, PACKED
+
+
+class TestRewardsOfPackedRows(InferenceTaskSuite):
+    target = "rewards"
+    facts: ClassVar[State] = {"packed": True}
+    model = SimpleNamespace(heads={"c": ClassificationHeadConfig(num_classes=1)})
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"class_logits": drawn(4, 3, 1)}, PACKED
+
+
+class TestEmbeddingsOfPackedRows(InferenceTaskSuite):
+    target = "embeddings"
+    facts: ClassVar[State] = {"packed": True}
+    model = SimpleNamespace(heads={"e": EmbeddingHeadConfig()})
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"embedding": drawn(4, 3, 5)}, PACKED
+
+
+class TestHiddenStates(InferenceTaskSuite):
+    target = "hidden_states"
+    config: ClassVar[Mapping[str, Any]] = {"layers": [0, -1], "pooling": "mean"}
+    facts: ClassVar[State] = {"packed": True}
+
+    def ready(self) -> Any:
+        task = super().ready()
+        task.modules(["layers.0", "layers.0.ffn", "layers.1"])
+        return task
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        return {"module/layers.0": drawn(4, 6, 5), "module/layers.1": drawn(4, 6, 5) + 1}, PACKED
+
+
+# --- rows of packed samples
+
+
+def test_pooled_rows_of_packed_samples_are_those_of_each_alone() -> None:
+    hidden = drawn(4, 6, 5)
+    for pooling in ("last", "mean"):
+        pooled = pool(hidden, LENGTHS, pooling, ENDS)  # type: ignore[arg-type]
+        for sample, ends in enumerate(ENDS.tolist()):
+            for index, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+                if end:
+                    alone = pool(hidden[sample : sample + 1, begin:end], None, pooling)  # type: ignore[arg-type]
+                    assert_close_values(pooled[sample, index], alone[0])
+
+
+def test_labels_must_be_one_for_each_class() -> None:
+    model = SimpleNamespace(heads={"c": ClassificationHeadConfig(num_classes=3)})
+    with pytest.raises(JobError, match="2 names for a head of 3 classes"):
+        Classes(ClassesConfig(labels=("a", "b"))).check(model, {})
+    with pytest.raises(JobError, match="a reward model has a classification head of one class, this one has 3"):
+        Rewards(RewardsConfig()).check(model, {})
+
+
+def test_layers_that_a_model_lacks_are_refused() -> None:
+    names = ["embedding", "layers.0", "layers.1", "layers.1.ffn"]
+    assert HiddenStates(HiddenStatesConfig(layers=(-2, 1))).modules(names) == ["layers.0", "layers.1"]
+    for layer in (2, -3):
+        with pytest.raises(JobError, match=f"there is no layer {layer} in a model of 2"):
+            HiddenStates(HiddenStatesConfig(layers=(layer,))).modules(names)

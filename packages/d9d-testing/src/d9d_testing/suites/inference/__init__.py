@@ -1,0 +1,1 @@
+"""Conformance suites of inference jobs: tasks and writers."""

@@ -1,0 +1,129 @@
+"""Conformance suite of inference tasks: rows of each sample, whatever comes with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from d9d_core.extend import ROW, Columns, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_testing.suites.support.component import ComponentSuite
+
+
+class InferenceTaskSuite(ComponentSuite):
+    """The conformance suite of inference tasks (:class:`d9d_core.protocols.inference.InferenceTask`).
+
+    Subclass it, name the task, and give a microbatch of four samples or more, with what a model would return for it::
+
+        class TestMyTask(InferenceTaskSuite):
+            target = "my_task"
+
+            def case(self):
+                microbatch = {"tokens": torch.arange(12).view(4, 3), "rows": torch.arange(4)}
+                return {"scores": torch.randn(4)}, microbatch
+
+    Attributes:
+        facts: of the data, for ``check``.
+        model: config of a model, for ``check``.
+    """
+
+    kind = "inference task"
+
+    facts: ClassVar[State] = {"rows": 4, "samples": 4}
+    model: ClassVar[Any] = None
+
+    def case(self) -> tuple[Mapping[str, Tensor], Microbatch]:
+        """Outputs of a model, and the microbatch they are of, with ``rows`` int64 [B]."""
+        raise AssertionError(f"{type(self).__name__}: give outputs and a microbatch: override case()")
+
+    def test_columns_begin_with_the_row(self) -> None:
+        """And say what they hold."""
+        columns = self.ready().columns
+        assert next(iter(columns), None) == ROW, f"columns are {list(columns)}; the first one must be '{ROW}'"
+        for name, what in columns.items():
+            assert isinstance(what, str), f"column '{name}' has no words"
+            assert what.strip(), f"column '{name}' has no words"
+
+    def test_inputs_are_those_of_a_stage(self) -> None:
+        """Keyword arguments of the model, of the microbatch's tensors."""
+        _, microbatch = self.case()
+        inputs = self.ready().inputs(microbatch)
+        assert isinstance(inputs, StageInputs), f"inputs() returned a {type(inputs).__name__}, not StageInputs"
+
+    def test_what_is_kept_has_a_slice_for_each_sample(self) -> None:
+        """Fillers are cut off along the first dimension."""
+        outputs, microbatch = self.case()
+        count = len(microbatch["rows"])
+        for name, tensor in self.ready().process(outputs, microbatch).items():
+            assert isinstance(tensor, Tensor), f"process() keeps '{name}', a {type(tensor).__name__}; keep tensors"
+            shape = list(tensor.shape)
+            assert shape[:1] == [count], f"process() keeps '{name}' of shape {shape}; the first dimension is {count}"
+            assert not tensor.requires_grad, f"process() keeps '{name}' with its graph; detach it"
+
+    def test_rows_have_the_columns_that_are_declared(self) -> None:
+        """Each with one value for each row, and numbers of rows that are there."""
+        task = self.ready()
+        rows = self.rows(task, slice(None))
+        assert list(rows) == list(task.columns), f"rows() returned {list(rows)}, columns declares {list(task.columns)}"
+        counts = {name: len(values) for name, values in rows.items()}
+        assert len(set(counts.values())) == 1, f"columns are not equally long: {counts}"
+        firsts = self.case()[1]["rows"].tolist()
+        assert set(firsts) <= set(rows[ROW]), f"there is no row of some of the samples {firsts}: {list(rows[ROW])}"
+        assert all(type(row) is int for row in rows[ROW]), "numbers of rows must be whole numbers of Python"
+
+    def test_rows_of_a_sample_do_not_depend_on_the_others(self) -> None:
+        """So a last microbatch with fillers gives the same, and no state is kept from one to the next."""
+        task = self.ready()
+        count = len(self.case()[1]["rows"])
+        whole = self.rows(task, slice(None))
+        halves = [self.rows(task, part) for part in (slice(0, count // 2), slice(count // 2, count))]
+        for name, values in whole.items():
+            joined = [*halves[0][name], *halves[1][name]]
+            same = len(joined) == len(values) and all(map(_same, joined, values))
+            assert same, f"column '{name}' differs when the samples come in two microbatches"
+        again = self.rows(task, slice(None))
+        assert all(all(map(_same, again[name], values)) for name, values in whole.items()), "a second call differs"
+
+    def test_tallies_add_up(self) -> None:
+        """Those of parts to that of all: the engine sums them over parts and ranks."""
+        task = self.ready()
+        count = len(self.case()[1]["rows"])
+        total = task.tally(self.rows(task, slice(None)))
+        parts = [task.tally(self.rows(task, part)) for part in (slice(0, 1), slice(1, count))]
+        for part in parts:
+            assert part.keys() == total.keys(), f"tally() names {sorted(part)} of a part and {sorted(total)} of all"
+        for name, value in total.items():
+            assert type(value) is float, f"tally '{name}' is a {type(value).__name__}, not a float"
+            added = sum(part[name] for part in parts)
+            assert math.isclose(added, value, rel_tol=1e-9, abs_tol=1e-12), (
+                f"tally '{name}': {added} for two parts, {value} for both together; return sums, not means"
+            )
+
+    def test_final_values_are_numbers(self) -> None:
+        """Of the sums over all rows."""
+        task = self.ready()
+        values = task.finalize(task.tally(self.rows(task, slice(None))))
+        for name, value in values.items():
+            assert isinstance(value, float | int), f"finalize() returned '{name}' as a {type(value).__name__}"
+
+    def ready(self) -> Any:
+        """The task, after its check."""
+        task = self.build()
+        task.check(self.model, self.facts)
+        return task
+
+    def rows(self, task: Any, samples: slice) -> Columns:
+        """Rows of some samples, as the engine asks for them."""
+        outputs, microbatch = self.case()
+        with torch.inference_mode():
+            kept = {**task.process(outputs, microbatch), "rows": microbatch["rows"]}
+            rows: Columns = task.rows({name: tensor[samples] for name, tensor in kept.items()})
+        return rows
+
+
+def _same(left: Any, right: Any) -> bool:
+    return bool(np.array_equal(np.asarray(left), np.asarray(right)))

@@ -1,0 +1,108 @@
+"""Conformance suite of writers: parts from anywhere, joined in order, without a trace of how they were cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from d9d_testing.suites.support.component import ComponentSuite
+
+#: Rows of several types, as inference tasks return them.
+_ROWS: Mapping[str, Sequence[Any]] = {
+    "row": list(range(23)),
+    "text": [f'row {number}: ä\n"{number}"' for number in range(23)],
+    "score": [number / 7 for number in range(23)],
+    "vector": [np.linspace(0, number, num=1 + number % 4, dtype=np.float32) for number in range(23)],
+    "tokens": [np.arange(number % 5) for number in range(23)],
+}
+
+
+class WriterSuite(ComponentSuite):
+    """The conformance suite of writers (:class:`d9d_core.protocols.inference.Writer`).
+
+    Subclass it, name the writer, and say how to read a file back::
+
+        class TestMyWriter(WriterSuite):
+            target = "my_writer"
+
+            def read(self, path):
+                return [json.loads(line) for line in path.read_text().splitlines()]
+
+    Attributes:
+        cuts: where rows 0 to 23 are cut into parts, in several ways.
+    """
+
+    kind = "writer"
+
+    cuts: ClassVar[Sequence[Sequence[int]]] = ((0, 23), (0, 1, 23), (0, 5, 6, 20, 23))
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        """Rows of a file, in order."""
+        raise AssertionError(f"{type(self).__name__}: say how to read {path} back: override read()")
+
+    def test_the_suffix_begins_with_a_dot(self) -> None:
+        """It follows the name of the output."""
+        suffix = self.build().suffix
+        assert suffix.startswith("."), f"suffix is {suffix!r}; begin it with a dot"
+        assert os.sep not in suffix
+
+    def test_parts_are_joined_in_order_and_read_back(self, tmp_path: Path) -> None:
+        """Whatever order they were written in."""
+        writer = self.build()
+        for number, cuts in enumerate(self.cuts):
+            rows = self.read(self.joined(writer, tmp_path / str(number), cuts))
+            assert [row["row"] for row in rows] == _ROWS["row"], f"cut at {cuts}: rows are missing, doubled or moved"
+            for row, place in zip(rows, range(23), strict=True):
+                for name in ("text", "score"):
+                    assert row[name] == _ROWS[name][place], f"cut at {cuts}, row {place}: {name} is {row[name]!r}"
+                for name in ("vector", "tokens"):
+                    read, given = np.asarray(row[name]), _ROWS[name][place]
+                    same = np.array_equal(read.astype(given.dtype), given)
+                    assert same, f"cut at {cuts}, row {place}: {name} is {row[name]!r}, not {given.tolist()}"
+
+    def test_the_output_does_not_show_how_it_was_cut(self, tmp_path: Path) -> None:
+        """A run that was continued on other ranks has other parts, and the same output to the last byte."""
+        writer = self.build()
+        outputs = {
+            tuple(cuts): self.joined(writer, tmp_path / str(number), cuts).read_bytes()
+            for number, cuts in enumerate(self.cuts)
+        }
+        first, *others = outputs.items()
+        for cuts, content in others:
+            assert content == first[1], f"parts cut at {cuts} give other bytes than those cut at {first[0]}"
+
+    def test_a_part_is_written_again_with_the_same_bytes(self, tmp_path: Path) -> None:
+        """Equal rows make equal files: no time, no random numbers."""
+        writer = self.build()
+        contents = []
+        for name in ("first", "second"):
+            path = tmp_path / f"{name}{writer.suffix}"
+            writer.write(path, _ROWS)
+            contents.append(path.read_bytes())
+        assert contents[0] == contents[1], "write() makes other bytes of the same rows"
+
+    def test_a_failing_disk_is_told(self, tmp_path: Path) -> None:
+        """Where a part cannot be written, write() raises; nobody would look for the file otherwise."""
+        writer = self.build()
+        try:
+            writer.write(tmp_path / "absent" / f"part{writer.suffix}", _ROWS)
+        except OSError:
+            return
+        raise AssertionError("write() into a directory that does not exist raised no OSError; let it through")
+
+    def joined(self, writer: Any, directory: Path, cuts: Sequence[int]) -> Path:
+        """Output of all rows, from parts cut at these places and written in reverse."""
+        directory.mkdir()
+        parts: list[Path] = []
+        for begin, end in reversed(list(pairwise(cuts))):
+            path = directory / f"{begin}{writer.suffix}"
+            writer.write(path, {name: values[begin:end] for name, values in _ROWS.items()})
+            parts.insert(0, path)
+        output: Path = directory / f"output{writer.suffix}"
+        writer.join(parts, output)
+        return output
