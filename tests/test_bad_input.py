@@ -103,6 +103,10 @@ def test_when_every_checkpoint_is_damaged_nothing_is_overwritten(d9d: D9d, small
     ("override", "expected"),
     [
         ("optimizer.name=adamww", "unknown optimizer 'adamww'; did you mean 'adamw' (d9d-optim"),
+        (
+            "task=embeddings",
+            "unknown task 'embeddings': it is the name of another kind, inference task; jobs with it run",
+        ),
         ("optimizer.learning_rate=1", "not a field of 'adamw' (d9d-optim"),
         ("optimizer.lr=-1", "optimizer.lr: "),
         ("optimizer.groups=[{match: nothing.like.this, lr_scale: 2}]", "nothing.like.this"),

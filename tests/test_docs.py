@@ -22,7 +22,7 @@ import yaml
 from d9d_core.extend import TRAITS, PluginConfig, Section
 from d9d_core.plugin import ANCHORS, KINDS, ConfiguredSpec, PluginPolicy, Registry, discover
 from d9d_core.testing import Document
-from d9d_engine.api import Job
+from d9d_engine.api import InferenceJob, Job
 from pydantic_core import PydanticUndefined
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +42,7 @@ DECLARED = {
     "d9d_engine.extend",
     "d9d_engine.testing",
 }
+TITLED = re.compile(r"^```\w+ title=\"([^\"]+)\"\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -233,19 +234,26 @@ def completed(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return base | sections
 
 
-def load(block: Block, directory: Path, registry: Registry) -> Job:
-    """Validate a YAML block, beside the files that its page tells the reader to write."""
+def load(block: Block, directory: Path, registry: Registry) -> Job | InferenceJob:
+    """Validate a YAML block, beside the files that its page tells the reader to write.
+
+    What names a writer is an inference job; the model that it starts from is not here.
+    """
     for name, text in files_of(block.page).items():
         (directory / Path(name).name).write_text(text)
     (directory / "block.yaml").write_text(block.text)
-    values = completed(Document.read(directory / "block.yaml").values)
+    values = Document.read(directory / "block.yaml").values
+    infers = "writer" in values
+    sizes = Document.read(ROOT / "examples/quickstart/job.yaml").values["model"]
+    values = {**values, "model": sizes} if infers else completed(values)
     (directory / "job.json").write_text(json.dumps(values))
-    return Job.load(directory / "job.json", registry=None if "plugins" in values else registry)
+    kind = InferenceJob if infers else Job
+    return kind.load(directory / "job.json", registry=None if "plugins" in values else registry)
 
 
 def files_of(page: Path) -> dict[str, str]:
-    """The files that a page shows whole: blocks whose first line is a comment with a path."""
-    found = {}
+    """The files that a page shows whole: blocks with a title, or whose first line is a comment with a path."""
+    found = {match[1]: match[2] for match in TITLED.finditer(page.read_text())}
     for block in blocks_of(page, page.read_text()):
         if named := re.match(r"# ([\w/.-]+\.(?:py|toml))\n", block.text):
             found[named[1]] = block.text

@@ -56,8 +56,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_page_is_there_with_its_content(site: Path) -> None:
     first = (site / "index.html").read_text()
     assert "What do you want to do?" in first
-    for page in ROOT.glob("docs/*.md"):
-        assert (site / f"{page.stem}.html").exists()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists()
     for readme in [*ROOT.glob("packages/*/README.md"), *ROOT.glob("plugins/*/README.md")]:
         assert (site / readme.parent.parent.name / f"{readme.parent.name}.html").exists()
     assert "--max-restarts" in (site / "packages/d9d-core.html").read_text()

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.smoke
 
 
 def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plots'")
     trained = job(trackers=["console", "jsonl"])
     outcome = quiet(trained).train()
     assert (outcome.status, outcome.step) == ("finished", 12)

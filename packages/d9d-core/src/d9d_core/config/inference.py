@@ -27,7 +27,7 @@ class InferenceConfig(BaseJob):
     """Inference task: what is written of each row."""
     writer: Annotated[PluginConfig, Named("writer")]
     """Format of the output, <run>/output with the format's suffix."""
-    batch: Batch = InferenceBatch()
+    batch: InferenceBatch = InferenceBatch()
     """Samples at a time."""
     limit: PositiveInt | None = None
     """Only the first samples; null takes all."""

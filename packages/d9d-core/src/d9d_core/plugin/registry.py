@@ -19,6 +19,8 @@ from d9d_core.plugin.records import Spec
 
 #: Characters of a name that a message repeats.
 _LONGEST = 200
+#: Kind that stands at the same place of another kind of job -> that other kind, and the command for its jobs.
+_OTHER_JOBS = {"task": ("inference task", "d9d infer"), "inference task": ("task", "d9d train")}
 
 
 class Registry:
@@ -153,6 +155,9 @@ class Registry:
         names = self._table[kind]
         known = self._known.names(kind)
         text = f"unknown {kind} '{name}'" + (f" in {home}" if home else "")
+        other, command = _OTHER_JOBS.get(kind, (None, ""))
+        if other and name in self._table[other]:
+            return f"{text}: it is the name of another kind, {other}; jobs with it run with: {command}"
         if not names and not home and not broken and not difflib.get_close_matches(name, known, n=1, cutoff=0.6):
             return f"{text}: nothing that is installed offers a {kind}{self._sources(kind)}"
         near = difflib.get_close_matches(name, sorted({*names, *known}), n=1, cutoff=0.6)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from d9d_core.config.base import PluginConfig
-from d9d_core.config.inference import InferenceConfig
+from d9d_core.config.inference import InferenceBatch, InferenceConfig
 from d9d_core.config.open_union import Named
 from d9d_core.config.resolve import InferenceSelection, Resolution, resolve_inference
 from d9d_core.failures import exits_are_errors
@@ -36,6 +36,9 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
     This module imports no torch: a wrong job file is reported at once.
     """
 
+    # Again, because the other base has the field of training.
+    batch: InferenceBatch = InferenceBatch()
+    """Samples at a time."""
     writer: Annotated[PluginConfig, Named("writer")] = JsonlWriterConfig()
     """Format of the output, <run>/output with the format's suffix."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +14,7 @@ from typing import Any, Literal
 from d9d_core.config.document import Document
 from d9d_core.errors import JobError
 from d9d_core.untrusted import parse_json, read_regular
+from d9d_weights.files.lock import is_held
 
 from d9d_engine.run.ending import read_ending
 from d9d_engine.trackers.lines import read_lines
@@ -68,7 +67,7 @@ class RunRecord:
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
-        if checkpoints is not None and _is_held(checkpoints / ".lock"):
+        if checkpoints is not None and is_held(checkpoints / ".lock"):
             return "running"
         if self.ending is not None:
             return "finished"
@@ -158,18 +157,3 @@ def _saved(checkpoints: Path | None) -> int:
         return 0
     found = [_STEP.fullmatch(file.parent.name) for file in checkpoints.glob("step-*/manifest.json")]
     return max((int(match[1]) for match in found if match), default=0)
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process of this machine trains the run that has this lock."""
-    try:
-        os.kill(int(lock.read_text()[:20]), 0)
-    except (OSError, ValueError):  # nobody, or somebody of another user, who has not written here
-        return False
-    # The number may be that of another process by now.
-    with suppress(OSError), lock.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
