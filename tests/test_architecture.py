@@ -47,7 +47,7 @@ LAYERS = {
     ),
     "d9d_weights": ({"files", "graph"}, {"sharding"}, {"hugging_face"}),
     "d9d_engine": (
-        {"compat", "process_env"},
+        {"compat", "figures", "process_env"},
         {"supervision"},
         {"distributed"},
         {"checkpoint", "subscribers", "trackers"},
@@ -55,10 +55,11 @@ LAYERS = {
         {"run"},
         {"build"},
         {"joining"},
+        {"generation"},
         {"inference"},
         {"job"},
         {"evaluation"},
-        {"generation", "launch", "verify"},
+        {"launch", "verify"},
         {"runs"},
         {"api", "extend", "testing"},
         {"cli"},
@@ -116,9 +117,12 @@ def _normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-MEMBERS = [
+EVERY_MEMBER = [
     Member(path.parent) for house in ("packages", "plugins") for path in sorted(ROOT.glob(f"{house}/*/pyproject.toml"))
 ]
+#: The package that only depends on the others has no code for the rules below.
+META = ROOT / "packages" / "d9d-all"
+MEMBERS = [member for member in EVERY_MEMBER if member.path != META]
 members = pytest.mark.parametrize("member", MEMBERS, ids=str)
 
 
@@ -372,9 +376,28 @@ def test_a_member_is_complete(member: Member) -> None:
 
 def test_the_workspace_installs_every_member() -> None:
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    names = {str(member) for member in MEMBERS}
+    names = {str(member) for member in EVERY_MEMBER}
     assert set(root["project"]["dependencies"]) == names
     assert {name for name, source in root["tool"]["uv"]["sources"].items() if source == {"workspace": True}} == names
+
+
+def test_the_meta_package_has_every_member_and_their_extras_but_no_code() -> None:
+    meta = Member(META)
+    required = {re.split(r"[<>=]", line)[0] for line in meta.project["dependencies"]}
+    assert required == {str(member) for member in MEMBERS}
+    assert list(META.rglob("*.py")) == []
+    assert len((META / "README.md").read_text()) > 200
+    extras = meta.project["optional-dependencies"]
+    offered = {f"{m}[{extra}]" for m in MEMBERS for extra in m.project.get("optional-dependencies", {})}
+    taken = {
+        f"{name}[{extra}]"
+        for lines in extras.values()
+        for name, listed in (re.findall(r"^(d9d-[\w-]+)\[([\w,]+)\]$", line)[0] for line in lines if "[" in line)
+        for extra in listed.split(",")
+    }
+    # Tools of tests, and torch, which comes with every package that needs it.
+    assert offered - taken == {"d9d-core[torch]", "d9d-testing[hostile]", "d9d-testing[moe]"}
+    assert taken <= offered
 
 
 @members

@@ -12,7 +12,11 @@ import torch
 from d9d_core.events import PackEnds, PackStarts
 from d9d_engine.api import InferenceJob
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
+]
 
 Rows = list[dict[str, Any]]
 PACKED = {"name": "text", "packing": "best_fit", "field": "text"}

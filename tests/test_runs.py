@@ -15,7 +15,7 @@ from d9d_engine.api import Job
 Run = Callable[..., tuple[int, str, str]]
 
 
-def write_run(directory: Path, losses: list[float], saved: int = 0, **job: Any) -> Path:
+def write_run(directory: Path, losses: list[float], saved: int = 0, ended: int | None = None, **job: Any) -> Path:
     """A run as training leaves it."""
     directory.mkdir(parents=True)
     values = {"run": {"name": directory.name}, "steps": 4, "export": False, "optimizer": {"name": "adamw", "lr": 0.1}}
@@ -30,13 +30,16 @@ def write_run(directory: Path, losses: list[float], saved: int = 0, **job: Any) 
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
         (checkpoint.parent / ".lock").write_text("0")
+    if ended is not None:
+        ending = {"step": ended, "steps": (values | job)["steps"] or ended, "reason": None}
+        (directory / "finished.json").write_text(json.dumps(ending))
     return directory
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     directory = tmp_path / "runs"
-    write_run(directory / "a", [4.0, 3.0, 2.0, 2.5], saved=4)
+    write_run(directory / "a", [4.0, 3.0, 2.0, 2.5], saved=4, ended=4)
     write_run(directory / "b", [4.0, 3.5], saved=2, optimizer={"name": "adamw", "lr": 0.2})
     write_run(directory / "c", [])
     (directory / "c" / "job.yaml").write_text("a: [")
@@ -59,6 +62,19 @@ def test_a_list_has_status_losses_times_and_the_fields_that_differ(d9d: Run, run
     assert header.split()[:6] == ["run", "status", "steps", "loss", "best", "eval"]
     assert "optimizer.lr" in header
     assert [row.split()[:3] for row in rows[:2]] == [["a", "finished", "4/4"], ["b", "stopped", "2/4"]]
+
+
+def test_a_run_is_finished_only_if_it_says_so(d9d: Run, tmp_path: Path) -> None:
+    """Whatever its checkpoints say: it may have failed in its export, or ended before its last step."""
+    runs = tmp_path / "runs"
+    write_run(runs / "a", [4.0, 3.0, 2.0, 2.5], saved=4)
+    write_run(runs / "b", [4.0, 3.0], saved=2, ended=2, steps=4)
+    write_run(runs / "c", [4.0, 3.0, 2.0], saved=3, ended=3, steps=None, epochs=1)
+    (write_run(runs / "d", [4.0, 3.0], saved=2) / "finished.json").write_text('{"step": ')
+    listed = json.loads(d9d("runs", "list", str(runs), "--json")[1])["runs"]
+    assert [(run["status"], run["step"], run["steps"]) for run in listed] == [
+        ("stopped", 4, 4), ("finished", 2, 4), ("finished", 3, 3), ("stopped", 2, 4),
+    ]  # fmt: skip
 
 
 def test_a_run_that_failed_in_a_sweep_is_listed_with_its_error(d9d: Run, runs: Path) -> None:
@@ -123,6 +139,6 @@ def test_real_runs_are_stopped_and_finished(d9d: Run, small_job: Callable[..., P
     listed = json.loads(d9d("runs", "list", str(tmp_path / "runs"), "--json")[1])["runs"]
     assert [(run["name"], run["status"], run["step"]) for run in listed] == [("small", "finished", 2)]
     assert listed[0]["loss"] == listed[0]["best_loss"] != None  # noqa: E711 - of both
-    (tmp_path / "runs" / "small" / "model" / "config.json").unlink()
+    (tmp_path / "runs" / "small" / "finished.json").unlink()
     listed = json.loads(d9d("runs", "list", str(tmp_path / "runs"), "--json")[1])["runs"]
     assert listed[0]["status"] == "stopped"

@@ -106,6 +106,52 @@ def test_runs_fail_apart_and_a_sweep_goes_on_where_it_was(d9d: Run, small_job: M
     assert "is of another job: optimizer.lr is 0.01 there and 0.5 here" in err
 
 
+@pytest.mark.thorough
+def test_runs_that_end_by_their_epochs_or_early_are_not_trained_on(
+    d9d: Run, small_job: MakeJob, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(BROKEN.replace("StepEnds", "TrainingFinished"))
+    stops = {"name": "early_stopping", "series": "eval/loss", "patience": 1, "min_delta": 100.0}
+    data = {"name": "text", "sources": ["python:topics"], "sequence_length": 16}
+    job = small_job(
+        **LIGHT, steps=None, epochs=1, export=False, plugins=[str(broken)], subscribers=[stops, {"name": "fails_with"}],
+        evaluation={"every": 1, "packs": 1, "data": data},
+    )  # fmt: skip
+    given = ("sweep", str(job), "--grid", "seed=2,3")
+    status, out, err = d9d(*given, "--set", "checkpoint.every=1")
+    assert status == 1, err
+    rows = values_of(out)
+    # The one fails after its last step, the other ends before the end of its epoch.
+    assert [rows[f"seed-{n}"][0] for n in (2, 3)] == ["failed", "finished"]
+    directory = tmp_path / "runs" / "small-sweep"
+    assert not (directory / "seed-2" / "finished.json").exists()
+    ending = json.loads((directory / "seed-3" / "finished.json").read_text())
+    assert ending["step"] < ending["steps"]
+    assert ending["reason"].startswith("early_stopping: ")
+    broken.write_text(BROKEN.replace("== 2", "== 9"))
+    status, out, _ = d9d(*given)
+    assert status == 0
+    assert [values_of(out)[f"seed-{n}"][0] for n in (2, 3)] == ["finished", "skipped"]
+    # A run that is prolonged is not done until it says so again.
+    status, out, _ = d9d(*given, "--set", "epochs=2")
+    assert [values_of(out)[f"seed-{n}"][0] for n in (2, 3)] == ["finished", "finished"]
+
+
+def test_runs_of_a_job_without_a_mesh_have_the_layout_of_train(d9d: Run, small_job: MakeJob, tmp_path: Path) -> None:
+    job, script = small_job(**LIGHT), tmp_path / "sweep.sh"
+    given = ("sweep", str(job), "--grid", "seed=0,1", "--slurm", str(script))
+    status, _, err = d9d(*given, "--nproc", "2")
+    assert (status, err) == (0, f"2 tasks in {script}; submit it with: sbatch {script}\n")
+    assert "--nproc 2" in script.read_text()
+    status, _, err = d9d(*given[:-1], str(tmp_path / "three.sh"), "--nproc", "3")
+    assert status == 2
+    assert "--grid seed=0" in err
+    assert "batch" in err
+    status, _, err = d9d(*given, "--nproc", "two")
+    assert (status, "--nproc: 'two' is neither a number nor auto" in err) == (2, True)
+
+
 BROKEN = '''
 from typing import Literal
 from d9d_core.extend import JobConfigured, PluginConfig, StepEnds

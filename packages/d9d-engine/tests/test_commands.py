@@ -106,7 +106,7 @@ def test_a_plugin_that_exits_does_not_end_a_command_in_silence(
     monkeypatch.setenv("D9D_PLUGINS", "acme-tools")
     status, out, err = main("plugins", "list", "--json")
     assert status == 0
-    assert [record["kind"] for record in json.loads(out) if record["name"] == "jsonl"] == ["tracker"]
+    assert [record["kind"] for record in json.loads(out) if record["name"] == "console"] == ["tracker"]
     assert "warning: acme-tools 1.0 failed to import: SystemExit(0) (see d9d doctor)" in err
 
 

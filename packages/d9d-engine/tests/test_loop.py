@@ -20,12 +20,13 @@ pytestmark = pytest.mark.smoke
 
 
 def test_a_run_leaves_everything_that_is_promised(job: MakeJob) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plots'")
     trained = job(trackers=["console", "jsonl"])
     outcome = quiet(trained).train()
     assert (outcome.status, outcome.step) == ("finished", 12)
     directory = trained.run.directory
     assert {path.name for path in directory.iterdir()} == {
-        "job.yaml", "plugins.json", "metrics.jsonl", "loss.svg", "checkpoints", "model",
+        "job.yaml", "plugins.json", "metrics.jsonl", "loss.svg", "checkpoints", "model", "finished.json",
     }  # fmt: skip
     assert sorted(path.name for path in (directory / "checkpoints").glob("step-*")) == [
         "step-00000008",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -39,6 +40,8 @@ def info(directory: Path, resumed_step: int = 0) -> RunInfo:
 
 
 def opened(directory: Path, resumed_step: int = 0, picture: bool = False) -> JsonlRun:
+    if picture:
+        pytest.importorskip("matplotlib", reason="the extra 'plots'")
     return JsonlTracker(JsonlConfig(picture=picture)).open(info(directory, resumed_step), None)
 
 
@@ -204,6 +207,21 @@ def test_a_run_without_tables_leaves_no_file_of_them(tmp_path: Path) -> None:
     run.flush()
     run.close("finished")
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "loss.svg"}
+
+
+def test_without_matplotlib_a_run_ends_with_one_line_that_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = JsonlTracker(JsonlConfig()).open(info(tmp_path), None)
+    run.write(1, {"loss": 1.0})
+    run.write_tables(1, {"t": load([1.0])})
+    run.close("finished")
+    assert re.fullmatch(
+        rf"warning: {tmp_path}: no loss.svg: pictures need matplotlib.*pip install 'd9d-engine\[plots\]'\n",
+        capfd.readouterr().err,
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tables.jsonl"}
 
 
 def test_both_files_are_cut_back_to_the_resumed_step(tmp_path: Path) -> None:

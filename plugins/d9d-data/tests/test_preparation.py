@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from d9d_core.extend import DataError, TrainingError
 from d9d_data.config import DocumentsConfig
-from d9d_data.corpus import plan, pool, prepare, work
+from d9d_data.corpus import plan, pool, prepare
 from d9d_data.corpus.plan import plan_shards
 from d9d_data.corpus.prepare import Corpus
 from d9d_data.corpus.tokenise import _chunks
@@ -340,8 +341,10 @@ def test_where_files_cannot_be_locked_a_process_works_alone(
     def refuse(*_args: Any) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(work.fcntl, "flock", refuse)
-    preparation(mixed, tmp_path / "cache")
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    notes: list[str] = []
+    preparation(mixed, tmp_path / "cache", notes)
+    assert any("cannot be locked (Operation not supported)" in note for note in notes)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

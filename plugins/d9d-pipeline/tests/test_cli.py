@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,14 +62,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_show_prints_a_table_and_draws_the_timeline(here: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plots' of d9d-engine")
     text = run("show", "1f1b", "--pp", "4", "--microbatches", "8", "--costs", "t=0.1")
     assert "1f1b: step of 8 microbatches on 4 ranks" in text
     assert "timeline in 1f1b-step-pp4-mb8.svg" in text
     assert "holds     at most 4 microbatches" in text
-    assert (here / "1f1b-step-pp4-mb8.svg").read_text().startswith("<svg")
+    assert (here / "1f1b-step-pp4-mb8.svg").read_text().rstrip().endswith("</svg>")
+
+
+def test_without_matplotlib_show_prints_the_table_and_says_what_to_install(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    asked = ("show", "1f1b", "--pp", "2", "--microbatches", "2")
+    text = run(*asked)
+    assert "holds     at most 2 microbatches" in text
+    assert re.search(r"^no timeline: pictures need matplotlib.*pip install 'd9d-engine\[plots\]'$", text, re.MULTILINE)
+    assert json.loads(run(*asked, "--json"))["picture"] is None
+    with pytest.raises(PluginError, match=r"install it with: pip install 'd9d-engine\[plots\]'"):
+        run(*asked, "--picture", "here.svg")
+    assert list(here.iterdir()) == []
 
 
 def test_show_prints_json_with_the_critical_path(here: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plots' of d9d-engine")
     found = json.loads(run("show", "zb1p", "--pp", "2", "--microbatches", "4", "--json", "--picture", "here.svg"))
     assert found["schedule"] == "zb1p"
     assert found["picture"] == "here.svg"

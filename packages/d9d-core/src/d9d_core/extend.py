@@ -11,7 +11,7 @@ Everything a component itself needs is here; importing this module imports no to
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream`` |
 | task | ``Task``, ``StageInputs``, ``LanguageModelTask``, ``TwoPassTask`` and ``FirstPass`` |
-| inference | ``InferenceTask``, ``ReadsModules``, ``Writer``, ``Columns`` |
+| inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
@@ -113,7 +113,16 @@ from d9d_core.protocols.data import DataContext, DataStream
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.health import Health
-from d9d_core.protocols.inference import ROW, Columns, InferenceTask, ReadsModules, Writer
+from d9d_core.protocols.inference import (
+    ROW,
+    Columns,
+    Continuation,
+    ContinuesRows,
+    InferenceTask,
+    ReadsModules,
+    Writer,
+    WritesText,
+)
 from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
@@ -181,6 +190,8 @@ __all__ = [
     "CheckpointStarts",
     "Columns",
     "ContextParallelizable",
+    "Continuation",
+    "ContinuesRows",
     "D9dError",
     "DataContext",
     "DataError",
@@ -302,6 +313,7 @@ __all__ = [
     "Visit",
     "WeightBackward",
     "Writer",
+    "WritesText",
     "awaited",
     "closest",
     "compute_parts",

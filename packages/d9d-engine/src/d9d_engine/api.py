@@ -76,17 +76,22 @@ if TYPE_CHECKING:
     from d9d_engine.build.plan import MemoryEstimate, Plan
     from d9d_engine.checkpoint.store import CheckpointStore
     from d9d_engine.distributed.mesh import Topology
-    from d9d_engine.inference.runner import InferenceOutcome
+    from d9d_engine.evaluation.library import evaluate
+    from d9d_engine.evaluation.result import Report
+    from d9d_engine.inference.runner import Inference, InferenceOutcome
     from d9d_engine.run.trainer import Outcome, Trainer
     from d9d_engine.verify.compare import Verdict
     from d9d_engine.verify.layouts import Layout, own_layout, parse_layout
     from d9d_engine.verify.run import verify
 
-#: Module of the names that need torch; they are imported when they are used.
+#: Module of the names that need torch or numpy; they are imported when they are used.
 _LAZY = {
     "CheckpointStore": "d9d_engine.checkpoint.store",
     "MemoryEstimate": "d9d_engine.build.plan",
+    "Inference": "d9d_engine.inference.runner",
     "InferenceOutcome": "d9d_engine.inference.runner",
+    "Report": "d9d_engine.evaluation.result",
+    "evaluate": "d9d_engine.evaluation.library",
     "Plan": "d9d_engine.build.plan",
     "Topology": "d9d_engine.distributed.mesh",
     "Outcome": "d9d_engine.run.trainer",
@@ -121,6 +126,7 @@ __all__ = [
     "ForwardBackwardStarts",
     "GradientClipping",
     "Gradients",
+    "Inference",
     "InferenceJob",
     "InferenceOutcome",
     "Job",
@@ -148,6 +154,7 @@ __all__ = [
     "Precision",
     "ProcessEnv",
     "Registry",
+    "Report",
     "Run",
     "SamplesConfig",
     "SaveReport",
@@ -167,6 +174,7 @@ __all__ = [
     "ValuesLogged",
     "Verdict",
     "discover",
+    "evaluate",
     "export_model",
     "job_schema",
     "load_tensors",

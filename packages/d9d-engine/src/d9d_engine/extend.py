@@ -1,4 +1,4 @@
-"""Names of the engine for authors of strategies and of handlers of schedules, besides :mod:`d9d_core.extend`.
+"""Names of the engine for authors of strategies, handlers of schedules and pictures, besides :mod:`d9d_core.extend`.
 
 Importing this module imports no torch; its names are imported when they are used.
 """
@@ -10,16 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from d9d_engine.compat import keep_fsdp_gradients, prepare_fsdp_gradients, reduce_fsdp_gradients
+    from d9d_engine.figures import figure_svg, new_figure
 
-#: Module of the names that need torch; they are imported when they are used.
+#: Module of each name; they are imported when they are used.
 _LAZY = {
+    "figure_svg": "d9d_engine.figures",
+    "new_figure": "d9d_engine.figures",
     "keep_fsdp_gradients": "d9d_engine.compat",
     "prepare_fsdp_gradients": "d9d_engine.compat",
     "reduce_fsdp_gradients": "d9d_engine.compat",
 }
 
 __all__ = [
+    "figure_svg",
     "keep_fsdp_gradients",
+    "new_figure",
     "prepare_fsdp_gradients",
     "reduce_fsdp_gradients",
 ]

@@ -74,6 +74,13 @@ def d9d_inference_tasks() -> Iterable[InferenceTaskSpec]:
             build=Ref(f"d9d_nn.inference.log_probs:{kind}"),
             requires=frozenset({"model:causal_lm"}),
         )
+    yield InferenceTaskSpec(
+        name="generations",
+        summary="Continuation of each row, a prompt: greedy, or drawn.",
+        config=Ref("d9d_nn.inference.config:GenerationsConfig"),
+        build=Ref("d9d_nn.inference.generations:Generations"),
+        requires=frozenset({"model:causal_lm"}),
+    )
     for name, kind, module, summary in (
         ("classes", "Classes", "classes", "Class of each row, with the probabilities of all classes."),
         ("token_classes", "TokenClasses", "classes", "Class of each token of a row."),

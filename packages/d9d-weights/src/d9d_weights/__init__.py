@@ -13,6 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from d9d_weights.files.atomic import move, sync_tree
+    from d9d_weights.files.lock import LocksUnsupportedError, lock_file
     from d9d_weights.graph.base import Mapper, Parallel, Sequential
     from d9d_weights.graph.compose import Connect, Prefix, Shard
     from d9d_weights.graph.compute import Compute
@@ -31,8 +33,12 @@ if TYPE_CHECKING:
     from d9d_weights.sharding.model_tensors import model_tensors
     from d9d_weights.sharding.stage_holders import StageHolders
 
-#: Module of the names that need torch; they are imported when they are used.
+#: Module of each name; they are imported when they are used.
 _LAZY = {
+    "move": "d9d_weights.files.atomic",
+    "sync_tree": "d9d_weights.files.atomic",
+    "LocksUnsupportedError": "d9d_weights.files.lock",
+    "lock_file": "d9d_weights.files.lock",
     "Mapper": "d9d_weights.graph.base",
     "Parallel": "d9d_weights.graph.base",
     "Sequential": "d9d_weights.graph.base",
@@ -89,6 +95,7 @@ __all__ = [
     "Group",
     "HuggingFaceFormat",
     "Identity",
+    "LocksUnsupportedError",
     "Mapper",
     "MergesTensors",
     "ModelDirectory",
@@ -111,9 +118,12 @@ __all__ = [
     "convert",
     "export_model",
     "load_tensors",
+    "lock_file",
     "map_tensors",
     "model_tensors",
+    "move",
     "specs_of",
+    "sync_tree",
 ]
 
 

@@ -72,6 +72,16 @@ class Pipeline:
         """Program of one rank along ``pp`` for evaluation: forwards only."""
         return forward_only(self.program(rank, microbatches))
 
+    def least_microbatches(self, most: int) -> int:
+        """Least number of microbatches that the schedule takes; it is known to take ``most``."""
+        for count in range(1, most):
+            try:
+                self.program(0, count)
+            except BuildError:
+                continue
+            return count
+        return most
+
 
 def plan_pipeline(job: BaseJob, selection: Parts) -> Pipeline:
     """Plan the placement of the stages of a job's model; one stage by default.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -83,6 +84,57 @@ class ReadsModules(Protocol):
 
         Raises:
             D9dError: the model has no such modules.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Continuation of token sequences, one token after the other.
+
+    Attributes:
+        max_new_tokens: most tokens of a continuation.
+        temperature: divides the logits before a token is drawn; 0 takes the most probable one.
+        seed: of the draws, which depend on it, on the number of the row and on that of the new token alone.
+        stop: tokens that end a sequence; ``None`` for those that end a text of the model and its data.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    stop: frozenset[int] | None = None
+
+
+@runtime_checkable
+class ContinuesRows(Protocol):
+    """Optional side of an :class:`InferenceTask`: the model continues each sample before :meth:`InferenceTask.process`.
+
+    That takes a forward for each new token. Each sample is one sequence, ``tokens`` [B, S] of which ``lengths`` [B] are
+    no padding. :meth:`InferenceTask.inputs` gets these two alone, with the new tokens so far.
+    :meth:`InferenceTask.process` gets the microbatch of the data, and as outputs ``new_tokens`` int64
+    [B, max_new_tokens], -1 behind the last, and ``ended`` bool [B], whether that is one of those that end a sequence.
+    """
+
+    @property
+    def continuation(self) -> Continuation:
+        """Length of the continuations, and choice of their tokens."""
+        ...
+
+    def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Logits [B, S, V] among the outputs of the model; ``None`` if it gives none, which is an error everywhere."""
+        ...
+
+
+@runtime_checkable
+class WritesText(Protocol):
+    """Optional side of an :class:`InferenceTask`: it writes token ids as text."""
+
+    def use_text_of(self, text_of: Callable[[Sequence[int]], str] | None) -> None:
+        """Take what makes a text of token ids, without special tokens, before the first row.
+
+        Args:
+            text_of: of the tokenizer of the data or of the weights; ``None`` where there is none. It may be called in
+                another thread.
         """
         ...
 

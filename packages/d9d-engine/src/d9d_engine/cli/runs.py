@@ -38,7 +38,7 @@ def runs_compare(
         list[str], typer.Option("--series", metavar="NAME", help="Logged values; the first is drawn; loss by default.")
     ] = [],  # noqa: B006 - typer reads the default
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the curves here, as .svg or .html.")
+        Path | None, typer.Option(metavar="FILE", help="Draw the curves here, as .svg or .html (extra plots).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, policy_of, say
 from d9d_core.errors import JobError
+
+from d9d_engine.cli.train import for_processes
+from d9d_engine.job import Job
 
 app = command_app("sweep", "Train a job with every combination of some values.")
 
@@ -37,11 +41,16 @@ def sweep(
     from d9d_engine.runs.sweep import Sweep
     from d9d_engine.runs.tables import sweep_table
 
-    if nproc is not None and nproc != "auto" and not nproc.isdecimal():
-        raise JobError(f"--nproc: '{nproc}' is neither a number nor auto")
-    world = int(nproc) if nproc is not None and nproc != "auto" else None
+    def checked(load: Callable[[int | None, bool], Job]) -> Job:
+        """Job of a run as ``d9d train`` with this ``--nproc`` has it."""
+        if nproc is not None:
+            return for_processes(load, nproc)
+        loaded = load(None, False)
+        loaded.check()
+        return loaded
+
     policy = policy_of(plugin, no_plugins, strict_plugins)
-    runs = combine(job, grid, overrides, policy, directory, world)
+    runs = combine(job, grid, overrides, policy, directory, checked)
     options = [word for file in plugin for word in ("--plugin", str(file))]
     options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
     options += [] if nproc is None else ["--nproc", nproc]

@@ -71,11 +71,11 @@ class Request:
         return Job.load(path, overrides=self.overrides, policy=self.policy, world_size=self.world_size)
 
 
-def find_subject(target: str, request: Request, registry: Registry) -> Subject:
+def find_subject(target: str | Job, request: Request, registry: Registry) -> Subject:
     """Find out what is to be evaluated.
 
     Args:
-        target: job file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
+        target: job or its file, directory of a run or of one of its checkpoints, or a model in Hugging Face layout.
         request: the other options.
         registry: meaning of names, for a model without a job.
 
@@ -85,6 +85,8 @@ def find_subject(target: str, request: Request, registry: Registry) -> Subject:
     chosen = request.checkpoint
     if chosen is not None and chosen not in ("newest", "best") and not chosen.isdecimal():
         raise JobError(f"--checkpoint: '{chosen[:40]}' is none; use newest, best, or the number of a step")
+    if isinstance(target, Job):
+        return _of_job(target.run.name, target, request)
     path = Path(target)
     if "://" not in target and path.is_file() and path.suffix != ".safetensors":
         return _of_job(target, request.load(path), request)

@@ -11,7 +11,8 @@ from typing import Any
 
 from d9d_core.errors import DataError
 from d9d_core.untrusted import parse_json, read_regular
-from d9d_weights.files.atomic import exclusive, sync, write_json
+from d9d_weights.files.atomic import move, sync, write_json
+from d9d_weights.files.lock import exclusive
 
 from d9d_engine.generation.language_model import Decoding, LanguageModel, row_of
 from d9d_engine.generation.prompts import Prompt
@@ -93,7 +94,7 @@ class FileJob:
                     file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
                     file.flush()
             sync(self._partial)
-            self._partial.replace(self.output)
+            move(self._partial, self.output)
             self._facts.unlink()
             lock.unlink()
         note(f"{len(self.prompts)} completions in {self.output}")

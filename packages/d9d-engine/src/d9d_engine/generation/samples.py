@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.protocols.forward import ForwardPass
+from d9d_core.protocols.inference import Continuation
 from d9d_core.protocols.topology import Topology
 
 from d9d_engine.generation.config import SamplesConfig
-from d9d_engine.generation.decoder import Choice, continuations
+from d9d_engine.generation.decoder import Decoder, padded_prompts
 from d9d_engine.generation.prompts import read_prompts
 from d9d_engine.generation.tokenizer_files import ends_of_text, tokenizer_of
 from d9d_engine.joining import print_note
@@ -48,7 +49,7 @@ class Samples:
         self._config = config
         self._job: JobConfig | None = None
         self._prompts: list[_Encoded] = []
-        self._choice = Choice(config.max_new_tokens, config.temperature)
+        self._stop: frozenset[int] = frozenset()
         self._tokenizer: Any | None = None
         self._model: tuple[ForwardPass, Topology] | None = None
         self._file: LineFile | None = None
@@ -88,8 +89,7 @@ class Samples:
                 f"max_new_tokens {config.max_new_tokens} more than the model's {positions} positions; lower "
                 "max_new_tokens, or shorten the prompt"
             )
-        stop = ends_of_text(self._job, event.stream.facts) if config.stop is None else frozenset(config.stop)
-        self._choice = replace(self._choice, stop=stop)
+        self._stop = ends_of_text(self._job, event.stream.facts) if config.stop is None else frozenset(config.stop)
 
     def _given(self) -> list[str | list[int]]:
         if self._config.file is None:
@@ -133,13 +133,21 @@ class Samples:
     def _sample(self, step: int) -> None:
         """Continue all prompts. Collective over all ranks."""
         assert self._model is not None
-        config, choice = self._config, replace(self._choice, seed=derive_seed(self._config.seed, "samples", step))
-        found = continuations(*self._model, [prompt.ids for prompt in self._prompts], choice, config.rows)
+        config, (forward, topology) = self._config, self._model
+        seed = derive_seed(config.seed, "samples", step)
+        continuation = Continuation(config.max_new_tokens, config.temperature, seed)
+        decoder = Decoder(forward, topology, continuation, self._stop, lambda outputs: outputs.get("logits"))
+        # Every rank continues all prompts, so that collectives of sharded parameters and experts match.
+        count = max(forward.least_microbatches, -(-len(self._prompts) // config.rows))
+        pack = padded_prompts([prompt.ids for prompt in self._prompts], count, topology.device)
+        found = [ids for one in decoder.continue_all(pack) for ids in one.new.tolist()]
         if self._file is None:
             return
-        for number, (prompt, tokens) in enumerate(zip(self._prompts, found, strict=True)):
+        # Behind the prompts there may be fillers.
+        for number, (prompt, ids) in enumerate(zip(self._prompts, found, strict=False)):
+            tokens = [token for token in ids if token >= 0]
             text = None if self._tokenizer is None else self._tokenizer.decode(tokens)
-            finish = "stop" if tokens[-1] in choice.stop else "length"
+            finish = "stop" if tokens[-1] in self._stop else "length"
             line = {"step": step, "sample": number, "prompt": prompt.given, "completion": text}
             self._file.append(line | {"tokens": tokens, "finish": finish})
             if config.show:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import JobConfig
+from d9d_core.config.job import BaseJob
 from d9d_core.errors import DataError
 from d9d_core.protocols.data import DataStream
 from d9d_core.untrusted import parse_json, read_regular
@@ -18,7 +18,7 @@ from d9d_engine.generation.library import load_library
 _FILE = "tokenizer.json"
 
 
-def tokenizer_of(job: JobConfig, stream: DataStream, user: str) -> Any | None:
+def tokenizer_of(job: BaseJob, stream: DataStream, user: str) -> Any | None:
     """Tokenizer of the library ``tokenizers``; ``None`` if the run has none.
 
     Args:
@@ -42,7 +42,7 @@ def tokenizer_of(job: JobConfig, stream: DataStream, user: str) -> Any | None:
     return None
 
 
-def ends_of_text(job: JobConfig, facts: Mapping[str, Any]) -> frozenset[int]:
+def ends_of_text(job: BaseJob, facts: Mapping[str, Any]) -> frozenset[int]:
     """Tokens that end a text, as an export's ``generate`` would take them.
 
     Args:
@@ -67,7 +67,7 @@ def _stated(directory: Path) -> Iterator[Any]:
             yield values.get("eos_token_id") if isinstance(values, dict) else None
 
 
-def _directories(job: JobConfig) -> list[Path]:
+def _directories(job: BaseJob) -> list[Path]:
     """Directories of this machine that hold what belongs to the weights: theirs, or the export of their run."""
     location = job.model.pretrained if isinstance(job.model, ModelConfig) else None
     if location is None or "://" in location:

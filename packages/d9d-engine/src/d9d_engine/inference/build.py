@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from d9d_core.config.resolve import InferenceSelection, resolve_inference
 from d9d_core.errors import DataError, JobError
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataContext, DataStream
-from d9d_core.protocols.inference import ROW, InferenceTask, ReadsModules, Writer
+from d9d_core.protocols.inference import ROW, ContinuesRows, InferenceTask, ReadsModules, Writer, WritesText
 from d9d_core.protocols.subscriber import Subscriber
 
-from d9d_engine.build.forward import assemble_forward, build_forward
+from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.build.plan import circumstances
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.generation.decoder import Decoder
+from d9d_engine.generation.tokenizer_files import ends_of_text, tokenizer_of
 from d9d_engine.inference.captures import Captures, module_names
+from d9d_engine.inference.forwards import Forwards, ManyForwards, OneForward
 from d9d_engine.inference.part_store import PartStore
 from d9d_engine.inference.runner import Inference
 from d9d_engine.run.interrupt import Interrupts
@@ -75,6 +79,10 @@ def build_inference(
     events.emit(ev.DataReady(stream))
     note(f"data: {samples:,} samples, {stream.facts['rows']:,} rows ({time.perf_counter() - started:.1f} s)")
 
+    if isinstance(task, WritesText):
+        tokenizer = tokenizer_of(job, stream, f"task '{job.task.selector}'")
+        task.use_text_of(None if tokenizer is None else tokenizer.decode)
+
     forward = build_forward(job, selection, registry, assembly, topology, task.inputs, note)
     events.emit(ev.ModelReady(forward.model, assembly.stage_holders(topology)))
     count = sum(parameter.numel() for parameter in assembly.full_model.parameters())
@@ -83,9 +91,9 @@ def build_inference(
         job=job,
         topology=topology,
         task=task,
-        executor=forward.executor,
+        forwards=_forwards(job, task, forward, reads, stream, topology),
         model=forward.model,
-        captures=Captures(reads, assembly.stages, assembly.pipeline, topology),
+        least=assembly.pipeline.least_microbatches(job.microbatches),
         prefetcher=DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for),
         samples=samples,
         facts=stream.facts,
@@ -95,6 +103,31 @@ def build_inference(
         events=events,
         note=note,
     )
+
+
+def _forwards(
+    job: InferenceConfig,
+    task: InferenceTask,
+    forward: ForwardModel,
+    reads: Sequence[str],
+    stream: DataStream,
+    topology: Topology,
+) -> Forwards:
+    """Forwards that a task asks for."""
+    assembly = forward.assembly
+    if not isinstance(task, ContinuesRows):
+        captures = Captures(reads, assembly.stages, assembly.pipeline, topology)
+        return OneForward(forward.executor, captures)
+    stop = task.continuation.stop
+    decoder = partial(
+        Decoder,
+        topology=topology,
+        continuation=task.continuation,
+        stop=ends_of_text(job, stream.facts) if stop is None else stop,
+        logits=task.logits,
+        nonfinite=job.nonfinite,
+    )
+    return ManyForwards(forward.executor, assembly.pipeline, topology, decoder, forward.holds_last)
 
 
 def check_columns(task: InferenceTask) -> None:

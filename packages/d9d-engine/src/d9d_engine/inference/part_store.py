@@ -26,7 +26,8 @@ from d9d_core.config.base import speakable
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.protocols.inference import Columns, Writer
 from d9d_core.types import State
-from d9d_weights.files.atomic import clear, exclusive, sync, write_json
+from d9d_weights.files.atomic import clear, replacing, write_json
+from d9d_weights.files.lock import exclusive
 
 _RECORD, _PROGRESS, _SUMMARY, _PARTS = "inference.json", "progress.json", "summary.json", "parts"
 _DIGITS = 12
@@ -129,11 +130,8 @@ class PartStore:
     def write(self, first: int, samples: int, rows: Columns, sums: Mapping[str, float]) -> None:
         """Write the rows of the samples from number ``first`` on. Any rank, any order."""
         path = self._part(first)
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.unlink(missing_ok=True)
-        self._writer.write(temporary, rows)
-        sync(temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            self._writer.write(temporary, rows)
         count = len(next(iter(rows.values())))
         write_json(path.with_suffix(".json"), {"samples": samples, "rows": count, "sums": speakable(dict(sums))})
 
@@ -170,12 +168,8 @@ class PartStore:
         """
         if not self.output.exists() or any(True for _ in self._named(samples)):
             parts = [self._part(first) for first, _ in self.facts(samples)]
-            temporary = self.output.with_name(f".{self.output.name}.tmp")
-            temporary.unlink(missing_ok=True)
-            self._writer.join(parts, temporary)
-            sync(temporary)
-            temporary.replace(self.output)
-            sync(self.directory)
+            with replacing(self.output) as temporary:
+                self._writer.join(parts, temporary)
         write_json(self.directory / _SUMMARY, dict(summary))
         clear(self._parts)
 

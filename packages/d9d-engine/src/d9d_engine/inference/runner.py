@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.inference.captures import Captures
+from d9d_engine.inference.forwards import Forwards
 from d9d_engine.inference.part_store import PartStore, Standing
 from d9d_engine.inference.row_thread import ROWS, KeptPack, RowThread
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import SampleBar
-from d9d_engine.step.executor import Executor
 
 #: Seconds until what another rank has written must be seen here.
 _PATIENCE = 60.0
@@ -60,9 +59,9 @@ class Inference:
         job: the job.
         topology: this process among others.
         task: makes rows of outputs.
-        executor: runs the model.
+        forwards: run the model.
         model: this rank's part of it, in evaluation mode.
-        captures: outputs of modules that the task reads.
+        least: least microbatches that the pipeline's schedule takes.
         prefetcher: packs on the device, at the start of the data.
         samples: number of samples that are asked for.
         facts: of the data.
@@ -78,9 +77,9 @@ class Inference:
         job: InferenceConfig,
         topology: Topology,
         task: InferenceTask,
-        executor: Executor,
+        forwards: Forwards,
         model: nn.Module,
-        captures: Captures,
+        least: int,
         prefetcher: DevicePrefetcher,
         samples: int,
         facts: State,
@@ -93,9 +92,9 @@ class Inference:
         self.job = job
         self.topology = topology
         self.task = task
-        self.executor = executor
+        self.forwards = forwards
         self.model = model
-        self.captures = captures
+        self._least = least
         self.prefetcher = prefetcher
         self.samples = samples
         self._facts = facts
@@ -184,17 +183,20 @@ class Inference:
         real = max(0, min(share, self.samples - mine))
         # The first rank has at least as many samples as any other, and all ranks run as many microbatches.
         longest = min(share, int(self._facts["samples"]) - first)  # type: ignore[arg-type] # checked
-        count = math.ceil(longest / self.job.microbatch_size)
+        size = self.job.microbatch_size
+        # All packs have at least as many microbatches as the schedule takes; the last ones may be fillers alone.
+        count = max(math.ceil(longest / size), self._least)
+        chosen = [
+            {**microbatch, ROWS: self._wanted(microbatch[ROWS], mine + index * size)}
+            for index, microbatch in enumerate(pack[:count])
+        ]
         kept: list[Mapping[str, Tensor]] = []
 
         def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
             if real:
-                place = mine + len(kept) * self.job.microbatch_size
-                rows = self._wanted(microbatch[ROWS], place)
-                kept.append(_to_host({**self.task.process(outputs, microbatch), ROWS: rows}))
+                kept.append(_to_host({**self.task.process(outputs, microbatch), ROWS: microbatch[ROWS]}))
 
-        for group in self.captures.groups(pack[:count]):
-            self.captures.run(self.executor, group, keep)
+        self.forwards.run(chosen, keep)
         if not kept:
             return None
         device = self.topology.device

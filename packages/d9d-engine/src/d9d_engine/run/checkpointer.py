@@ -27,6 +27,7 @@ from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.ending import clear_ending, write_ending
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.tied import Ties
@@ -127,7 +128,7 @@ class Checkpointer:
         self._said_unscored = False
 
     def record(self) -> None:
-        """Write ``job.yaml``, all defaults filled in, and ``plugins.json`` to the run's directory.
+        """Write ``job.yaml``, all defaults filled in, and ``plugins.json`` to the run's directory, which is not done.
 
         Collective over all ranks.
 
@@ -138,11 +139,22 @@ class Checkpointer:
         def write() -> None:
             directory = self._job.run.directory
             directory.mkdir(parents=True, exist_ok=True)
+            clear_ending(directory)
             plugins = {"digest": self._manifest.digest, "plugins": self._manifest.to_json()}
             write_text(directory / "job.yaml", yaml.safe_dump(self._job.resolved(), sort_keys=False))
             write_json(directory / "plugins.json", plugins)
 
         on_main(write, self.store.group)
+
+    def record_end(self, step: int, total: int, reason: str | None) -> None:
+        """Write to the run's directory that the run is done; see :func:`~d9d_engine.run.ending.write_ending`.
+
+        Collective over all ranks.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        on_main(lambda: write_ending(self._job.run.directory, step, total, reason), self.store.group)
 
     def save(self, progress: Progress, wait: bool = False) -> bool:
         """Save the present state. Collective over all ranks.

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import torch
-from d9d_core.errors import BuildError
 from d9d_core.program.placement import Pipeline
 from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch, Pack
@@ -43,13 +42,7 @@ class ModelForward:
     @cached_property
     def least_microbatches(self) -> int:
         """Least number of microbatches that the pipeline's schedule takes."""
-        for count in range(1, self._most):
-            try:
-                self._pipeline.forward_program(0, count)
-            except BuildError:
-                continue
-            return count
-        return self._most
+        return self._pipeline.least_microbatches(self._most)
 
     def __call__(self, pack: Pack, outputs: Callable[[Mapping[str, Tensor], Microbatch], None]) -> None:
         """Run forward over microbatches. Collective over all ranks, which give packs of the same shapes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
 class DevicePrefetcher:
     """Prefetcher of packs: takes them from a stream in a thread and copies them to the device without waiting.
 
-    The packs are the same whatever ``prefetch`` is. A context manager; leaving it ends the thread.
+    The packs are the same whatever ``prefetch`` is. A context manager; leaving it ends the thread, and so does
+    forgetting the prefetcher, once the pack that is being taken is there.
 
     Args:
         stream: yields packs of CPU tensors. Once the first pack is asked for, nobody else may move it.
@@ -43,6 +45,7 @@ class DevicePrefetcher:
         self._prefetch = prefetch
         self._waiting_for = waiting_for
         self._worker: _Worker | None = None
+        self._forgotten: weakref.finalize[[], DevicePrefetcher] | None = None
         self._state: State | None = None
         self._closed = False
 
@@ -60,6 +63,7 @@ class DevicePrefetcher:
         if self._worker is None:
             self._state = copy.deepcopy(self.stream.state())
             self._worker = _Worker(self.stream, self._transfer, self._prefetch)
+            self._forgotten = weakref.finalize(self, self._worker.ask_to_stop)
         with self._waiting_for(self._worker.thread):
             taken = self._worker.take()
         self._state = taken.state
@@ -94,6 +98,8 @@ class DevicePrefetcher:
 
     def _stop(self) -> None:
         if self._worker is not None:
+            if self._forgotten is not None:
+                self._forgotten.detach()
             self._worker.stop()
             self._worker = None
 
@@ -215,10 +221,14 @@ class _Worker:
             self._failure = item
         raise self._failure
 
-    def stop(self) -> None:
-        """Return once the thread has ended."""
+    def ask_to_stop(self) -> None:
+        """Have the thread end after the pack that it may be taking; does not wait, so any thread may call it."""
         self._stopping = True
         self._room.release()
+
+    def stop(self) -> None:
+        """Return once the thread has ended."""
+        self.ask_to_stop()
         self.thread.join()
 
     def _run(self) -> None:

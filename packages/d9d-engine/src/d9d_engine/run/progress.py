@@ -1,11 +1,11 @@
-"""Progress bars on a terminal."""
+"""Progress bars on a terminal and in a notebook."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import IO, Any, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -19,9 +19,52 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+#: Characters of a line in a notebook's cell, and the sequence by which rich erases one.
+_WIDTH, _ERASE = 100, "\x1b[2K"
+
+
+class CellStream:
+    """Stream of a notebook's cell, in which a line can be written over but not erased: blanks do that.
+
+    Args:
+        stream: of the cell.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text; returns how many of its characters were written."""
+        self._stream.write(text.replace(_ERASE, " " * _WIDTH + "\r"))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
+    """Bar on standard error if it is a terminal, in the output of a notebook's cell, or else nothing.
+
+    Args:
+        columns: of the bar.
+        shown: false for none at all.
+    """
+    console = Console(stderr=True)
+    if shown and console.is_jupyter:
+        # A line that is written over, in the stream of all other lines: it needs no widgets, and no line is lost in it.
+        stream = cast("IO[str]", CellStream(sys.stdout))
+        line = Console(file=stream, force_jupyter=False, force_terminal=True, width=_WIDTH)
+        return Progress(*columns, console=line)
+    return Progress(
+        *columns,
+        console=console,
+        disable=not (shown and sys.stderr.isatty()),
+        redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
+    )
+
 
 class ProgressBar:
-    """Progress bar of steps, loss, and the time that remains, on standard error if it is a terminal; else nothing.
+    """Progress bar of steps, loss, and the time that remains; see :func:`bar_of`.
 
     Args:
         total: steps of the whole run.
@@ -30,17 +73,15 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, done: int, shown: bool = True) -> None:
-        self._progress = Progress(
+        columns = (
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[shown]}"),
             TextColumn("ETA"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
-            redirect_stdout=sys.stdout.isatty(),  # lines for a file must not end up in the terminal
         )
+        self._progress = bar_of(columns, shown)
         self._task = self._progress.add_task("training", total=total, completed=done, shown="")
         self._lrs: dict[int, float] = {}
         self._speed = ""
@@ -70,7 +111,7 @@ class ProgressBar:
 
 
 class _CountBar:
-    """Progress bar of things that are counted, on a terminal's standard error; else nothing. Any thread may add.
+    """Progress bar of things that are counted; see :func:`bar_of`. Any thread may add.
 
     Args:
         what: in a word.
@@ -80,15 +121,8 @@ class _CountBar:
     """
 
     def __init__(self, what: str, total: int, shown: bool, columns: Sequence[ProgressColumn]) -> None:
-        self._progress = Progress(
-            TextColumn(what),
-            BarColumn(),
-            *columns,
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-            disable=not (shown and sys.stderr.isatty()),
-        )
+        around = (TextColumn(what), BarColumn(), *columns, TextColumn("ETA"), TimeRemainingColumn())
+        self._progress = bar_of(around, shown)
         self._task = self._progress.add_task(what, total=total)
 
     @property

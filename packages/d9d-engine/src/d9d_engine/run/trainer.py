@@ -149,6 +149,8 @@ class Trainer:
                 self.trackers.close(status)
                 done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
                 self.events.emit(done(progress.step))
+                if status == "finished":
+                    self.checkpointer.record_end(progress.step, total, self._reason_to_end())
         except BaseException as error:
             self.trackers.close("failed")
             try:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from d9d_core.errors import D9dError, JobError
 from d9d_core.plugin.policy import PluginPolicy
+from d9d_core.plugin.registry import Registry
 
 from d9d_engine.job import Job
 from d9d_engine.runs.differences import differing
@@ -77,7 +79,7 @@ def combine(
     overrides: Sequence[str],
     policy: PluginPolicy,
     directory: Path | None,
-    world: int | None,
+    checked: Callable[[Callable[[int | None, bool], Job]], Job],
 ) -> list[SweepRun]:
     """Load and check the job with every combination of values.
 
@@ -87,7 +89,8 @@ def combine(
         overrides: assignments for all runs.
         policy: restrictions on plugins.
         directory: of the sweep; ``<run.dir>/<run.name>-sweep`` by default.
-        world: processes of each run; by default, what its mesh needs.
+        checked: loads a job for the processes that it will have, and checks it; gets what loads it for a number of
+            processes, and again.
 
     Raises:
         JobError: a field or value is wrong, two values are equal, or a field appears twice.
@@ -108,8 +111,7 @@ def combine(
         chosen = [f"{field}={value}" for field, value in zip(axes, values, strict=True)]
         given = (*overrides, *chosen, f"run.dir={json.dumps(str(parent))}", f"run.name={json.dumps(name)}")
         try:
-            loaded = Job.load(job, overrides=given, registry=first.registry)
-            loaded.check(world)
+            loaded = checked(partial(_load, job, given, first.registry))
         except D9dError as error:
             lines = _of_grid(str(error), list(axes)).splitlines()
             # What a line does not blame on a value comes from the combination: the job alone has been loaded.
@@ -122,6 +124,10 @@ def combine(
         raise JobError("\n".join([*list(problems)[:_SHOWN], *more]))
     _refuse_equal(runs)
     return runs
+
+
+def _load(job: Path, overrides: Sequence[str], registry: Registry, world_size: int | None, _again: bool) -> Job:
+    return Job.load(job, overrides=overrides, registry=registry, world_size=world_size)
 
 
 def _axis(grid: str) -> tuple[str, list[str]]:

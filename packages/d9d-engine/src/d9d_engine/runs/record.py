@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +14,9 @@ from typing import Any, Literal
 from d9d_core.config.document import Document
 from d9d_core.errors import JobError
 from d9d_core.untrusted import parse_json, read_regular
+from d9d_weights.files.lock import is_held
 
+from d9d_engine.run.ending import read_ending
 from d9d_engine.trackers.lines import read_lines
 
 JOB = "job.yaml"
@@ -36,6 +36,7 @@ class RunRecord:
         lines: logged values, each with ``step``.
         saved: step of its newest checkpoint; 0 without one.
         error: first line of the error that ended its last start, if a sweep started it.
+        ending: what it has left at its end, if it has done all that its job asks for.
     """
 
     directory: Path
@@ -43,6 +44,7 @@ class RunRecord:
     lines: Sequence[Mapping[str, Any]]
     saved: int
     error: str | None = None
+    ending: Mapping[str, Any] | None = None
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -51,7 +53,8 @@ class RunRecord:
         with suppress(JobError):
             job = Document.read(directory / JOB).values
         lines, saved = list(read_lines(directory / "metrics.jsonl")), _saved(_checkpoints(directory, job))
-        return cls(directory, job, lines, saved, read_failures(directory.parent).get(directory.name))
+        error = read_failures(directory.parent).get(directory.name)
+        return cls(directory, job, lines, saved, error, read_ending(directory))
 
     @property
     def name(self) -> str:
@@ -64,29 +67,18 @@ class RunRecord:
         if not self.job:
             return "damaged"
         checkpoints = _checkpoints(self.directory, self.job)
-        if checkpoints is not None and _is_held(checkpoints / ".lock"):
+        if checkpoints is not None and is_held(checkpoints / ".lock"):
             return "running"
-        if self.is_complete:
+        if self.ending is not None:
             return "finished"
         if self.error is not None:
             return "failed"
         return "stopped" if self.saved else "started"
 
     @property
-    def is_complete(self) -> bool:
-        """Whether all steps are done and the model is exported, if the job asks for that."""
-        export = self.job.get("export")
-        if not export:
-            return self.total is not None and self.saved >= self.total
-        files = (self.directory / "model" / "config.json", self.directory / "adapter" / "adapter_config.json")
-        written = [file.stat().st_mtime_ns for file in files if file.is_file()]
-        # An export is the last that a run does; a run that was prolonged since has newer checkpoints.
-        return bool(written) and max(written) >= self._newest
-
-    @property
     def total(self) -> int | None:
-        """Steps of the whole run, if its job counts steps."""
-        steps = self.job.get("steps")
+        """Steps of the whole run, if its job counts steps or the run is done."""
+        steps = self.job.get("steps") if self.ending is None else self.ending["steps"]
         return steps if isinstance(steps, int) else None
 
     @property
@@ -124,14 +116,6 @@ class RunRecord:
     def best(self, series: str) -> float | None:
         """Least value of a logged series."""
         return min((value for _, value in self.points(series)), default=None)
-
-    @property
-    def _newest(self) -> int:
-        checkpoints = _checkpoints(self.directory, self.job)
-        if checkpoints is None or not self.saved:
-            return 0
-        manifest = checkpoints / f"step-{self.saved:08d}" / "manifest.json"
-        return manifest.stat().st_mtime_ns if manifest.is_file() else 0
 
 
 def find_runs(locations: Iterable[Path]) -> list[RunRecord]:
@@ -173,18 +157,3 @@ def _saved(checkpoints: Path | None) -> int:
         return 0
     found = [_STEP.fullmatch(file.parent.name) for file in checkpoints.glob("step-*/manifest.json")]
     return max((int(match[1]) for match in found if match), default=0)
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a process of this machine trains the run that has this lock."""
-    try:
-        os.kill(int(lock.read_text()[:20]), 0)
-    except (OSError, ValueError):  # nobody, or somebody of another user, who has not written here
-        return False
-    # The number may be that of another process by now.
-    with suppress(OSError), lock.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False

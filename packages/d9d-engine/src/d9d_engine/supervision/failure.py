@@ -20,6 +20,7 @@ from typing import Protocol
 
 from d9d_core.errors import D9dError
 from d9d_core.failures import describe
+from d9d_weights.files.atomic import write_text
 
 #: What a broken connection to another rank looks like; its cause may lie there.
 _BROKEN = re.compile(r"connection (closed|reset|refused)|broken pipe|gloo/|nccl|timed out", re.IGNORECASE)
@@ -93,9 +94,7 @@ class ErrorFile:
         headline = text.strip().rpartition("\n")[2]
         extra = {"py_callstack": text, "timestamp": str(int(when))}
         # In one step: the process may be ended while it writes, and half a file would hide the cause.
-        temporary = self.path.with_name(f".{self.path.name}.tmp")
-        temporary.write_text(json.dumps({"message": {"message": headline, "extraInfo": extra}}))
-        temporary.replace(self.path)
+        write_text(self.path, json.dumps({"message": {"message": headline, "extraInfo": extra}}))
 
 
 class FailureReporter:

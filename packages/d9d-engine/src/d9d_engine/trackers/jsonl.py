@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from d9d_core.errors import PluginError
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import RunInfo
 from d9d_core.types import State
@@ -59,8 +62,14 @@ class JsonlRun:
         """Close the files and draw the pictures."""
         self._metrics.close()
         self._tables.close()
-        if self._picture:
+        if not self._picture:
+            return
+        try:
             self._draw(self._run.directory)
+        except PluginError as error:  # pictures are an extra; the lines that they show are written
+            with suppress(OSError):
+                text = f"warning: {self._run.directory}: no loss.svg: {error}"
+                print(text, file=sys.stderr, flush=True)  # noqa: T201 - a tracker's only way to say something
 
     def _draw(self, directory: Path) -> None:
         from d9d_engine.trackers.picture import draw_loss

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from d9d_weights.files.atomic import sync
+from d9d_weights.files.atomic import replacing
 
 #: Bytes that may wait for a disk that is full; more of them are an error.
 ROOM = 16 * 2**20
@@ -102,8 +102,5 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _cut(path: Path, step: int) -> None:
     # Line by line and not as a whole: tables of a long run are large.
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step)
-    sync(temporary)
-    temporary.replace(path)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from io import StringIO
 from pathlib import Path
 from typing import Any, TypedDict
+
+from d9d_weights.files.atomic import write_text
+
+from d9d_engine.figures import figure_svg, new_figure
 
 
 class _Style(TypedDict, total=False):
@@ -23,11 +26,11 @@ def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
         lines: logged values, each with ``step``; those without a loss are passed over.
         path: where the picture goes.
         title: above the picture.
-    """
-    # Figure instead of pyplot: no global state, no window system.
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
+    figure = new_figure(8, 4.5)
     loss_axis = figure.subplots()
     rate_axis = loss_axis.twinx()
     for series, axis, style in (
@@ -47,7 +50,7 @@ def draw_loss(lines: Sequence[Mapping[str, Any]], path: Path, title: str) -> Non
     loss_axis.patch.set_visible(False)
     if loss_axis.get_legend_handles_labels()[0]:
         loss_axis.legend()
-    figure.savefig(path, format="svg")
+    write_text(path, figure_svg(figure))
 
 
 def draw_overlay(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, series: str) -> None:
@@ -57,10 +60,11 @@ def draw_overlay(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, 
         curves: steps and values by name of the run.
         path: where the picture goes; its suffix decides.
         series: name of the values.
-    """
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
+    figure = new_figure(8, 4.5)
     axis = figure.subplots()
     for name, points in curves.items():
         if points:
@@ -70,12 +74,10 @@ def draw_overlay(curves: Mapping[str, Sequence[tuple[int, float]]], path: Path, 
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize="small")
-    content = StringIO()
-    figure.savefig(content, format="svg")
-    text = content.getvalue()
+    text = figure_svg(figure)
     if path.suffix == ".html":
         drawing = text[text.index("<svg") :]
         title = escape(f"{series} of {len(curves)} runs")
         text = f'<!doctype html>\n<html><head><meta charset="utf-8"><title>{title}</title></head>\n'
         text += f"<body>\n{drawing}</body></html>\n"
-    path.write_text(text, encoding="utf-8")
+    write_text(path, text)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from d9d_core.protocols.metric import Table
+from d9d_weights.files.atomic import write_text
 
+from d9d_engine.figures import figure_svg, new_figure
 from d9d_engine.trackers.tables import TableHistory
 
 #: Inches of one cell, where so few cells leave room; and of a panel, however many there are.
@@ -21,13 +23,13 @@ def draw_table(history: TableHistory, path: Path, title: str) -> None:
     """Draw a picture of a table: its mean over the logged steps beside the last one, as SVG.
 
     With a neutral value, it is white, less is blue and more is red; cells without a value are grey.
-    """
-    # Figure instead of pyplot: no global state, no window system.
-    from matplotlib.figure import Figure
 
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
     rows, columns = history.last.values.shape
     width, height = (min(max(cells * _CELL, low), high) for cells, (low, high) in ((columns, _WIDTH), (rows, _HEIGHT)))
-    figure = Figure(figsize=(2 * width + 2.2, height + 1.3), layout="constrained")
+    figure = new_figure(2 * width + 2.2, height + 1.3)
     left, right = figure.subplots(1, 2, sharey=True)
     colours = _colours(history)
     for axis, table, label in (
@@ -44,7 +46,7 @@ def draw_table(history: TableHistory, path: Path, title: str) -> None:
     left.invert_yaxis()
     figure.colorbar(mesh, ax=[left, right], label=history.last.unit, pad=0.02)
     figure.suptitle(title)
-    figure.savefig(path, format="svg", dpi=200)
+    write_text(path, figure_svg(figure))
 
 
 def _colours(history: TableHistory) -> dict[str, Any]:

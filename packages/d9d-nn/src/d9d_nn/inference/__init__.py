@@ -1,1 +1,1 @@
-"""Inference tasks: log-probabilities, classes, rewards, embeddings and hidden states."""
+"""Inference tasks: log-probabilities, generations, classes, rewards, embeddings and hidden states."""

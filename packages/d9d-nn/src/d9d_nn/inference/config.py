@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from d9d_core.extend import PluginConfig
-from pydantic import Field, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
 
 class LogProbsConfig(PluginConfig):
@@ -84,3 +84,20 @@ class HiddenStatesConfig(PluginConfig):
         if len(set(layers)) < len(layers):
             raise ValueError(f"a layer appears twice in {list(layers)}; name each once")
         return layers
+
+
+class GenerationsConfig(PluginConfig):
+    """Inference task: continuation of each row."""
+
+    name: Literal["generations"] = "generations"
+    """Selects the plugin."""
+    max_new_tokens: PositiveInt = 128
+    """Most tokens of a continuation."""
+    temperature: NonNegativeFloat = 0.0
+    """Divides the logits before a token is drawn; 0 takes the most probable token."""
+    seed: NonNegativeInt = 0
+    """Seed of the draws, which depend on it, on the number of the row and on that of the token alone."""
+    stop: tuple[NonNegativeInt, ...] | None = None
+    """Ids of the tokens that end a continuation; null takes those that end a text of the model, else of the data."""
+    head: str | None = None
+    """The model's head to read, of kind causal_lm; needed if the model has several heads."""

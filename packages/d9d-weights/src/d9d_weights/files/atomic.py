@@ -1,18 +1,20 @@
-"""Atomic writes: files and directories that are complete or absent."""
+"""Atomic writes: files and directories that are complete or absent, also after a crash and on network file systems.
+
+Everything is written under a name beside its own, synced, renamed within its directory; then the directory is synced.
+That is all that is asked of the file system, and NFS gives it: other clients may see a file later, but never half of a
+renamed one, and ``fsync`` reports a full disk that ``write`` did not. No file is linked; none is a lock by existing.
+"""
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
-
-from d9d_core.errors import CheckpointError
 
 _OLD = ".old.tmp"
 
@@ -22,8 +24,40 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a directory: they change it before they answer.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Sync a directory and everything in it."""
+    for path in directory.rglob("*"):
+        if not path.is_symlink():
+            sync(path)
+    sync(directory)
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename what is synced, within a directory, and sync the directory. A file replaces another one."""
+    _rename(source, target)
+    sync(target.parent)
+
+
+def _rename(source: Path, target: Path) -> None:
+    before = source.lstat()
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        # NFS repeats a request whose answer was lost, and reports that the repeated one found nothing to rename.
+        try:
+            after = target.lstat()
+        except FileNotFoundError:
+            after = None
+        if after is None or (after.st_dev, after.st_ino) != (before.st_dev, before.st_ino):
+            raise
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -43,10 +77,32 @@ def json_bytes(value: Any) -> bytes:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a small file in one step."""
+    with replacing(path) as temporary:
+        create(temporary, text.encode())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace a file in one step when the block ends; if the block raises, nothing is changed.
+
+    One process at a time may do so.
+
+    Args:
+        path: of the file, which need not exist.
+
+    Yields:
+        the name under which to write it; nothing has that name.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
-    create(temporary, text.encode())
-    sync(temporary)
-    temporary.replace(path)
+    temporary.unlink(missing_ok=True)
+    try:
+        yield temporary
+        sync(temporary)
+        move(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def create(path: Path, content: bytes) -> None:
@@ -71,12 +127,12 @@ def replace(target: Path, new: Path) -> None:
     old = target.with_name(f".{target.name}{_OLD}")
     clear(old)
     if target.exists():
-        target.rename(old)
+        _rename(target, old)
     try:
-        new.rename(target)
+        _rename(new, target)
     except BaseException:
         if old.exists():
-            old.rename(target)
+            _rename(old, target)
         raise
     sync(target.parent)
     clear(old)
@@ -87,36 +143,7 @@ def remove_leftovers(directory: Path) -> None:
     for old in directory.glob(f".*{_OLD}"):
         target = directory / old.name[1 : -len(_OLD)]
         if not target.exists():
-            old.rename(target)
+            _rename(old, target)
     for path in directory.glob(".*.tmp"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-
-
-@contextmanager
-def exclusive(path: Path, busy: str) -> Iterator[None]:
-    """Hold a lock file while the block runs; the lock goes with the process, however it ends.
-
-    Raises:
-        CheckpointError: another process holds it; the text is ``busy`` and that process's number. Or its name is that
-            of a link, which would have another file overwritten.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        descriptor = os.open(path, flags, 0o666)
-    except OSError as error:
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, and must be a file of its own: remove it") from error
-        raise
-    with open(descriptor, "r+") as file:  # noqa: PTH123 - a descriptor
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
-            raise CheckpointError(f"{path} is a link or no file, and must be a file of its own: remove it")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(f"{busy} (process {file.read(20).strip()})") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield

@@ -13,9 +13,10 @@ from typing import BinaryIO
 from d9d_core.errors import CheckpointError
 from d9d_core.untrusted import open_regular, read_regular
 
-from d9d_weights.files.atomic import clear, create, exclusive, remove_leftovers, replace, sync
+from d9d_weights.files.atomic import clear, create, move, remove_leftovers, replace, sync
 from d9d_weights.files.directory import OpenFile
 from d9d_weights.files.failures import unreadable
+from d9d_weights.files.lock import exclusive
 
 
 class LocalDirectory:
@@ -185,14 +186,15 @@ class LocalStore:
         target = self.directory / f"{name}.damaged"
         while os.path.lexists(target):
             target = self.directory / f"{name}.damaged-{next(numbers)}"
-        return str(source.rename(target))
+        move(source, target)
+        return str(target)
 
     def remove(self, name: str) -> None:
         """See :class:`~d9d_weights.files.directory.DirectoryStore`."""
         # Under this name, what remains of it is a leftover and no damaged checkpoint.
         doomed = self.directory / f".{name}.tmp"
         clear(doomed)
-        (self.directory / name).rename(doomed)
+        move(self.directory / name, doomed)
         # Not clear(): whoever removes a checkpoint is told if that fails.
         if doomed.is_symlink():
             doomed.unlink()

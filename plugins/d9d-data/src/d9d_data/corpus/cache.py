@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from d9d_core.extend import DataError, parse_json, read_regular
+from d9d_weights import move, sync_tree
 
 MANIFEST = "manifest.json"
 #: Bytes of a block of a file's sample, and how many it has: the first, the last, and others at equal distances.
@@ -61,6 +62,7 @@ def cached_directory(
         try:
             build(temporary)
             _write_manifest(temporary)
+            sync_tree(temporary)
             _publish(temporary, target, files, full)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -146,7 +148,7 @@ def _write_manifest(directory: Path) -> None:
 def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) -> None:
     for _ in range(10):
         try:
-            temporary.rename(target)
+            move(temporary, target)
         except OSError:
             if not target.exists():
                 raise
@@ -160,7 +162,7 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
                 continue  # another process repaired it during the check
             # Renamed away rather than deleted in place, so that nobody sees half of it.
             away = target.with_name(f"{target.name}.tmp-bad-{secrets.token_hex(4)}")
-            target.rename(away)
+            move(target, away)
         except FileNotFoundError:
             continue  # another process renamed it away
         shutil.rmtree(away, ignore_errors=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import shutil
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from d9d_core.extend import DataError
+from d9d_weights import LocksUnsupportedError, lock_file
 
 _LOCK = "lock"
 
@@ -61,32 +61,19 @@ def _hold(directory: Path, note: Callable[[str], None]) -> tuple[Path, int | Non
     while True:
         directory.mkdir(exist_ok=True)
         try:
-            # Some file systems lock only what is open for writing.
-            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            lock = lock_file(file, lambda: note("waiting for another process, which prepares the same data"))
         except FileNotFoundError:
             continue  # whoever held it is done
-        try:
-            _lock(lock, note)
-        except OSError:  # not on every file system
-            os.close(lock)
+        except LocksUnsupportedError as error:
+            note(
+                f"files in {directory.parent} cannot be locked ({error.strerror}): processes that prepare the same "
+                "data do not wait for each other"
+            )
             with suppress(OSError):
                 file.unlink()
                 directory.rmdir()
             own = directory.with_name(f"{directory.name}-{os.getpid()}-{secrets.token_hex(4)}")
             own.mkdir()
             return own, None
-        try:
-            if file.stat().st_ino == os.fstat(lock).st_ino:
-                os.utime(directory)  # so that it is not taken for an abandoned one
-                return directory, lock
-        except FileNotFoundError:
-            pass
-        os.close(lock)  # it was removed while this process waited
-
-
-def _lock(descriptor: int, note: Callable[[str], None]) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        note("waiting for another process, which prepares the same data")
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.utime(directory)  # so that it is not taken for an abandoned one
+        return directory, lock

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from d9d_core.extend import D9dError, JobError, format_programs, placement
+from d9d_core.extend import D9dError, JobError, PluginError, format_programs, placement
 from d9d_core.plugin import PluginPolicy, Registry, discover
 
 from d9d_pipeline.cli.report import Row, print_comparison, print_simulation, summary
@@ -56,7 +56,8 @@ def show(
     forward_only: Annotated[bool, typer.Option("--inference", help="The program of an evaluation.")] = False,
     program: Annotated[bool, typer.Option("--program", help="Print each rank's actions instead.")] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="SVG file to write; named after the schedule by default.")
+        Path | None,
+        typer.Option(help="SVG file to write; named after the schedule by default (extra plots of d9d-engine)."),
     ] = None,
     as_json: AsJson = False,
     plugin: Files = [],  # noqa: B006
@@ -74,14 +75,21 @@ def show(
     kind = "inference" if forward_only else "step"
     title = f"{chosen.name}: {kind} of {chosen.microbatches} microbatches on {chosen.ranks} ranks"
     path = picture or Path(f"{chosen.name}-{kind}-pp{chosen.ranks}-mb{chosen.microbatches}.svg")
-    path.write_text(draw(simulation, title), "utf-8")
+    missing = None
+    try:
+        path.write_text(draw(simulation, title), "utf-8")
+    except PluginError as error:
+        if picture is not None:
+            raise
+        missing = str(error)  # the numbers are what most ask for
     if as_json:
+        drawn = None if missing else str(path)
         sys.stdout.write(
-            json.dumps({"schedule": chosen.name, "picture": str(path), **summary(simulation)}, indent=1) + "\n"
+            json.dumps({"schedule": chosen.name, "picture": drawn, **summary(simulation)}, indent=1) + "\n"
         )
     else:
         print_simulation(simulation, title)
-        typer.echo(f"timeline in {path}")
+        typer.echo(f"no timeline: {missing}" if missing else f"timeline in {path}")
 
 
 @app.command()

@@ -11,7 +11,7 @@ import torch
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import JobError
 from d9d_core.protocols.data import DataStream
-from d9d_weights.files.atomic import sync
+from d9d_weights.files.atomic import replacing
 from d9d_weights.sharding.agreement import on_all, on_main
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -145,7 +145,5 @@ def _read(path: Path) -> dict[str, Tensor] | None:
 
 def _write(path: Path, table: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    save_file({name: tensor.cpu().contiguous() for name, tensor in table.items()}, temporary)
-    sync(temporary)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in table.items()}, temporary)

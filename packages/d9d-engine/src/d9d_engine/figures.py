@@ -1,0 +1,47 @@
+"""Figures of matplotlib, which the extra ``plots`` installs: everything that d9d draws is drawn with them."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from d9d_core.errors import PluginError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make an empty figure.
+
+    Args:
+        width: in inches.
+        height: in inches.
+
+    Raises:
+        PluginError: matplotlib is not installed, or does not load.
+    """
+    # Figure instead of pyplot: no global state, no window system.
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise PluginError(
+            f"pictures need matplotlib ({reason}); install it with: pip install 'd9d-engine[plots]'"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def figure_svg(figure: Figure, dpi: int = 200) -> str:
+    """Render a figure as SVG: the same figure as the same text, without date and version.
+
+    Args:
+        figure: of :func:`new_figure`.
+        dpi: dots per inch of what is rasterized in it.
+    """
+    from matplotlib import rc_context
+
+    content = StringIO()
+    with rc_context({"svg.hashsalt": "d9d"}):  # names of elements would be random otherwise
+        figure.savefig(content, format="svg", dpi=dpi, metadata={"Creator": None, "Date": None})
+    return content.getvalue()

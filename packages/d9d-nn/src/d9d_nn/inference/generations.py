@@ -1,0 +1,115 @@
+"""Inference task ``generations``: how a language model continues prompts.
+
+Shapes: B samples, S positions, N most new tokens, V words of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from d9d_core.extend import ROW, Columns, Continuation, JobError, Microbatch, StageInputs, State
+from torch import Tensor
+
+from d9d_nn.heads.choice import check_language_model, read_output
+from d9d_nn.inference.config import GenerationsConfig
+from d9d_nn.inference.rows import is_packed
+from d9d_nn.microbatch import stage_inputs
+
+
+class Generations:
+    """Inference task of generations. A row of the data is a prompt, without the token that ends its text.
+
+    Args:
+        config: length of the continuations, and choice of their tokens.
+    """
+
+    def __init__(self, config: GenerationsConfig) -> None:
+        self.config = config
+        self._text_of: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Columns of the output."""
+        return {
+            ROW: "number of the row in the input, from 0",
+            "prompt_tokens": "number of tokens of the prompt",
+            "tokens": "ids of the new tokens, with the one that ended the text",
+            "text": "the new tokens as text, without special tokens; null where the run has no tokenizer",
+            "finished": "whether the text has ended, and was not cut off",
+        }
+
+    @property
+    def continuation(self) -> Continuation:
+        """Length of the continuations, and choice of their tokens."""
+        config = self.config
+        stop = None if config.stop is None else frozenset(config.stop)
+        return Continuation(config.max_new_tokens, config.temperature, config.seed, stop)
+
+    def use_text_of(self, text_of: Callable[[Sequence[int]], str] | None) -> None:
+        """Take what makes a text of token ids."""
+        self._text_of = text_of
+
+    def check(self, model: Any, facts: State) -> None:
+        """Find the head, and compare vocabulary and positions of model and data.
+
+        Raises:
+            JobError: the head cannot be found; the data has token ids that the model has not, or leaves no positions
+                for new tokens; or its samples hold several rows.
+        """
+        check_language_model(model, "causal_lm", self.config.head, facts)
+        if is_packed(facts):
+            raise JobError(
+                "data: a sample holds several rows, and only whole samples can be continued; use the dataset "
+                "'documents', of which each row is a sample"
+            )
+        have, prompt = getattr(model, "max_positions", None), facts.get("sequence_length")
+        if isinstance(have, int) and isinstance(prompt, int) and prompt + self.config.max_new_tokens > have:
+            raise JobError(
+                f"task.max_new_tokens: prompts of {prompt} positions (data.sequence_length) and "
+                f"{self.config.max_new_tokens} new tokens are more than the model's {have} positions; lower one of them"
+            )
+
+    def inputs(self, microbatch: Microbatch) -> StageInputs:
+        """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
+        return stage_inputs(microbatch)
+
+    def logits(self, outputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Logits [B, S, V] of the head."""
+        try:
+            return read_output(outputs, "logits", self.config.head)
+        except JobError:
+            return None
+
+    def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """New tokens int64 [B, N], whether they end the text, and the sizes of prompts, [B] each."""
+        tokens = microbatch["tokens"]
+        sizes = microbatch.get("lengths", tokens.new_full((len(tokens),), tokens.shape[1]))
+        return {"new_tokens": outputs["new_tokens"], "ended": outputs["ended"], "sizes": sizes}
+
+    def rows(self, kept: Mapping[str, Tensor]) -> Columns:
+        """Rows of what was kept of a microbatch."""
+        tokens = [[token for token in row if token >= 0] for row in kept["new_tokens"].tolist()]
+        return {
+            ROW: kept["rows"].tolist(),
+            "prompt_tokens": kept["sizes"].tolist(),
+            "tokens": tokens,
+            "text": [None if self._text_of is None else self._text_of(row) for row in tokens],
+            "finished": kept["ended"].tolist(),
+        }
+
+    def tally(self, rows: Columns) -> Mapping[str, float]:
+        """Numbers of rows, of their new tokens, and of rows that have ended."""
+        return {
+            "rows": float(len(rows[ROW])),
+            "tokens": float(sum(map(len, rows["tokens"]))),
+            "finished": float(sum(rows["finished"])),
+        }
+
+    def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Numbers of rows and of new tokens, and the fraction of rows that have ended."""
+        return {
+            "rows": sums["rows"],
+            "new_tokens": sums["tokens"],
+            "finished": sums["finished"] / max(sums["rows"], 1),
+        }
