@@ -17,9 +17,11 @@ from d9d_core.scaffold.kinds import KINDS
 from d9d_core.scaffold.package import plugin_files, write_plugin
 
 ROOT = Path(__file__).parents[1]
-HOOKS_WITHOUT_TEMPLATE = {"d9d_views", "d9d_health_checks", "d9d_job_checks", "d9d_commands", "d9d_capabilities"}
-#: Their jobs need a trained model; the README of d9d-engine has one of each.
-HOOKS_WITHOUT_TEMPLATE |= {"d9d_inference_tasks", "d9d_writers"}
+HOOKS_WITHOUT_TEMPLATE = {
+    "d9d_views", "d9d_health_checks", "d9d_job_checks", "d9d_commands", "d9d_capabilities",
+    # Their jobs need a trained model; the README of d9d-engine has one of each.
+    "d9d_inference_tasks", "d9d_writers",
+}  # fmt: skip
 
 
 def name_of(kind: str) -> str:

@@ -10,8 +10,8 @@ import typer
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, policy_of, say
 from d9d_core.errors import JobError
 
-from d9d_engine.cli.train import for_processes
 from d9d_engine.job import Job
+from d9d_engine.launch.start import for_processes
 
 app = command_app("sweep", "Train a job with every combination of some values.")
 
