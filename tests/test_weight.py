@@ -24,6 +24,7 @@ weigh = loaded()
 
 
 @pytest.mark.parametrize("name", weigh.members())
+@pytest.mark.thorough
 def test_a_readme_lists_what_its_package_brings(name: str) -> None:
     member = weigh.members()[name]
     declared = [weigh.brought(name, extra) for extra in ("", *weigh.extras(member))]

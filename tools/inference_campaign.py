@@ -105,7 +105,7 @@ def kill_all(process: subprocess.Popen[str]) -> None:
     for number in (process.pid, *descendants_of(process.pid)):
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
-    process.wait()
+    process.communicate()
 
 
 def campaign(
