@@ -252,6 +252,7 @@ def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, sma
         ({"model": {"name": "qwen3", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
                     "num_attention_heads": 4, "num_key_value_heads": 2}},
          JobError, "model: inference needs trained weights; add 'model.pretrained:'"),
+        ({"loading": {"weights": False}}, JobError, "inference with drawn weights says nothing"),
         ({"task": "classes"}, JobError, "the task needs a head of kind classification"),
         ({"task": "clases"}, JobError, "did you mean 'classes'"),
         ({"writer": "jsonlines"}, JobError, "unknown writer"),

@@ -18,7 +18,7 @@ from d9d_core.errors import JobError
 from d9d_engine.evaluation.subject import Request, Subject, find_subject, same_data
 from d9d_engine.joining import silent
 from d9d_engine.launch.process import Process, running
-from d9d_engine.launch.start import for_processes, launch, start_up
+from d9d_engine.launch.start import Nproc, for_processes, launch, start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
@@ -54,13 +54,7 @@ def evaluate(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
-        ),
-    ] = None,
+    nproc: Nproc = None,
 ) -> None:
     """Measure a model on whole datasets: those of the job's evaluation section, or its data, or files."""
     policy = policy_of(plugin, no_plugins, strict_plugins)

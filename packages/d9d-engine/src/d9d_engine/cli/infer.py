@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Annotated
 
 import typer
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
@@ -12,7 +11,7 @@ from d9d_core.errors import JobError
 
 from d9d_engine.inference.job import InferenceJob
 from d9d_engine.launch.process import Process, running
-from d9d_engine.launch.start import for_processes, joined_process, launch, start_up
+from d9d_engine.launch.start import Nproc, for_processes, joined_process, launch, option_words, start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
@@ -26,13 +25,7 @@ def infer(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
-        ),
-    ] = None,
+    nproc: Nproc = None,
 ) -> None:
     """Run over all rows and write <run>/output. Goes on where an earlier start has ended."""
     with Interrupts().noted() as interrupts:
@@ -56,9 +49,7 @@ def infer(
 
             with interrupts.raised():
                 loaded = for_processes(load, nproc)
-            options = [word for option in overrides for word in ("--set", option)]
-            options += [word for file in plugin for word in ("--plugin", str(file))]
-            options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+            options = option_words(overrides, plugin, no_plugins, strict_plugins)
             raise typer.Exit(launch(loaded, ["infer", str(job), *options], 0, interrupts))
         except Terminated:
             typer.echo("SIGTERM: stopped during start-up; nothing was computed", err=True)

@@ -12,7 +12,7 @@ from d9d_core.errors import JobError
 
 from d9d_engine.job import Job
 from d9d_engine.launch.process import Process, running
-from d9d_engine.launch.start import for_processes, joined_process, launch, start_up
+from d9d_engine.launch.start import Nproc, for_processes, joined_process, launch, option_words, start_up
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.run.interrupt import Interrupts, Terminated
 
@@ -26,13 +26,7 @@ def train(
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
     strict_plugins: Strict = False,
-    nproc: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices.",
-        ),
-    ] = None,
+    nproc: Nproc = None,
     max_restarts: Annotated[
         int | None,
         typer.Option(
@@ -60,9 +54,7 @@ def train(
 
             with interrupts.raised():
                 loaded = for_processes(load, nproc)
-            options = [word for option in overrides for word in ("--set", option)]
-            options += [word for file in plugin for word in ("--plugin", str(file))]
-            options += ["--no-plugins"] * no_plugins + ["--strict-plugins"] * strict_plugins
+            options = option_words(overrides, plugin, no_plugins, strict_plugins)
             status = launch(loaded, ["train", str(job), *options], max_restarts or 0, interrupts)
             raise typer.Exit(status)
         except Terminated:

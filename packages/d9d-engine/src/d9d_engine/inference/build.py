@@ -14,14 +14,15 @@ from d9d_core import events as ev
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.inference import InferenceConfig
-from d9d_core.config.resolve import InferenceSelection, resolve_inference
+from d9d_core.config.resolve import resolve_inference
 from d9d_core.errors import DataError, JobError
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.inference import ROW, ContinuesRows, InferenceTask, ReadsModules, Writer, WritesText
 from d9d_core.protocols.subscriber import Subscriber
 
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
+from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.plan import circumstances
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.distributed.mesh import Topology
@@ -73,7 +74,7 @@ def build_inference(
 
     started = time.perf_counter()
     with topology.main_first(per_machine=True):
-        stream = _open_data(job, selection, topology, note)
+        stream = open_data(job, topology, selection.dataset, job.data, note, one_pass=True)
     samples = check_data(stream, job)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
@@ -169,24 +170,8 @@ def _check_weights(job: InferenceConfig) -> None:
             "model: inference needs trained weights; add 'model.pretrained:' with the directory of a run, of one of "
             "its checkpoints, or of a model in Hugging Face layout"
         )
-
-
-def _open_data(
-    job: InferenceConfig, selection: InferenceSelection, topology: Topology, note: Callable[[str], None]
-) -> DataStream:
-    context = DataContext(
-        seed=job.seed,
-        batch_size=job.batch.size,
-        microbatch_size=job.microbatch_size,
-        cache_dir=job.run.cache,
-        rank=topology.data_parallel_rank,
-        ranks=topology.data_parallel_size,
-        note=note,
-        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
-        one_pass=True,
-    )
-    stream: DataStream = instantiate(selection.dataset, job.data, context)
-    return stream
+    if not job.loading.weights:
+        raise JobError("loading.weights: inference with drawn weights says nothing; remove it")
 
 
 def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
@@ -194,7 +179,8 @@ def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Ma
     decides = {name: value for name, value in job.resolved().items() if name not in _FREE}
     assert isinstance(job.model, ModelConfig)
     assert job.model.pretrained is not None  # checked before
-    weights = _weights(job.model.pretrained)
+    adapter = getattr(job.peft, "init_from", None)
+    weights = [_weights(location) for location in (job.model.pretrained, adapter) if isinstance(location, str)]
     return {"job": decides, "columns": dict(task.columns), "data": dict(stream.state()), "weights": weights}
 
 
@@ -205,6 +191,7 @@ def _weights(location: str) -> str:
             location = tensors.location
     if "://" in location:
         return location
-    files = sorted(path for path in Path(location).rglob("*") if path.is_file() and path.suffix != ".tmp")
-    facts = [(str(path.relative_to(location)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    there = Path(location)
+    files = sorted(path for path in (there, *there.rglob("*")) if path.is_file() and path.suffix != ".tmp")
+    facts = [(str(path.relative_to(there)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return f"{location} {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"

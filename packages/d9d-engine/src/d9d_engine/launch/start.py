@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Generic, NamedTuple, TypeVar
 
+import typer
 from d9d_core.cli.interrupts import interrupts_deferred
 from d9d_core.errors import JobError
 
@@ -20,6 +22,21 @@ if TYPE_CHECKING:
     from d9d_engine.distributed.mesh import Topology
 
 Runs = TypeVar("Runs", Job, InferenceJob)
+
+
+Nproc = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N", help="Start this many processes here; 'auto': as many as the mesh needs, or as there are devices."
+    ),
+]
+
+
+def option_words(overrides: Sequence[str], plugin: Sequence[Path], no_plugins: bool, strict: bool) -> list[str]:
+    """Words of the options that every command with a job file has, for the processes that it starts."""
+    words = [word for option in overrides for word in ("--set", option)]
+    words += [word for file in plugin for word in ("--plugin", str(file))]
+    return [*words, *["--no-plugins"] * no_plugins, *["--strict-plugins"] * strict]
 
 
 class Joined(NamedTuple, Generic[Runs]):
