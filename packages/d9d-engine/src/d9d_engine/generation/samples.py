@@ -123,12 +123,19 @@ class Samples:
         if self._model[1].rank == 0:
             self._file = LineFile(self._job.run.directory / _FILE, event.step)
         if event.step == 0:
-            self._sample(0)
+            self._sample_or_close(0)
 
     def _step(self, event: ev.StepEnds) -> None:
         done = event.step + 1
         if done % self._config.every == 0 or done == self._total:
-            self._sample(done)
+            self._sample_or_close(done)
+
+    def _sample_or_close(self, step: int) -> None:
+        try:
+            self._sample(step)
+        except BaseException:
+            self._close(None)  # who has raised is not called again
+            raise
 
     def _sample(self, step: int) -> None:
         """Continue all prompts. Collective over all ranks."""
