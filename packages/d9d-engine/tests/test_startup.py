@@ -84,6 +84,7 @@ def _read_until(file: int, beginning: str) -> None:
                 assert data, text
 
 
+@pytest.mark.thorough
 def test_a_run_records_the_seconds_of_its_phases(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     record = json.loads((tmp_path / "runs" / "toy" / FILE).read_text())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.all_to_all.separate import SeparateDispatcher
 from d9d_moe.dispatch.local import LocalDispatcher
@@ -27,5 +28,6 @@ def separate(group: Any, experts: int) -> SeparateDispatcher:
     return SeparateDispatcher(AllToAllDispatcher(group, experts))
 
 
+@pytest.mark.thorough
 class TestSeparateDispatcher(DispatcherSuite):
     factory = f"{__file__}:separate"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 from d9d_testing.suites.peft import PeftSuite
 
 LORA_OF_THE_REST = {"name": "lora", "r": 3, "alpha": 2, "exclude": ["layers.0*", "layers.1*"]}
@@ -16,6 +17,7 @@ class TestLora(PeftSuite):
     matches_nothing: ClassVar = {"targets": ["absent"]}
 
 
+@pytest.mark.thorough
 class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "lora"
@@ -30,6 +32,7 @@ class TestDora(PeftSuite):
     matches_nothing: ClassVar = {"targets": ["absent"]}
 
 
+@pytest.mark.thorough
 class TestIa3(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "ia3"
@@ -54,6 +57,7 @@ class TestStack(PeftSuite):
     }
 
 
+@pytest.mark.thorough
 class TestStackWithParametersOfTheModel(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "stack"
