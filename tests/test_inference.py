@@ -236,7 +236,12 @@ def test_parquet_holds_what_json_lines_hold(folder: Folder) -> None:
 
 
 def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, small_job: Callable[..., Path]) -> None:
-    job = Job.load(small_job(trackers=[], metrics=[], lr_schedule=None, steps=2))
+    job = Job.load(
+        small_job(
+            trackers=[], metrics=[], lr_schedule=None, steps=2, nonfinite="skip", peft={"name": "lora", "r": 2},
+            subscribers=[{"name": "early_stopping", "series": "loss"}],
+        )
+    )  # fmt: skip
     job.build(note=lambda _text: None).train()
     outcome = job.build_inference(lambda _text: None, task="perplexity").run()
     assert outcome.rows > 0
@@ -258,6 +263,10 @@ def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, sma
         ({"task": {"name": "hidden_states", "layers": [2]}}, JobError, "there is no layer 2 in a model of 2"),
         ({"batch": {"size": 10, "microbatch": 4}}, JobError, "not a multiple of batch.microbatch 4"),
         ({"mesh": {"pp": 2}}, JobError, "mesh"),
+        ({"loading": {"weights": False}}, JobError, "loading.weights: inference needs trained weights"),
+        ({"peft": {"name": "lora", "r": 2}}, JobError, "peft: inference trains nothing"),
+        ({"subscribers": ["early_stopping"]}, JobError, r"subscribers\[0\]: .* observes training alone"),
+        ({"subscribers": [{"name": "samples", "every": 1, "prompts": ["a"]}]}, JobError, "observes training alone"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused(

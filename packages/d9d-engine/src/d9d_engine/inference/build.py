@@ -17,11 +17,14 @@ from d9d_core.config.inference import InferenceConfig
 from d9d_core.config.resolve import InferenceSelection, resolve_inference
 from d9d_core.errors import DataError, JobError
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.inference import ROW, ContinuesRows, InferenceTask, ReadsModules, Writer, WritesText
 from d9d_core.protocols.subscriber import Subscriber
+from d9d_weights.hugging_face.adapter import AdapterFormat
 
+from d9d_engine.build.assemble import Assembly
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
+from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.plan import circumstances
 from d9d_engine.checkpoint.tensors import CheckpointTensors, is_checkpoint
 from d9d_engine.distributed.mesh import Topology
@@ -36,6 +39,13 @@ from d9d_engine.run.prefetch import DevicePrefetcher
 
 #: Sections that have no say in what is written.
 _FREE = ("run", "device", "mesh", "parallel", "pipeline", "kernels", "subscribers", "loading", "timeouts", "plugins")
+#: Events that an inference job has.
+_EVENTS = frozenset(
+    {
+        ev.JobConfigured, ev.ModelPlanned, ev.DataReady, ev.ModelReady, ev.InferenceStarts, ev.PackStarts, ev.PackEnds,
+        ev.RowsWritten, ev.InferenceFinished, ev.InferenceStopped, ev.InferenceFailed,
+    }
+)  # fmt: skip
 
 
 def build_inference(
@@ -61,19 +71,20 @@ def build_inference(
     """
     topology.watchdog.phase("startup")
     selection = resolve_inference(job, registry, circumstances(job, topology.device)).selection
-    events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
+    events = ev.Events([*_subscribers(selection), *observers])
     events.emit(ev.JobConfigured(job))
     task: InferenceTask = instantiate(selection.task, job.task)
     check_columns(task)
     writer: Writer = instantiate(selection.writer, job.writer)
     _check_weights(job)
     assembly = assemble_forward(job, selection, registry, topology)
+    _check_peft(assembly)
     events.emit(ev.ModelPlanned(job))
     reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
 
     started = time.perf_counter()
     with topology.main_first(per_machine=True):
-        stream = _open_data(job, selection, topology, note)
+        stream = open_data(job, topology, selection.dataset, job.data, note, one_pass=True)
     samples = check_data(stream, job)
     task.check(job.model, stream.facts)
     events.emit(ev.DataReady(stream))
@@ -169,24 +180,38 @@ def _check_weights(job: InferenceConfig) -> None:
             "model: inference needs trained weights; add 'model.pretrained:' with the directory of a run, of one of "
             "its checkpoints, or of a model in Hugging Face layout"
         )
+    if not job.loading.weights:
+        raise JobError("loading.weights: inference needs trained weights, and 'false' draws them; remove it")
 
 
-def _open_data(
-    job: InferenceConfig, selection: InferenceSelection, topology: Topology, note: Callable[[str], None]
-) -> DataStream:
-    context = DataContext(
-        seed=job.seed,
-        batch_size=job.batch.size,
-        microbatch_size=job.microbatch_size,
-        cache_dir=job.run.cache,
-        rank=topology.data_parallel_rank,
-        ranks=topology.data_parallel_size,
-        note=note,
-        pretrained=job.model.pretrained if isinstance(job.model, ModelConfig) else None,
-        one_pass=True,
+def _subscribers(selection: InferenceSelection) -> list[Subscriber]:
+    """Subscribers of the job.
+
+    Raises:
+        JobError: one observes training alone.
+    """
+    found: list[Subscriber] = []
+    for chosen, config in selection.subscribers:
+        subscriber: Subscriber = instantiate(chosen, config)
+        if _EVENTS.isdisjoint(event for event, _ in subscriber.subscriptions()):
+            raise JobError(f"{chosen.where}: {chosen.entry} observes training alone, so it would do nothing; remove it")
+        found.append(subscriber)
+    return found
+
+
+def _check_peft(assembly: Assembly) -> None:
+    """Check that a fine-tuning method brings weights of its own.
+
+    Raises:
+        JobError: it would only add what nothing has trained.
+    """
+    method: object = assembly.peft
+    if method is None or (isinstance(method, AdapterFormat) and method.init_from is not None):
+        return
+    raise JobError(
+        "peft: inference trains nothing, and the method starts from no adapter, so it would change nothing; remove it "
+        "(a fine-tuned run in 'model.pretrained' is read with its adapter), or name an adapter with 'peft.init_from'"
     )
-    stream: DataStream = instantiate(selection.dataset, job.data, context)
-    return stream
 
 
 def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
