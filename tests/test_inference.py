@@ -16,6 +16,7 @@ import torch
 from d9d_core.errors import CheckpointError, DataError, JobError, NonFiniteError
 from d9d_core.events import PackEnds, RowsWritten
 from d9d_engine.api import InferenceJob, InferenceOutcome, Job
+from d9d_engine.inference.captures import groups_of
 from d9d_engine.run.interrupt import Interrupts
 
 Published = Callable[..., Path]
@@ -246,6 +247,20 @@ def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, sma
     outcome = job.build_inference(lambda _text: None, task="perplexity").run()
     assert outcome.rows > 0
     assert (job.run.dir / f"{job.run.name}-perplexity" / "output.jsonl").exists()
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "dual_pipe_v"])
+def test_layers_are_captured_of_stages_that_run_ahead(folder: Folder, schedule: str) -> None:
+    task = {"name": "hidden_states", "layers": [0, 1], "pooling": "mean"}
+    whole = folder.rows(f"one-stage-{schedule}", task=task)
+    pipeline = {"name": schedule, **({"stages_per_rank": 2} if schedule == "looped_bfs" else {})}
+    assert folder.rows(f"ahead-{schedule}", task=task, pipeline=pipeline) == whole
+
+
+def test_no_group_is_smaller_than_what_fills_the_pipeline() -> None:
+    pack: list[dict[str, torch.Tensor]] = [{} for _ in range(18)]
+    assert [len(group) for group in groups_of(pack, 8)] == [9, 9]
+    assert [len(group) for group in groups_of(pack[:3], 8)] == [3]
 
 
 # --- bad input
