@@ -219,17 +219,19 @@ def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Ma
     decides = {name: value for name, value in job.resolved().items() if name not in _FREE}
     assert isinstance(job.model, ModelConfig)
     assert job.model.pretrained is not None  # checked before
-    weights = _weights(job.model.pretrained)
+    weights = weights_identity(job.model.pretrained)
     return {"job": decides, "columns": dict(task.columns), "data": dict(stream.state()), "weights": weights}
 
 
-def _weights(location: str) -> str:
+def weights_identity(location: str) -> str:
     """Identity of weights: where they lie, and a digest of names, sizes and times of change of local files."""
     if is_checkpoint(location):
         with CheckpointTensors(location, "model/") as tensors:
             location = tensors.location
     if "://" in location:
         return location
-    files = sorted(path for path in Path(location).rglob("*") if path.is_file() and path.suffix != ".tmp")
-    facts = [(str(path.relative_to(location)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    whole = Path(location)
+    files = [whole] if whole.is_file() else sorted(path for path in whole.rglob("*") if path.is_file())
+    stats = [(str(path.relative_to(whole)), path.stat()) for path in files if path.suffix != ".tmp"]
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return f"{location} {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
