@@ -201,7 +201,9 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_rows(folder: Folder) -> Non
     assert (stopped.status, stopped.samples) == ("stopped", 16)
     assert not (folder.path / "runs" / "parts" / "output.jsonl").exists()
     assert folder.rows("parts") == expected
-    assert folder.run("parts").status == "finished"  # there is nothing left to do
+    again = folder.run("parts")  # there is nothing left to do
+    assert (again.status, again.rows) == ("finished", COUNT)
+    assert again.values["tokens"] > 0
     assert folder.bytes_of("parts") == folder.bytes_of("whole")
 
 
@@ -296,6 +298,8 @@ def test_rows_that_are_too_long_are_refused_or_cut_as_asked(folder: Folder) -> N
     data = folder.data(sequence_length=16)
     with pytest.raises(DataError, match="rows are longer than 16 positions; make it larger, or set 'too_long: cut'"):
         folder.run("long", data=data)
+    with pytest.raises(DataError, match="rows are longer than 16 positions"):
+        folder.run("long-in-a-mixture", data={"name": "mixture", "parts": [{"data": data, "weight": 1}]})
     rows = folder.rows("cut", data=data, too_long="cut")
     assert len(rows) == COUNT
     assert max(row["tokens"] for row in rows) == 16
