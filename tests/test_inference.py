@@ -16,6 +16,7 @@ import torch
 from d9d_core.errors import CheckpointError, DataError, JobError, NonFiniteError
 from d9d_core.events import PackEnds, RowsWritten
 from d9d_engine.api import InferenceJob, InferenceOutcome, Job
+from d9d_engine.inference.captures import groups_of
 from d9d_engine.run.interrupt import Interrupts
 
 Published = Callable[..., Path]
@@ -200,7 +201,9 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_rows(folder: Folder) -> Non
     assert (stopped.status, stopped.samples) == ("stopped", 16)
     assert not (folder.path / "runs" / "parts" / "output.jsonl").exists()
     assert folder.rows("parts") == expected
-    assert folder.run("parts").status == "finished"  # there is nothing left to do
+    again = folder.run("parts")  # there is nothing left to do
+    assert (again.status, again.rows) == ("finished", COUNT)
+    assert again.values["tokens"] > 0
     assert folder.bytes_of("parts") == folder.bytes_of("whole")
 
 
@@ -236,11 +239,30 @@ def test_parquet_holds_what_json_lines_hold(folder: Folder) -> None:
 
 
 def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, small_job: Callable[..., Path]) -> None:
-    job = Job.load(small_job(trackers=[], metrics=[], lr_schedule=None, steps=2))
+    job = Job.load(
+        small_job(
+            trackers=[], metrics=[], lr_schedule=None, steps=2, nonfinite="skip", peft={"name": "lora", "r": 2},
+            subscribers=[{"name": "early_stopping", "series": "loss"}],
+        )
+    )  # fmt: skip
     job.build(note=lambda _text: None).train()
     outcome = job.build_inference(lambda _text: None, task="perplexity").run()
     assert outcome.rows > 0
     assert (job.run.dir / f"{job.run.name}-perplexity" / "output.jsonl").exists()
+
+
+@pytest.mark.parametrize("schedule", ["looped_bfs", "dual_pipe_v"])
+def test_layers_are_captured_of_stages_that_run_ahead(folder: Folder, schedule: str) -> None:
+    task = {"name": "hidden_states", "layers": [0, 1], "pooling": "mean"}
+    whole = folder.rows(f"one-stage-{schedule}", task=task)
+    pipeline = {"name": schedule, **({"stages_per_rank": 2} if schedule == "looped_bfs" else {})}
+    assert folder.rows(f"ahead-{schedule}", task=task, pipeline=pipeline) == whole
+
+
+def test_no_group_is_smaller_than_what_fills_the_pipeline() -> None:
+    pack: list[dict[str, torch.Tensor]] = [{} for _ in range(18)]
+    assert [len(group) for group in groups_of(pack, 8)] == [9, 9]
+    assert [len(group) for group in groups_of(pack[:3], 8)] == [3]
 
 
 # --- bad input
@@ -252,13 +274,17 @@ def test_a_training_job_makes_the_inference_job_over_its_run(folder: Folder, sma
         ({"model": {"name": "qwen3", "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2,
                     "num_attention_heads": 4, "num_key_value_heads": 2}},
          JobError, "model: inference needs trained weights; add 'model.pretrained:'"),
-        ({"loading": {"weights": False}}, JobError, "inference with drawn weights says nothing"),
+        ({"loading": {"weights": False}}, JobError, "inference needs trained weights"),
         ({"task": "classes"}, JobError, "the task needs a head of kind classification"),
         ({"task": "clases"}, JobError, "did you mean 'classes'"),
         ({"writer": "jsonlines"}, JobError, "unknown writer"),
         ({"task": {"name": "hidden_states", "layers": [2]}}, JobError, "there is no layer 2 in a model of 2"),
         ({"batch": {"size": 10, "microbatch": 4}}, JobError, "not a multiple of batch.microbatch 4"),
         ({"mesh": {"pp": 2}}, JobError, "mesh"),
+        ({"loading": {"weights": False}}, JobError, "loading.weights: inference needs trained weights"),
+        ({"peft": {"name": "lora", "r": 2}}, JobError, "peft: inference trains nothing"),
+        ({"subscribers": ["early_stopping"]}, JobError, r"subscribers\[0\]: .* observes training alone"),
+        ({"subscribers": [{"name": "samples", "every": 1, "prompts": ["a"]}]}, JobError, "observes training alone"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_run_is_refused(
@@ -273,6 +299,8 @@ def test_rows_that_are_too_long_are_refused_or_cut_as_asked(folder: Folder) -> N
     data = folder.data(sequence_length=16)
     with pytest.raises(DataError, match="rows are longer than 16 positions; make it larger, or set 'too_long: cut'"):
         folder.run("long", data=data)
+    with pytest.raises(DataError, match="rows are longer than 16 positions"):
+        folder.run("long-in-a-mixture", data={"name": "mixture", "parts": [{"data": data, "weight": 1}]})
     rows = folder.rows("cut", data=data, too_long="cut")
     assert len(rows) == COUNT
     assert max(row["tokens"] for row in rows) == 16

@@ -13,6 +13,7 @@ import pytest
 import torch
 from d9d_core.errors import BuildError, CheckpointError, JobError, NonFiniteError
 from d9d_core.protocols.inference import Columns
+from d9d_engine.inference.build import weights_identity
 from d9d_engine.inference.config import JsonlWriterConfig, ParquetWriterConfig
 from d9d_engine.inference.part_store import PartStore
 from d9d_engine.inference.row_thread import KeptPack, RowThread, check_finite, joined_rows
@@ -229,3 +230,12 @@ class TestParquet(WriterSuite):
     def read(self, path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
         return rows
+
+
+def test_weights_in_a_single_file_are_recognised_by_size_and_time(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    before = weights_identity(str(file))
+    assert weights_identity(str(file)) == before
+    file.write_bytes(b"others")
+    assert weights_identity(str(file)) != before

@@ -20,13 +20,11 @@
 
 Of an inference job:
 
-    JobConfigured, DataReady, ModelReady
+    JobConfigured, ModelPlanned, DataReady, ModelReady
     InferenceStarts     progress is known; the first pack follows
     PackStarts, PackEnds
     RowsWritten         rows are on the disk, and a kill loses none of them
-    InferenceFinished   all rows are in one file
-    InferenceStopped    interrupted; what is done is written
-    InferenceFailed     an exception ends the run; it is raised again afterwards
+    InferenceFinished, InferenceStopped, InferenceFailed
 
 A subscriber that raises ends the run: observers are part of the job. It is not called again; between TrainingStarts and
 TrainingFinished, all ranks finish the same step and save before the exception is raised, whatever it is. Handlers are

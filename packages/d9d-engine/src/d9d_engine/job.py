@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from d9d_engine.inference.runner import Inference
     from d9d_engine.run.trainer import Trainer
 
+#: Sections that mean something else in an inference job, or only have a use while a model is trained.
+_OF_TRAINING = ("task", "batch", "nonfinite", "subscribers", "peft")
+
 
 class Job(JoinsProcesses, JobFile):
     """A validated job that can be planned, built and trained.
@@ -107,7 +110,9 @@ class Job(JoinsProcesses, JobFile):
         from d9d_engine.inference.job import InferenceJob
 
         own = self.resolved()
-        given = {name: own[name] for name in InferenceJob.model_fields if name in own and name not in ("task", "batch")}
+        given = {name: own[name] for name in InferenceJob.model_fields if name in own and name not in _OF_TRAINING}
+        # A run's weights have what its fine-tuning method added; where training started from says nothing about them.
+        given["loading"] = {**own["loading"], "weights": True}
         model = {**own["model"], "pretrained": str(self.run.directory)}
         task = values.get("task")
         name = task if isinstance(task, str) else dict(task or {}).get("name", "inference")

@@ -87,6 +87,7 @@ def generate(
         if output is not None:
             settings = {
                 "model": hashlib.sha256(found.origin.encode()).hexdigest(),
+                "tokenizer": None if tokenizer is None else str(tokenizer.resolve()),
                 **vars(decoding),
                 "dtype": dtype,
                 "system": system,

@@ -67,7 +67,8 @@ class Samples:
         ]
 
     def _configure(self, event: ev.JobConfigured) -> None:
-        assert isinstance(event.job, JobConfig)  # a job that trains
+        if not isinstance(event.job, JobConfig):
+            raise JobError(f"{_SUBSCRIBER} observes training alone; remove it, or take the task 'generations'")
         self._job = event.job
 
     def _encode(self, event: ev.DataReady) -> None:

@@ -14,13 +14,15 @@ from d9d_core import events as ev
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.inference import InferenceConfig
-from d9d_core.config.resolve import resolve_inference
+from d9d_core.config.resolve import InferenceSelection, resolve_inference
 from d9d_core.errors import DataError, JobError
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.inference import ROW, ContinuesRows, InferenceTask, ReadsModules, Writer, WritesText
 from d9d_core.protocols.subscriber import Subscriber
+from d9d_weights.hugging_face.adapter import AdapterFormat
 
+from d9d_engine.build.assemble import Assembly
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.plan import circumstances
@@ -37,6 +39,13 @@ from d9d_engine.run.prefetch import DevicePrefetcher
 
 #: Sections that have no say in what is written.
 _FREE = ("run", "device", "mesh", "parallel", "pipeline", "kernels", "subscribers", "loading", "timeouts", "plugins")
+#: Events that an inference job has.
+_EVENTS = frozenset(
+    {
+        ev.JobConfigured, ev.ModelPlanned, ev.DataReady, ev.ModelReady, ev.InferenceStarts, ev.PackStarts, ev.PackEnds,
+        ev.RowsWritten, ev.InferenceFinished, ev.InferenceStopped, ev.InferenceFailed,
+    }
+)  # fmt: skip
 
 
 def build_inference(
@@ -62,13 +71,14 @@ def build_inference(
     """
     topology.watchdog.phase("startup")
     selection = resolve_inference(job, registry, circumstances(job, topology.device)).selection
-    events = ev.Events([*(instantiate(chosen, config) for chosen, config in selection.subscribers), *observers])
+    events = ev.Events([*_subscribers(selection), *observers])
     events.emit(ev.JobConfigured(job))
     task: InferenceTask = instantiate(selection.task, job.task)
     check_columns(task)
     writer: Writer = instantiate(selection.writer, job.writer)
     _check_weights(job)
     assembly = assemble_forward(job, selection, registry, topology)
+    _check_peft(assembly)
     events.emit(ev.ModelPlanned(job))
     reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
 
@@ -171,7 +181,37 @@ def _check_weights(job: InferenceConfig) -> None:
             "its checkpoints, or of a model in Hugging Face layout"
         )
     if not job.loading.weights:
-        raise JobError("loading.weights: inference with drawn weights says nothing; remove it")
+        raise JobError("loading.weights: inference needs trained weights, and 'false' draws them; remove it")
+
+
+def _subscribers(selection: InferenceSelection) -> list[Subscriber]:
+    """Subscribers of the job.
+
+    Raises:
+        JobError: one observes training alone.
+    """
+    found: list[Subscriber] = []
+    for chosen, config in selection.subscribers:
+        subscriber: Subscriber = instantiate(chosen, config)
+        if _EVENTS.isdisjoint(event for event, _ in subscriber.subscriptions()):
+            raise JobError(f"{chosen.where}: {chosen.entry} observes training alone, so it would do nothing; remove it")
+        found.append(subscriber)
+    return found
+
+
+def _check_peft(assembly: Assembly) -> None:
+    """Check that a fine-tuning method brings weights of its own.
+
+    Raises:
+        JobError: it would only add what nothing has trained.
+    """
+    method: object = assembly.peft
+    if method is None or (isinstance(method, AdapterFormat) and method.init_from is not None):
+        return
+    raise JobError(
+        "peft: inference trains nothing, and the method starts from no adapter, so it would change nothing; remove it "
+        "(a fine-tuned run in 'model.pretrained' is read with its adapter), or name an adapter with 'peft.init_from'"
+    )
 
 
 def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
@@ -180,18 +220,19 @@ def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Ma
     assert isinstance(job.model, ModelConfig)
     assert job.model.pretrained is not None  # checked before
     adapter = getattr(job.peft, "init_from", None)
-    weights = [_weights(location) for location in (job.model.pretrained, adapter) if isinstance(location, str)]
+    weights = [weights_identity(location) for location in (job.model.pretrained, adapter) if isinstance(location, str)]
     return {"job": decides, "columns": dict(task.columns), "data": dict(stream.state()), "weights": weights}
 
 
-def _weights(location: str) -> str:
+def weights_identity(location: str) -> str:
     """Identity of weights: where they lie, and a digest of names, sizes and times of change of local files."""
     if is_checkpoint(location):
         with CheckpointTensors(location, "model/") as tensors:
             location = tensors.location
     if "://" in location:
         return location
-    there = Path(location)
-    files = sorted(path for path in (there, *there.rglob("*")) if path.is_file() and path.suffix != ".tmp")
-    facts = [(str(path.relative_to(there)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    whole = Path(location)
+    files = [whole] if whole.is_file() else sorted(path for path in whole.rglob("*") if path.is_file())
+    stats = [(str(path.relative_to(whole)), path.stat()) for path in files if path.suffix != ".tmp"]
+    facts = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return f"{location} {hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"

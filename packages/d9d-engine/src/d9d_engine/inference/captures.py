@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from torch import distributed as dist
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.executor import Executor, Outputs
 
-#: Microbatches for each pipeline rank whose captures are held until they are sent: enough to fill the pipeline.
-_HELD = 4
+#: Microbatches for each pipeline rank that run together: enough to fill the pipeline.
+TOGETHER = 4
 
 
 class Captures:
@@ -45,15 +46,20 @@ class Captures:
             module.register_forward_hook(self._keeper(name))
 
     def groups(self, pack: Pack) -> Iterator[Pack]:
-        """Microbatches to run at a time: all of them, unless captures have to be held until they are sent."""
-        size = _HELD * self._pipeline.ranks if self._names and self._pipeline.ranks > 1 else len(pack)
-        for begin in range(0, len(pack), size):
-            yield pack[begin : begin + size]
+        """Microbatches to run at a time: all of them, unless captures have to be held until the last stage has run."""
+        held = self._names and len(self._pipeline.hosts) > 1
+        yield from groups_of(pack, TOGETHER * self._pipeline.ranks if held else len(pack))
 
     def run(self, executor: Executor, pack: Pack, outputs: Outputs) -> None:
-        """Run the model over microbatches; ``outputs`` gets the captures too. Collective over ``pp``."""
+        """Run the model over microbatches; ``outputs`` gets the captures too. Collective over ``pp``.
+
+        Raises:
+            BuildError: a module does not run once for each microbatch.
+        """
         if self._pipeline.ranks == 1:
             executor.evaluate(pack, lambda found, microbatch: outputs({**found, **self._taken()}, microbatch))
+            if more := [name for name, tensors in self._seen.items() if tensors]:
+                raise _not_once(more[0])
             return
         if not self._names:
             executor.evaluate(pack, outputs)
@@ -73,10 +79,10 @@ class Captures:
         return keep
 
     def _taken(self) -> dict[str, Tensor]:
-        """Captures of the microbatch that was just run."""
-        taken = {_key(name): tensors[-1] for name, tensors in self._seen.items()}
-        self._seen.clear()
-        return taken
+        """Captures of the microbatch whose last stage was just run; earlier stages may be ahead."""
+        if missing := [name for name in self._names if not self._seen.get(name)]:
+            raise _not_once(missing[0])
+        return {_key(name): tensors.pop(0) for name, tensors in self._seen.items()}
 
     def _sent(self, count: int) -> dict[str, list[Tensor]]:
         """Captures of all microbatches, on the rank that has the last stage. Collective over ``pp``."""
@@ -87,7 +93,9 @@ class Captures:
         position, last = self._topology.coordinate["pp"], self._pipeline.hosts[-1]
         arrived: dict[str, list[Tensor]] = {}
         for name in self._names:
-            owner = next(rank for rank, captures in enumerate(told) if name in captures)
+            owner = next((rank for rank, captures in enumerate(told) if len(captures.get(name, ())) == count), None)
+            if owner is None:
+                raise _not_once(name)
             for index in range(count):
                 if owner == last == position:
                     tensor = self._seen[name][index]
@@ -110,6 +118,17 @@ class Captures:
 def module_names(stages: Sequence[nn.Module]) -> list[str]:
     """Names of all modules of a model, in order; those of several stages together."""
     return list(dict.fromkeys(name for stage in stages for name, _ in stage.named_modules() if name))
+
+
+def groups_of(pack: Pack, size: int) -> Iterator[Pack]:
+    """Groups of at least ``size`` microbatches, all in one if they are fewer: few are too few for some schedules."""
+    count = max(1, len(pack) // size)
+    edges = [len(pack) * index // count for index in range(count + 1)]
+    return (pack[begin:end] for begin, end in pairwise(edges))
+
+
+def _not_once(name: str) -> BuildError:
+    return BuildError(f"module '{name}' does not run once for each microbatch, so it cannot be read")
 
 
 def _key(name: str) -> str:

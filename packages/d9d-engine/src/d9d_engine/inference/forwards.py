@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import Protocol
 
 from d9d_core.program.placement import Pipeline
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.generation.decoder import Decoder
-from d9d_engine.inference.captures import Captures
+from d9d_engine.inference.captures import TOGETHER, Captures, groups_of
 from d9d_engine.step.executor import Executor, Outputs
-
-#: Microbatches for each pipeline rank that are continued together: enough to fill the pipeline.
-_TOGETHER = 4
 
 
 class Forwards(Protocol):
@@ -70,7 +66,7 @@ class ManyForwards:
         holds_last: bool,
     ) -> None:
         self._executor = executor
-        self._size = 1 if pipeline.ranks == 1 else _TOGETHER * pipeline.ranks
+        self._size = 1 if pipeline.ranks == 1 else TOGETHER * pipeline.ranks
         self._topology = topology
         self._decoder = decoder(self._forward)
         self._holds_last = holds_last
@@ -81,10 +77,7 @@ class ManyForwards:
         Raises:
             BuildError: the model gives no logits.
         """
-        count = max(1, len(pack) // self._size)  # groups of at least that size, which every schedule takes
-        edges = [len(pack) * index // count for index in range(count + 1)]
-        for begin, end in pairwise(edges):
-            group = pack[begin:end]
+        for group in groups_of(pack, self._size):
             for microbatch, found in zip(group, self._decoder.continue_all(group), strict=True):
                 if self._holds_last:
                     outputs({"new_tokens": found.new, "ended": found.ended}, microbatch)

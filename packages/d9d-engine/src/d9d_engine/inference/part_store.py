@@ -55,12 +55,17 @@ class Standing:
     Attributes:
         samples: samples that are done, from the first on.
         stream: state of the data behind them; ``None`` at the start.
-        finished: whether the output is complete.
+        summary: number of rows and values over them, if the output is complete.
     """
 
     samples: int = 0
     stream: State | None = None
-    finished: bool = False
+    summary: Mapping[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete."""
+        return self.summary is not None
 
 
 class PartStore:
@@ -121,9 +126,10 @@ class PartStore:
                 "another run.name, or remove the directory to start anew"
             )
         progress = self._read(_PROGRESS) or {"samples": 0, "stream": None}
-        if self._read(_SUMMARY) is not None and self.output.exists():
+        summary = self._read(_SUMMARY)
+        if summary is not None and self.output.exists():
             clear(self._parts)
-            return Standing(progress["samples"], progress["stream"], finished=True)
+            return Standing(progress["samples"], progress["stream"], summary)
         self._prune(progress["samples"])
         return Standing(progress["samples"], progress["stream"])
 

@@ -31,6 +31,8 @@ from d9d_engine.run.progress import SampleBar
 
 #: Seconds until what another rank has written must be seen here.
 _PATIENCE = 60.0
+#: Values of a start, beside those of the task.
+_SPEED = ("seconds", "rows_per_second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,8 @@ class InferenceOutcome:
         status: all rows are written, or interrupted with progress saved.
         samples: samples that are done.
         rows: rows that are written; 0 before the end.
-        values: the task's values over all rows, and ``seconds`` and ``rows_per_second`` of this start.
+        values: the task's values over all rows, and ``seconds`` and ``rows_per_second`` of this start, if it had
+            something to do.
     """
 
     status: Literal["finished", "stopped"]
@@ -130,9 +133,10 @@ class Inference:
     def _run(self) -> InferenceOutcome:
         standing = Standing(**on_main(lambda: _fields(self.store.begin(self._record)), self.topology.world))
         self._done = standing.samples
-        if standing.finished:
+        if standing.summary is not None:
             self.note(f"nothing left to do: {self.store.output} is complete")
-            return InferenceOutcome("finished", standing.samples, 0, {})
+            values = {name: float(value) for name, value in standing.summary["values"].items() if name not in _SPEED}
+            return InferenceOutcome("finished", standing.samples, standing.summary["rows"], values)
         if standing.stream is not None:
             self.prefetcher.load_state(standing.stream)
             self.note(f"goes on behind sample {standing.samples:,} of {self.samples:,}")
@@ -269,7 +273,7 @@ class Inference:
             sums = {name: math.fsum(part.sums[name] for part in facts) for name in names}
             rows = sum(part.rows for part in facts)
             speed = (reached - before) / seconds * rows / reached
-            values = {**self.task.finalize(sums), "seconds": seconds, "rows_per_second": speed}
+            values = {**self.task.finalize(sums), **dict(zip(_SPEED, (seconds, speed), strict=True))}
             self.store.finish(reached, {"rows": rows, "samples": reached, "values": speakable(values)})
             return [reached, rows, values]
 
@@ -290,4 +294,4 @@ def _to_host(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _fields(standing: Standing) -> dict[str, object]:
-    return {"samples": standing.samples, "stream": standing.stream, "finished": standing.finished}
+    return {"samples": standing.samples, "stream": standing.stream, "summary": standing.summary}

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -123,7 +124,8 @@ class StartUp:
         self._say(f"ready after {wall:.1f} s: {parts}")
         if self._directory is not None:
             record = {"processes": self._processes, "wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
-            write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
+            with suppress(OSError):  # a full disk ends no run
+                write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
 
     def _show(self, name: str) -> None:
         from rich.console import Console

@@ -116,7 +116,8 @@ class MixtureStream(PackStream):
                 )
         samples, rows = ([int(str(own[name])) for own in facts] for name in ("samples", ROWS))
         source = MixtureSamples(self._sources, *(tuple(accumulate(sizes[:-1], initial=0)) for sizes in (samples, rows)))
-        packed = {"packed": True} if facts[0].get("packed") else {}
+        more: dict[str, Any] = {"cut_documents": sum(int(str(own.get("cut_documents", 0))) for own in facts)}
+        more |= {"packed": True} if facts[0].get("packed") else {}
         # The size of a sample is known when it is read only, so nothing is sorted.
         return OnePassStream(
             source,
@@ -125,7 +126,7 @@ class MixtureStream(PackStream):
             context,
             self._workers,
             *self._described,
-            {**self.facts, **packed},
+            {**self.facts, **more},
             self.save_assets,
             context.microbatch_size,
         )
