@@ -65,14 +65,14 @@ def test_a_killed_run_goes_on_behind_the_last_progress_and_forgets_what_came_aft
     store.write(0, 4, rows_of(0, 4), {})
     store.advance(4, 8, {"consumed": 4})
     store.write(4, 2, rows_of(4, 2), {})  # of a pack whose other half was never written
-    (store.directory / "parts" / ".000000000006.jsonl.tmp").write_text("half a li")
+    (store.directory / "parts" / ".000000000006-000000000002.jsonl.tmp").write_text("half a li")
     standing = store.begin(RECORD)
     assert (standing.samples, standing.stream, standing.finished) == (4, {"consumed": 4}, False)
     assert sorted(path.name for path in (store.directory / "parts").iterdir()) == [
-        "000000000000.json",
-        "000000000000.jsonl",
+        "000000000000-000000000004.json",
+        "000000000000-000000000004.jsonl",
     ]
-    assert not store.has(4)
+    assert not store.has(4, 2)
 
 
 def test_a_run_that_was_killed_while_it_joined_joins_again(store: PartStore) -> None:
@@ -105,6 +105,16 @@ def test_missing_parts_are_told_by_their_samples(store: PartStore) -> None:
     store.advance(6, 6, {"consumed": 6})
     with pytest.raises(CheckpointError, match="samples 2 to 4 are missing"):
         store.finish(6, {})
+
+
+def test_parts_of_a_rank_that_lived_on_with_another_share_do_no_harm(store: PartStore) -> None:
+    store.begin(RECORD)
+    for first, count in ((0, 2), (2, 2), (4, 2), (6, 2), (0, 3), (4, 3)):  # those of three go nowhere
+        store.write(first, count, rows_of(first, count), {"total": float(count)})
+    store.advance(8, 8, {"consumed": 8})
+    assert sum(part.sums["total"] for _, part in store.facts(8)) == 8
+    store.finish(8, {})
+    assert [json.loads(line)["row"] for line in store.output.read_text().splitlines()] == list(range(8))
 
 
 def test_a_damaged_progress_is_told(store: PartStore) -> None:
@@ -159,7 +169,7 @@ def test_what_a_pack_meets_is_raised_where_the_next_is_handed_over(store: PartSt
             rows.drain()
         with pytest.raises(NonFiniteError):
             rows.put(KeptPack(1, 1, [kept(0, [1], [1.0])], None))
-    assert not store.has(0)
+    assert not store.has(0, 1)
 
 
 def test_a_writer_that_fails_leaves_no_part(store: PartStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +183,7 @@ def test_a_writer_that_fails_leaves_no_part(store: PartStore, monkeypatch: pytes
         rows.put(KeptPack(0, 1, [kept(0, [0], [1.0])], None))
         with pytest.raises(OSError, match="No space"):
             rows.drain()
-    assert not store.has(0)
+    assert not store.has(0, 1)
     store.begin(RECORD)
     assert not list((store.directory / "parts").iterdir())
 

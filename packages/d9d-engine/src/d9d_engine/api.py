@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from d9d_core.config.base import PluginConfig, Section
+from d9d_core.config.evaluation import Evaluation
 from d9d_core.config.job import (
     Batch,
     Checkpoint,
-    Evaluation,
     GradientClipping,
     Gradients,
     Loading,

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
 from d9d_core.config.base import PluginConfig
+from d9d_core.config.evaluation import Evaluation
 from d9d_core.config.inference import InferenceConfig
 from d9d_core.config.inner import choose
-from d9d_core.config.job import BaseJob, Evaluation, JobConfig
+from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.errors import JobError
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, order
 from d9d_core.plugin.kernels import find_kernel

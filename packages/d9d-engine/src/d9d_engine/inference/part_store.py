@@ -4,7 +4,7 @@ Files of the run's directory::
 
     inference.json        the job, and the columns of the output
     progress.json         samples that are done, and where the data goes on
-    parts/000000000512.jsonl, .json    rows of the samples from number 512 on, and how many these are
+    parts/000000000512-000000000128.jsonl, .json    rows of 128 samples from number 512 on, and facts about them
     output.jsonl          all rows, once the run is done
     summary.json          values over all rows
 
@@ -135,15 +135,15 @@ class PartStore:
 
     def write(self, first: int, samples: int, rows: Columns, sums: Mapping[str, float]) -> None:
         """Write the rows of the samples from number ``first`` on. Any rank, any order."""
-        path = self._part(first)
+        path = self._part(first, samples)
         with replacing(path) as temporary:
             self._writer.write(temporary, rows)
         count = len(next(iter(rows.values())))
         write_json(path.with_suffix(".json"), {"samples": samples, "rows": count, "sums": speakable(dict(sums))})
 
-    def has(self, first: int) -> bool:
-        """Whether the part that begins with a sample is complete."""
-        return self._part(first).with_suffix(".json").exists()
+    def has(self, first: int, samples: int) -> bool:
+        """Whether the part of so many samples that begins with a sample is complete."""
+        return self._part(first, samples).with_suffix(".json").exists()
 
     def advance(self, samples: int, total: int, stream: State) -> None:
         """Note that all parts of the first ``samples`` of ``total`` samples are complete."""
@@ -152,19 +152,31 @@ class PartStore:
     def facts(self, samples: int) -> list[tuple[int, PartFacts]]:
         """Parts before the sample number ``samples`` in order: their first sample, and their facts.
 
+        Parts may overlap: a rank of an earlier start, with another share of each pack, may have lived on for a while.
+        Any row of parts without gaps will do, as the same samples have the same rows.
+
         Raises:
             CheckpointError: parts are missing.
         """
-        found = [(first, _facts_of(self._read(f"{_PARTS}/{name}.json"))) for first, name in self._named(samples)]
-        ends = [0, *(first + part.samples for first, part in found)]
-        starts = [*(first for first, _ in found), samples]
-        for end, start in zip(ends, starts, strict=True):
-            if end != start:
-                raise CheckpointError(
-                    f"{self._parts}: rows of the samples {end} to {start} are missing; remove {self.directory} to "
-                    "start anew"
-                )
-        return found
+        before: dict[int, tuple[int, str] | None] = {0: None}  # end of parts without gaps -> the last of them
+        named = self._named(samples)
+        for first, name in named:
+            if first in before:
+                before.setdefault(first + int(name.partition("-")[2]), (first, name))
+        if samples not in before:
+            end = max(before)
+            after = min((first for first, _ in named if first > end), default=samples)
+            raise CheckpointError(
+                f"{self._parts}: rows of the samples {end} to {after} are missing; remove {self.directory} to start "
+                "anew"
+            )
+        found: list[tuple[int, PartFacts]] = []
+        last = before[samples]
+        while last is not None:
+            first, name = last
+            found.append((first, _facts_of(self._read(f"{_PARTS}/{name}.json"))))
+            last = before[first]
+        return found[::-1]
 
     def finish(self, samples: int, summary: Mapping[str, Any]) -> None:
         """Join all parts to the output, and remove them.
@@ -173,18 +185,19 @@ class PartStore:
             CheckpointError: parts are missing.
         """
         if not self.output.exists() or any(True for _ in self._named(samples)):
-            parts = [self._part(first) for first, _ in self.facts(samples)]
+            parts = [self._part(first, part.samples) for first, part in self.facts(samples)]
             with replacing(self.output) as temporary:
                 self._writer.join(parts, temporary)
         write_json(self.directory / _SUMMARY, dict(summary))
         clear(self._parts)
 
-    def _part(self, first: int) -> Path:
-        return self._parts / f"{first:0{_DIGITS}d}{self._writer.suffix}"
+    def _part(self, first: int, samples: int) -> Path:
+        return self._parts / f"{first:0{_DIGITS}d}-{samples:0{_DIGITS}d}{self._writer.suffix}"
 
     def _named(self, samples: int) -> list[tuple[int, str]]:
         names = sorted(entry.name.removesuffix(".json") for entry in os.scandir(self._parts) if _is_facts(entry.name))
-        return [(int(name), name) for name in names if int(name) < samples]
+        firsts = [(int(name.partition("-")[0]), name) for name in names]
+        return [(first, name) for first, name in firsts if first < samples]
 
     def _prune(self, samples: int) -> None:
         """Remove parts behind the progress, and what was not finished."""
@@ -211,7 +224,7 @@ def _facts_of(values: Mapping[str, Any]) -> PartFacts:
 
 def _is_facts(name: str) -> bool:
     stem, _, suffix = name.partition(".")
-    return suffix == "json" and stem.isdecimal()
+    return suffix == "json" and stem.replace("-", "").isdecimal()
 
 
 def _differences(before: Any, now: Any, where: str = "") -> Iterator[str]:

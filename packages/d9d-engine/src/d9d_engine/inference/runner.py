@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -238,7 +238,8 @@ class Inference:
             return shown
         for first in list(states):
             end = min(first + self.job.batch.size, self.samples)
-            if not all(self.store.has(part) for part in range(first, end, self._share)):
+            starts = range(first, end, self._share)
+            if not all(self.store.has(part, min(self._share, end - part)) for part in starts):
                 break
             self.store.advance(end, self.samples, states.pop(first))  # type: ignore[arg-type] # states of a stream
             bar.add(end - shown)
@@ -270,7 +271,7 @@ class Inference:
                 return [self._done, 0, {}]
             facts = [part for _, part in self.store.facts(reached)]
             names = facts[0].sums
-            sums = {name: math.fsum(part.sums[name] for part in facts) for name in names}
+            sums = {name: total(part.sums[name] for part in facts) for name in names}
             rows = sum(part.rows for part in facts)
             speed = (reached - before) / seconds * rows / reached
             values = {**self.task.finalize(sums), **dict(zip(_SPEED, (seconds, speed), strict=True))}
@@ -295,3 +296,9 @@ def _to_host(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _fields(standing: Standing) -> dict[str, object]:
     return {"samples": standing.samples, "stream": standing.stream, "summary": standing.summary}
+
+
+def total(values: Iterable[float]) -> float:
+    """Sum without rounding in between; where there are NaN or infinity, what these make of it."""
+    numbers = list(values)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

@@ -97,7 +97,7 @@ class LogProbs(TokenLikelihoods):
 
     def tally(self, rows: Columns) -> Mapping[str, float]:
         """Sums of targets and of log-probabilities."""
-        return {"tokens": float(sum(rows["tokens"])), "log_prob": math.fsum(rows["log_prob"])}
+        return {"tokens": float(sum(rows["tokens"])), "log_prob": float(sum(rows["log_prob"]))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Number of targets, and their mean log-probability."""
@@ -131,7 +131,7 @@ class PerplexityRows(TokenLikelihoods):
     def tally(self, rows: Columns) -> Mapping[str, float]:
         """Sums of targets and of losses."""
         weighted = [count * loss for count, loss in zip(rows["tokens"], rows["loss"], strict=True)]
-        return {"tokens": float(sum(rows["tokens"])), "loss": math.fsum(weighted)}
+        return {"tokens": float(sum(rows["tokens"])), "loss": float(sum(weighted))}
 
     def finalize(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Number of targets, and loss and perplexity over all of them."""
