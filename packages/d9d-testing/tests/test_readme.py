@@ -18,7 +18,7 @@ def test_the_examples_pass_as_they_stand(tmp_path: Path) -> None:
     (tmp_path / "test_acme.py").write_text(first)
     for number, example in enumerate(suites):
         (tmp_path / f"test_suite{number}.py").write_text(f"import torch\n{example}")
-    assert len(suites) == 7
+    assert len(suites) == 9
     command = [sys.executable, "-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
