@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import (
@@ -19,8 +19,16 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+#: Place of a value in a job file.
+Location = tuple[int | str, ...]
 #: Of the whole numbers that tensors and clocks count in.
 _LARGEST = 2**63 - 1
+
+
+def dotted(location: Sequence[int | str]) -> str:
+    """``('parallel', 0, 'degree')`` as ``parallel[0].degree``."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.removeprefix(".")
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:

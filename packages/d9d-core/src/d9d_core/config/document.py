@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from d9d_core.config.location import Location, dotted
+from d9d_core.config.base import Location, dotted
 from d9d_core.config.reading import READERS
 from d9d_core.config.yaml_reader import read_yaml
 from d9d_core.errors import JobError

@@ -6,7 +6,7 @@ import json
 import tomllib
 from typing import Any
 
-from d9d_core.config.location import Location
+from d9d_core.config.base import Location
 from d9d_core.config.yaml_reader import MAX_DEPTH, check_scalar, read_yaml
 from d9d_core.errors import JobError
 

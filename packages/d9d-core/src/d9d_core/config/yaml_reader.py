@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from d9d_core.config.location import Location, dotted
+from d9d_core.config.base import Location, dotted
 from d9d_core.errors import JobError
 
 #: Aliases repeat values, so a short file can stand for more of them than memory holds.

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from d9d_core.config.base import Location
 from d9d_core.config.job import MAX_MICROBATCHES, BaseJob, Mesh
-from d9d_core.config.location import Location
 from d9d_core.config.resolve import Parts
 from d9d_core.errors import D9dError
 from d9d_core.plugin.records import StrategySpec
