@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from itertools import pairwise
@@ -233,6 +234,7 @@ class TestJsonLines(WriterSuite):
         return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is an extra")
 class TestParquet(WriterSuite):
     target = "parquet"
     config: ClassVar[Mapping[str, Any]] = {"row_group": 7}
