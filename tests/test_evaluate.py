@@ -93,6 +93,7 @@ def test_perplexity_is_that_of_transformers_and_of_training(
             assert values["perplexity"] == pytest.approx(logged[f"eval/{name}/perplexity"], rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_run_is_compared_with_itself_and_with_another_step(d9d: Command, small_job: WriteJob, tmp_path: Path) -> None:
     held_out = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64, "held_out": 0.5}
     job = small_job(

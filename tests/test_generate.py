@@ -264,6 +264,7 @@ def test_a_run_is_read_from_its_checkpoint_until_it_has_an_export(
     assert d9d("generate", str(checkpoint), *given)[:2] == (0, exported)
 
 
+@pytest.mark.thorough
 def test_an_adapter_is_put_on_its_base(d9d: Run, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     chats = written(

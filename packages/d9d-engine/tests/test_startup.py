@@ -99,6 +99,7 @@ def test_a_run_records_the_seconds_of_its_phases(command: list[str], tmp_path: P
     assert [part.rpartition(" ")[0] for part in ready.partition(": ")[2].split(", ")] == ALONE
 
 
+@pytest.mark.thorough
 def test_a_start_on_one_process_needs_no_compiler_no_algebra_and_no_dtensors(
     command: list[str], tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ class TestLoraOfSomeLayersWithAStableScale(PeftSuite):
     matches_nothing: ClassVar = {"exclude": ["*"]}
 
 
+@pytest.mark.thorough
 class TestDora(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "dora"
@@ -40,6 +41,7 @@ class TestIa3(PeftSuite):
     matches_nothing: ClassVar = {"targets": ["absent"]}
 
 
+@pytest.mark.thorough
 class TestStack(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "stack"
