@@ -74,11 +74,11 @@ def joined_process(
     """
     env = process.env
     with StartUp(print_note, shown=env.rank == 0, processes=env.world_size) as start:
-        start.ends("plugins", following="job")
         # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every
         # command does. Others stop together, after their first step.
         alone = env.launcher is None
         with start_up(interrupts, alone, nothing):
+            start.ends("plugins", following="job")
             loaded = load()
             loaded.check(env.world_size)
             if loaded.source.note is not None and not process.repeats:
