@@ -162,7 +162,7 @@ class Best(Section):
     series: str = "eval/loss"
     """Its name, such as ``eval/loss``; the last value before the save counts."""
     mode: Literal["min", "max"] = "min"
-    """Which values are better."""
+    """Direction of improvement: smaller or larger values are better."""
     keep: PositiveInt = 1
     """How many checkpoints."""
 
@@ -360,7 +360,7 @@ class JobConfig(BaseJob):
     gradients: Gradients = Gradients()
     """Accumulation and all-reduce of gradients."""
     nonfinite: Literal["error", "skip"] = "error"
-    """What follows a step with a NaN or infinite loss or gradient; such a step never changes anything."""
+    """Policy for a step with a NaN or infinite loss or gradient; such a step never changes anything."""
     metrics: list[Annotated[PluginConfig, Named("metric")]] = []
     """Statistics over each logging period."""
     trackers: list[Annotated[PluginConfig, Named("tracker")]] = Field(

@@ -215,7 +215,7 @@ def _check_peft(assembly: Assembly) -> None:
 
 
 def _record(job: InferenceConfig, task: InferenceTask, stream: DataStream) -> Mapping[str, Any]:
-    """What decides which rows the output has: the job without its layout, and the state of the data at its start."""
+    """Facts that decide which rows the output has: the job without its layout, the data at its start, the weights."""
     decides = {name: value for name, value in job.resolved().items() if name not in _FREE}
     assert isinstance(job.model, ModelConfig)
     assert job.model.pretrained is not None  # checked before

@@ -50,7 +50,7 @@ class PartFacts:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far an inference run is.
+    """Progress of an inference run.
 
     Attributes:
         samples: samples that are done, from the first on.

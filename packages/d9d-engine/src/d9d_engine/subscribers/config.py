@@ -19,11 +19,11 @@ class EarlyStoppingConfig(PluginConfig):
     series: str = "eval/loss"
     """Name of the series, such as ``eval/held_out/loss`` of a named set."""
     patience: PositiveInt = 3
-    """How many values in a row may be no better than the best one before; then the run is saved, and ends."""
+    """Number of values in a row that may be no better than the best one before; then the run is saved, and ends."""
     min_delta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """How much better a value has to be to count as better."""
+    """Least improvement of a value that counts as better."""
     mode: Literal["min", "max"] = "min"
-    """Which values are better."""
+    """Direction of improvement: smaller or larger values are better."""
 
     @field_validator("series")
     @classmethod

@@ -76,7 +76,7 @@ class HiddenStatesConfig(PluginConfig):
     layers: tuple[int, ...] = Field(default=(-1,), min_length=1)
     """Layers, counted from 0, or from the end if negative."""
     pooling: Literal["last", "mean", "none"] = "last"
-    """What stands for a row: its last position, the mean of all, or all of them one after the other."""
+    """Positions that stand for a row: its last one, the mean of all, or all of them one after the other."""
 
     @field_validator("layers")
     @classmethod

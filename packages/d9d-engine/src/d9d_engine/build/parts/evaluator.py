@@ -30,7 +30,7 @@ _ALWAYS = ("loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_st
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the sets of an evaluation are built with.
+    """Parts that the sets of an evaluation are built with.
 
     Attributes:
         job: validated.
