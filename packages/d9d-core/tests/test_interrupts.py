@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import os
-import signal
+import signal  # raise_signal: os.kill may reach another thread first, and this one only after the block
 import threading
 
 import pytest
@@ -11,7 +10,7 @@ from d9d_core.cli.interrupts import interrupts_deferred
 def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
     done = False
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012 - the block is what is tested
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         done = True
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -19,7 +18,7 @@ def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
 
 def test_an_interrupt_replaces_the_failure_of_the_block() -> None:
     with pytest.raises(KeyboardInterrupt), interrupts_deferred():  # noqa: PT012 - the block is what is tested
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         raise AttributeError("half imported")
 
 
@@ -28,7 +27,7 @@ def test_a_handler_of_somebody_else_stays() -> None:
     before = signal.signal(signal.SIGINT, lambda number, _frame: seen.append(number))
     try:
         with interrupts_deferred():
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             assert seen == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGINT, before)

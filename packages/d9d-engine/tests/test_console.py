@@ -107,13 +107,13 @@ def interrupted(tmp_path: Path, where: str) -> subprocess.CompletedProcess[str]:
         "task: toy_task\noptimizer: toy_optimizer\n"
     )
     code = (
-        "import os, signal\n"
+        "import signal\n"
         "from d9d_core.cli.main import main\n"
         "from d9d_testing.toy.optimizer import ToyOptimizer\n"
         f"original = ToyOptimizer.{where}\n"
         "def strike(self, *a, **k):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
+        "    signal.raise_signal(signal.SIGINT)\n"
         "    return original(self, *a, **k)\n"
         f"ToyOptimizer.{where} = strike\n"
         "main()\n"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -125,7 +124,7 @@ def test_a_signal_finishes_the_step_saves_and_stops(job: MakeJob) -> None:
     forward = trainer.step.executor.run
 
     def interrupt(step: int, pack: Any, scale: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         return forward(step, pack, scale)
 
     trainer.step.executor.run = interrupt  # type: ignore[method-assign]
