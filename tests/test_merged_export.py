@@ -50,7 +50,6 @@ def export(directory: str) -> bool:
     parameters = dict(trainer.stage.named_parameters())
     before = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
     whole = {name: p.full_tensor().detach() for name, p in parameters.items() if "layers" in name}  # type: ignore[attr-defined]
-    assert trainer.export is not None
     trainer.export()
     after = dict(trainer.stage.named_parameters())
     written = load_file(Path(directory) / "toy" / "model" / "model.safetensors")

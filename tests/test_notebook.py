@@ -27,7 +27,7 @@ for number, source in enumerate(json.loads(Path("cells.json").read_text())):
     last = body.body.pop() if isinstance(body.body[-1], ast.Expr) else None
     exec(compile(body, f"cell {number}", "exec"), namespace)
     value = None if last is None else eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), namespace)
-    shown.append(value if isinstance(value, (dict, list)) else repr(value))
+    shown.append(value if isinstance(value, (dict, list, tuple)) else repr(value))
     Path("shown.json").write_text(json.dumps(shown))
 print([thread.name for thread in threading.enumerate() if thread.name.startswith("d9d-")])
 """
@@ -35,6 +35,10 @@ print([thread.name for thread in threading.enumerate() if thread.name.startswith
 
 def cells(kind: str) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def last_of(logged: list[dict[str, float]]) -> float:
+    return next(line["eval/loss"] for line in reversed(logged) if "eval/loss" in line)
 
 
 def test_the_notebook_is_kept_without_outputs() -> None:
@@ -60,15 +64,19 @@ def test_all_cells_of_the_notebook_run_in_order(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[]\n")  # no thread of a forgotten trainer is left
-    count, parameters, outcome, losses, sets, worst, said = json.loads((tmp_path / "shown.json").read_text())
+    count, parameters, outcome, (losses, measured), sets, worst, said = json.loads(
+        (tmp_path / "shown.json").read_text()
+    )
     assert (count, outcome) == ("240", "Outcome(status='finished', step=60)")
-    assert parameters == "(107008, 107008)"
+    assert parameters == [107008, 107008]
     logged = [json.loads(line) for line in (tmp_path / "runs/animals/metrics.jsonl").read_text().splitlines()]
-    # Steps by hand are those of the training, and the evaluation is that after its last step.
+    # Steps in parts are those of the training, and the evaluation is that after its last step.
     assert losses[0] == pytest.approx(logged[0]["loss"], rel=1e-6)
     assert losses[-1] < losses[0]
-    last = next(line["eval/loss"] for line in reversed(logged) if "eval/loss" in line)
-    assert sets["evaluation"]["loss"] == pytest.approx(last, rel=1e-5)
+    assert len(losses) == 5
+    assert measured["eval/loss"] > last_of(logged)
+    assert (tmp_path / "runs/draft/model.safetensors").exists()
+    assert sets["evaluation"]["loss"] == pytest.approx(last_of(logged), rel=1e-5)
     assert set(worst) == {"row", "tokens", "loss", "perplexity"}
     assert said["cow"].startswith(" moo")
     assert "tokens/s ETA" in done.stdout  # the bar

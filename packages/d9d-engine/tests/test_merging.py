@@ -100,7 +100,7 @@ def test_an_export_is_merged_and_the_trainer_keeps_its_adapters(tuned: Callable[
     assert isinstance(live.layers["0"], Adapted)
     before, kinds = bits(live), {name: type(module) for name, module in live.named_modules()}
     identities = {name: id(parameter) for name, parameter in live.named_parameters()}
-    trainer.export()  # type: ignore[misc]
+    trainer.export()
     assert_identical(before, bits(live))
     assert kinds == {name: type(module) for name, module in live.named_modules()}
     assert identities == {name: id(parameter) for name, parameter in live.named_parameters()}
@@ -121,7 +121,7 @@ def test_a_failing_export_leaves_the_model_too(tuned: Callable[..., Job]) -> Non
     before = bits(trainer.stage)
     trainer.prefetcher.stream.save_assets = lambda _directory: (_ for _ in ()).throw(CheckpointError("full"))  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="full"):
-        trainer.export()  # type: ignore[misc]
+        trainer.export()
     assert_identical(before, bits(trainer.stage))
 
 

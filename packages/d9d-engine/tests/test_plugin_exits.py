@@ -78,8 +78,7 @@ def test_a_subscriber_that_fails_ends_the_run_after_a_save(
 
 
 def test_an_interrupt_that_a_subscriber_raises_is_no_ctrl_c(job: MakeJob) -> None:
-    trainer = quiet(job())
-    trainer.events = ev.Events([Fails(ev.CheckpointStarts, 1, KeyboardInterrupt())])
+    trainer = job().build(lambda _note: None, observers=[Fails(ev.CheckpointStarts, 1, KeyboardInterrupt())])
     with pytest.raises(TrainingError, match="raised KeyboardInterrupt"):
         trainer.train()
 

@@ -21,7 +21,7 @@ from d9d_core.tensors import local
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
-from d9d_engine.build.export import exporter
+from d9d_engine.build.export import Exporter
 from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
@@ -33,6 +33,7 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
 from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.open_run import Collaborators
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
@@ -166,20 +167,22 @@ def build(
         note=note,
     )
     return Trainer(
-        job=job,
-        topology=topology,
-        model=model,
-        step=step,
-        total_steps=total_steps,
-        prefetcher=prefetcher,
-        trackers=trackers,
-        evaluator=evaluator,
-        checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
-        interrupts=interrupts,
-        events=events,
-        ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
-        note=note,
+        Collaborators(
+            job=job,
+            topology=topology,
+            stage=model,
+            step=step,
+            total_steps=total_steps,
+            prefetcher=prefetcher,
+            trackers=trackers,
+            evaluator=evaluator,
+            checkpointer=checkpointer,
+            export=Exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
+            interrupts=interrupts,
+            events=events,
+            ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
+            note=note,
+        )
     )
 
 

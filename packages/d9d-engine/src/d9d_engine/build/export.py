@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Selection
-from d9d_core.errors import SaveError
+from d9d_core.errors import BuildError, SaveError
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.protocols.data import DataStream
@@ -28,18 +29,11 @@ from d9d_engine.build.weights import Published
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Progress
 
+Kind = Literal["model", "adapter"]
 
-def exporter(
-    job: JobConfig,
-    selection: Selection,
-    assembly: Assembly,
-    topology: Topology,
-    stream: DataStream,
-    published: Published,
-    manifest: Manifest,
-    note: Callable[[str], None],
-) -> Callable[[Progress], None] | None:
-    """Function that writes what the job asks for; collective over all ranks. ``None`` if it asks for nothing.
+
+class Exporter:
+    """Exporter of the trained model, and of what the fine-tuning method added to it.
 
     Args:
         job: validated.
@@ -50,50 +44,111 @@ def exporter(
         published: parts of the model that training started from that hold for the trained model, too.
         manifest: the plugins, for the model card.
         note: prints a warning.
+
+    Raises:
+        JobError: the job asks for the adapter alone, and its method has none in a file of its own.
+        CheckpointError: likewise, and what this method added has no place in such a file.
     """
-    spec = selection.model.spec
-    if not job.export or not isinstance(spec, ModelSpec):
-        return None
-    assert spec.hugging_face is not None  # check_parts made sure
-    layout = spec.hugging_face.load()()
-    config = {**layout.config_json(job.model, job.precision.parameters), **published.fields}
-    config |= _names_of_classes(config, stream.facts) | _end_of_text(config, stream.facts)
 
-    def write_model(directory: Path, card: ModelCard) -> None:
-        with merged(assembly.peft, assembly.full_model):
-            tensors = model_tensors(assembly.model)
-            graph = StateGraph(layout.exporter(job.model), specs_of(model_tensors(assembly.full_model)))
-            files = ModelFiles(config, {**published.files, MODEL_CARD: card.text()}, stream.save_assets)
-            writer = ModelWriter(directory, graph.specs)
-            export_model(writer, graph, tensors, files, topology.world, assembly.stage_holders(topology))
+    def __init__(
+        self,
+        job: JobConfig,
+        selection: Selection,
+        assembly: Assembly,
+        topology: Topology,
+        stream: DataStream,
+        published: Published,
+        manifest: Manifest,
+        note: Callable[[str], None],
+    ) -> None:
+        self._job = job
+        self._model_entry = str(selection.model.entry)
+        self._assembly = assembly
+        self._topology = topology
+        self._stream = stream
+        self._published = published
+        self._manifest = manifest
+        spec = selection.model.spec
+        self._spec = spec.hugging_face if isinstance(spec, ModelSpec) else None
+        self._find_adapter = partial(save_adapter, job, selection, assembly, topology, note)
+        self._save_adapter = self._find_adapter() if job.export and self._spec is not None else None
 
-    writes: dict[str, Callable[[Path, ModelCard], None]] = {} if job.export == "adapter" else {"model": write_model}
-    if adapter := save_adapter(job, selection, assembly, topology, note):
-        writes["adapter"] = adapter
+    def __call__(self, progress: Progress, kind: Kind | None = None, directory: Path | None = None) -> list[Path]:
+        """Write the model as it is now. Collective over all ranks.
 
-    def export(progress: Progress) -> None:
-        card = ModelCard(
-            job=changed_fields(job),
+        Args:
+            progress: how far the run is, for the model card.
+            kind: by default, all that the job asks for.
+            directory: replaced if it exists; by default that of the run for this kind.
+
+        Returns:
+            The directories that were written.
+
+        Raises:
+            BuildError: there is nothing of this kind to write.
+            SaveError: it cannot be written.
+        """
+        return [self._write(one, directory or self._job.run.directory / one, progress) for one in self._kinds(kind)]
+
+    def _kinds(self, kind: Kind | None) -> list[Kind]:
+        if kind == "model" and self._spec is None:
+            raise BuildError(f"export(): model {self._model_entry} has no Hugging Face layout")
+        if kind == "adapter" and self._save_adapter is None and self._spec is not None:
+            self._save_adapter = self._find_adapter()
+        if kind == "adapter" and self._save_adapter is None:
+            raise BuildError("export(): the job has no fine-tuning method ('peft') with an adapter in files of its own")
+        if kind is not None:
+            return [kind]
+        asked: list[Kind] = ["model"] if self._job.export is True and self._spec is not None else []
+        return asked if self._save_adapter is None else [*asked, "adapter"]
+
+    def _write(self, kind: Kind, directory: Path, progress: Progress) -> Path:
+        config = self._config_json()
+        card = self._card(config, progress)
+        try:
+            if kind == "model":
+                self._write_model(directory, card, config)
+            else:
+                assert self._save_adapter is not None
+                self._save_adapter(directory, card)
+        except SaveError as error:
+            raise SaveError(
+                f"the {kind} {directory} could not be written: {error}; "
+                "the last checkpoint is complete, so start again to write it from there"
+            ) from error
+        return directory
+
+    def _config_json(self) -> dict[str, Any]:
+        """Fields of ``config.json``; of a model without that layout there are none."""
+        if self._spec is None:
+            return {}
+        job = self._job
+        config = {**self._spec.load()().config_json(job.model, job.precision.parameters), **self._published.fields}
+        return config | _names_of_classes(config, self._stream.facts) | _end_of_text(config, self._stream.facts)
+
+    def _card(self, config: Mapping[str, Any], progress: Progress) -> ModelCard:
+        assembly = self._assembly
+        return ModelCard(
+            job=changed_fields(self._job),
             config_json=config,
             parameters=sum(p.numel() for n, p in assembly.full_model.named_parameters() if n not in assembly.injected),
             trained=sum(parameter.numel() for parameter in assembly.trained().values()),
-            data=stream.facts,
+            data=self._stream.facts,
             step=progress.step,
             tokens=progress.tokens,
             losses=progress.losses(),
-            versions=versions_now(manifest),
+            versions=versions_now(self._manifest),
         )
-        for kind, write in writes.items():
-            directory = job.run.directory / kind
-            try:
-                write(directory, card)
-            except SaveError as error:
-                raise SaveError(
-                    f"the {kind} {directory} could not be written: {error}; "
-                    "the last checkpoint is complete, so start again to write it from there"
-                ) from error
 
-    return export
+    def _write_model(self, directory: Path, card: ModelCard, config: Mapping[str, Any]) -> None:
+        assert self._spec is not None
+        assembly, layout = self._assembly, self._spec.load()()
+        with merged(assembly.peft, assembly.full_model):
+            tensors = model_tensors(assembly.model)
+            graph = StateGraph(layout.exporter(self._job.model), specs_of(model_tensors(assembly.full_model)))
+            files = ModelFiles(config, {**self._published.files, MODEL_CARD: card.text()}, self._stream.save_assets)
+            writer = ModelWriter(directory, graph.specs)
+            export_model(writer, graph, tensors, files, self._topology.world, assembly.stage_holders(self._topology))
 
 
 def _end_of_text(config: Mapping[str, Any], facts: State) -> dict[str, Any]:

@@ -69,6 +69,17 @@ class Interrupts:
         finally:
             self._raises = False
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Like the block itself, but a request stays after it, for the next block: each is one step of several."""
+        self.__enter__()
+        try:
+            yield
+        finally:
+            requested = self.requested
+            self.__exit__(None, None, None)
+            self.requested = requested
+
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             self._process = os.getpid()

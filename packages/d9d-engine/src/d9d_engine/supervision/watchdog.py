@@ -87,6 +87,10 @@ class Watchdog:
         if phase is not None:
             self.phase(phase.name, phase.step)
 
+    def rest(self) -> None:
+        """End the phase: the main thread runs code of the caller, which has no limit."""
+        self._phase = None
+
     @contextmanager
     def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
         """The main thread waits for another thread inside the block, which is then the one that a report shows."""

@@ -1,0 +1,249 @@
+"""Open run of a trainer: one step after the other, with the log entries, evaluations and checkpoints that are due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from d9d_core import events as ev
+from d9d_core.config.job import JobConfig
+from d9d_core.errors import CheckpointError, NonFiniteError
+from d9d_core.protocols.subscriber import EndsTraining
+from torch import nn
+
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.checkpointer import Checkpointer, Progress
+from d9d_engine.run.clock import Clock
+from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.logbook import Logbook
+from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.run.progress import ProgressBar
+from d9d_engine.step.step import TrainStep
+from d9d_engine.trackers.hub import TrackerHub
+
+#: Writes the model, see :class:`d9d_engine.build.export.Exporter`.
+Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None], list[Path]]
+
+
+@dataclass(frozen=True)
+class Collaborators:
+    """Collaborators of a trainer.
+
+    Attributes:
+        job: the resolved job.
+        topology: this process among others.
+        stage: the model as this rank holds it: all of it, or its pipeline stages as one module.
+        step: one training step.
+        total_steps: how many steps the whole run has.
+        prefetcher: packs on the device.
+        trackers: where logged values go.
+        evaluator: measures the loss on other data.
+        checkpointer: checkpoints.
+        export: writes the trained model.
+        interrupts: whether this process was asked to stop.
+        events: observers.
+        note: prints a line.
+        ends: subscribers that may end the run, by name.
+    """
+
+    job: JobConfig
+    topology: Topology
+    stage: nn.Module
+    step: TrainStep
+    total_steps: int
+    prefetcher: DevicePrefetcher
+    trackers: TrackerHub
+    evaluator: Evaluator | None
+    checkpointer: Checkpointer
+    export: Export
+    interrupts: Interrupts
+    events: ev.Events
+    note: Callable[[str], None]
+    ends: Mapping[str, EndsTraining] = field(default_factory=dict)
+
+    @property
+    def reason_to_end(self) -> str | None:
+        """Reason of the first subscriber that wants to end the run; alike on all ranks."""
+        reasons = ((name, one.reason_to_end) for name, one in self.ends.items())
+        return next((f"{name}: {reason}" for name, reason in reasons if reason is not None), None)
+
+
+class OpenRun:
+    """Run between its start and its end.
+
+    Args:
+        parts: of the trainer.
+        progress: counters, which are counted on.
+        shown: show a bar of the steps.
+
+    Attributes:
+        owned: what is held until the end, such as the directory of the checkpoints.
+        deferred: failures of subscribers, which are raised when all ranks have done the same step.
+        bar: of all steps.
+        clock: of the speed that is logged.
+        evaluated: step of the last evaluation, and its values.
+        busy: the trainer is at work, and not its caller.
+    """
+
+    def __init__(self, parts: Collaborators, progress: Progress, shown: bool) -> None:
+        self.parts = parts
+        self.progress = progress
+        self.owned = ExitStack()
+        self.deferred = ExitStack()
+        self.bar = ProgressBar(parts.total_steps, progress.step, shown)
+        self.clock = Clock()
+        self.busy = False
+        self.evaluated: tuple[int, dict[str, float]] | None = None
+        self._logbook = Logbook(
+            self._write_step,
+            self.bar.update,
+            parts.job.nonfinite,
+            progress.skipped,
+            progress.tokens,
+            parts.trackers.write_tables,
+        )
+        self._saved = progress.step or None  # the step of the last save
+        self._retry: int | None = None  # the step after which a save that failed is tried again
+        self._between_steps = True
+
+    def begin(self) -> None:
+        """Tell subscribers that training starts."""
+        self.deferred.enter_context(self.parts.events.deferring())
+        self.parts.events.emit(ev.TrainingStarts(self.progress.step, self.parts.total_steps))
+
+    @property
+    def stops(self) -> bool:
+        """Whether any rank was asked to stop, or failed; known to all ranks after the same step."""
+        return self._logbook.stop
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step is to follow."""
+        return self.progress.step >= self.parts.total_steps or self.stops or self.parts.reason_to_end is not None
+
+    def advance(self) -> ev.StepResult:
+        """Make one step, and what is due after it."""
+        job, parts, progress = self.parts.job, self.parts, self.progress
+        parts.topology.watchdog.phase("step", progress.step)
+        pack = parts.prefetcher.next()
+        self._between_steps = False
+        result = parts.step(progress.step, pack)
+        progress.step += 1
+        self._between_steps = True
+        self._record(result)
+        self._announce()
+        at_end = progress.step == parts.total_steps
+        if parts.evaluator and job.evaluation and (at_end or progress.step % job.evaluation.every == 0):
+            self.evaluate()
+        due = job.checkpoint.every and progress.step % job.checkpoint.every == 0
+        if (due or progress.step == self._retry) and not at_end and parts.reason_to_end is None:
+            with self.clock.paused():
+                if self._save():
+                    self._retry = None
+                else:  # all ranks count alike, where their clocks would differ
+                    self._retry = progress.step + 2 ** (parts.checkpointer.store.failures - 1)
+        return result
+
+    def evaluate(self) -> None:
+        """Evaluate the model as it is, and log the values."""
+        assert self.parts.evaluator is not None
+        self._logbook.drain()
+        step = self.progress.step
+        with self.clock.paused():
+            self.parts.events.emit(ev.EvaluationStarts(step))
+            values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
+            if wrong := ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)):
+                self.parts.note(f"warning: the evaluation after step {step} found no number: {wrong}")
+            self._write(step, values)
+            self.evaluated = (step, values)
+            self.parts.events.emit(ev.EvaluationEnds(step, values))
+
+    def save(self) -> None:
+        """Save what is not saved yet, and wait until the checkpoint exists."""
+        self._logbook.drain()
+        if self._saved != self.progress.step:
+            self._save(wait=True)
+        self.parts.topology.watchdog.phase("checkpoint", self.progress.step)
+        self.parts.checkpointer.wait()
+        self._announce()
+
+    def settle(self) -> Literal["finished", "stopped"]:
+        """Save the last step, and export the model if all are done."""
+        step, total, reason = self.progress.step, self.parts.total_steps, self.parts.reason_to_end
+        self._logbook.drain()
+        if step or reason is not None:  # else nothing has happened
+            self.save()
+        if self.parts.events.failure is not None:
+            raise self.parts.events.failure
+        if step < total and not self._logbook.stop and reason is not None:
+            self.parts.note(f"ended after step {step} of {total} and saved: {reason}")
+        elif step < total:
+            asked = self.parts.interrupts.requested or ("another rank" if self._logbook.stop else None)
+            done = f"stopped after step {step} of {total} and saved; start again to continue"
+            self.parts.note(done if asked is None else f"{asked}: {done}")
+            return "stopped"
+        self.parts.export(self.progress, None, None)
+        return "finished"
+
+    def rescue(self, error: Exception) -> None:
+        """Save what a plugin that failed has left sound."""
+        # Others cannot be asked: they wait for this rank in the middle of a step.
+        alone = self.parts.topology.world_size == 1
+        if isinstance(error, NonFiniteError | CheckpointError) or not (alone and self._between_steps):
+            return
+        if self._saved == self.progress.step or not self.progress.step:
+            return
+        try:
+            self._save(wait=True)
+        except Exception as second:
+            error.add_note(f"besides, nothing could be saved after step {self.progress.step}: {second!r}")
+        else:
+            self.parts.note(f"saved after step {self.progress.step}, for what follows: {type(error).__name__}")
+
+    def _record(self, result: ev.StepResult) -> None:
+        progress, lr = self.progress, self.parts.step.optimizer.lr
+        self.bar.issued(progress.step, lr)
+        due = progress.step % self.parts.job.logging.every == 0 or progress.step == 1
+        if not due and progress.step < self.parts.total_steps:
+            self._logbook.record(progress.step, result, None)
+        else:
+            self._logbook.record(
+                progress.step, result, {"lr": lr}, self.parts.step.statistics.compute(), self.clock.take()
+            )
+        progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
+        if due:  # else the period goes on, should the run be prolonged
+            self.parts.step.statistics.reset()
+
+    def _save(self, wait: bool = False) -> bool:
+        progress = self.progress
+        self._logbook.drain()  # no checkpoint from a step whose finiteness is unread
+        progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
+        self.parts.topology.watchdog.phase("checkpoint", progress.step)
+        self.parts.events.emit(ev.CheckpointStarts(progress.step))
+        saved = self.parts.checkpointer.save(progress, wait)
+        self._saved = progress.step if saved else self._saved
+        self._announce()
+        return saved
+
+    def _announce(self) -> None:
+        """Report the checkpoints that exist by now."""
+        for report in self.parts.checkpointer.poll():
+            self.parts.note(
+                f"checkpoint at step {report.step}: {report.bytes / 2**20:,.1f} MiB written in "
+                f"{report.write_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
+            )
+            self.parts.events.emit(ev.CheckpointSaved(report))
+
+    def _write_step(self, step: int, values: Mapping[str, float]) -> None:
+        self.bar.logged(values["tokens_per_second"])
+        self._write(step, values)
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self.progress.logged.update(values)
+        self.parts.trackers.write(step, values)
+        self.parts.events.emit(ev.ValuesLogged(step, values))
