@@ -50,7 +50,7 @@ LAYERS = {
         {"compat", "figures", "process_env"},
         {"supervision"},
         {"distributed"},
-        {"checkpoint", "subscribers", "trackers"},
+        {"checkpoint", "sleep", "subscribers", "trackers"},
         {"step"},
         {"run"},
         {"build"},

@@ -17,7 +17,7 @@ import d9d_testing.toy.plugin as toy
 import pytest
 import torch
 from d9d_engine.build.undrawn import Undrawn
-from d9d_engine.run.startup import FILE, StartUp
+from d9d_engine.launch.startup import FILE, StartUp
 from torch import nn
 
 PATIENCE = 60
@@ -106,7 +106,7 @@ def test_a_start_on_one_process_needs_no_compiler_no_algebra_and_no_dtensors(
     # Each of them takes a second or more. What training needs later is imported when it is needed.
     code = (
         "import sys, d9d_core.cli.main as cli\n"
-        "from d9d_engine.run.startup import StartUp\n"
+        "from d9d_engine.launch.startup import StartUp\n"
         "write = StartUp._finish\n"
         "def first(self, name):\n"
         "    write(self, name)\n"

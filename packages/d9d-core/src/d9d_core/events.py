@@ -14,6 +14,8 @@
     ValuesLogged        host values of an earlier step, when they have arrived
     EvaluationStarts, EvaluationEnds
     CheckpointStarts, CheckpointSaved
+    SleepStarts, SleepEnds, WakeStarts, WakeEnds
+                        the trainer's memory on the device is released, and taken back
     TrainingFinished    all steps are done
     TrainingStopped     interrupted; the state is saved
     TrainingFailed      an exception ends the run; it is raised again afterwards
@@ -244,6 +246,40 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepStarts:
+    """What these tags stand for is about to leave the device, after ``step`` steps; it can be used in the handler."""
+
+    step: int
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SleepEnds:
+    """What these tags stand for has left the device, with so many bytes of tensors; nobody may use it."""
+
+    step: int
+    tags: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeStarts:
+    """What these tags stand for is about to return."""
+
+    step: int
+    tags: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WakeEnds:
+    """What these tags stand for is on the device again, as it was, with so many bytes of tensors."""
+
+    step: int
+    tags: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingFinished:
     """All steps are done, saved and exported."""
 
@@ -337,6 +373,10 @@ CATALOGUE: tuple[type[Any], ...] = (
     EvaluationEnds,
     CheckpointStarts,
     CheckpointSaved,
+    SleepStarts,
+    SleepEnds,
+    WakeStarts,
+    WakeEnds,
     TrainingFinished,
     TrainingStopped,
     TrainingFailed,

@@ -79,7 +79,8 @@ if TYPE_CHECKING:
     from d9d_engine.evaluation.library import evaluate
     from d9d_engine.evaluation.result import Report
     from d9d_engine.inference.runner import Inference, InferenceOutcome
-    from d9d_engine.run.trainer import Outcome, Trainer
+    from d9d_engine.run.life_cycle import Outcome
+    from d9d_engine.run.trainer import Trainer
     from d9d_engine.verify.compare import Verdict
     from d9d_engine.verify.layouts import Layout, own_layout, parse_layout
     from d9d_engine.verify.run import verify
@@ -94,7 +95,7 @@ _LAZY = {
     "evaluate": "d9d_engine.evaluation.library",
     "Plan": "d9d_engine.build.plan",
     "Topology": "d9d_engine.distributed.mesh",
-    "Outcome": "d9d_engine.run.trainer",
+    "Outcome": "d9d_engine.run.life_cycle",
     "Trainer": "d9d_engine.run.trainer",
     "Verdict": "d9d_engine.verify.compare",
     "Layout": "d9d_engine.verify.layouts",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from d9d_core.config.resolve import resolve
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
+from torch import Tensor, nn
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
@@ -36,6 +38,7 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.open_run import Collaborators
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
+from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.gradients import Gradients
@@ -180,10 +183,28 @@ def build(
             export=Exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
             interrupts=interrupts,
             events=events,
+            sleeper=Sleeper(
+                {
+                    "weights": partial(_weights, [model] if first.model is None else [model, first.model]),
+                    "optimizer": partial(_of_optimizer, optimizer, trained),
+                },
+                topology.device,
+            ),
             ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
             note=note,
         )
     )
+
+
+def _weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+    for model in models:
+        yield from model.parameters()
+        yield from model.buffers()
+
+
+def _of_optimizer(optimizer: Optimizer, trained: Mapping[str, nn.Parameter]) -> Iterator[Tensor]:
+    yield from optimizer.state().values()
+    yield from (parameter.grad for parameter in trained.values() if parameter.grad is not None)
 
 
 def _parameters(assembly: Assembly, topology: Topology) -> str:

@@ -15,8 +15,8 @@ from d9d_engine.inference.job import InferenceJob
 from d9d_engine.job import Job
 from d9d_engine.joining import print_note
 from d9d_engine.launch.process import Process
+from d9d_engine.launch.startup import StartUp
 from d9d_engine.run.interrupt import Interrupts, Terminated
-from d9d_engine.run.startup import StartUp
 
 if TYPE_CHECKING:
     from d9d_engine.distributed.mesh import Topology

@@ -23,6 +23,7 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import ProgressBar
+from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.step import TrainStep
 from d9d_engine.trackers.hub import TrackerHub
 
@@ -48,6 +49,7 @@ class Collaborators:
         interrupts: whether this process was asked to stop.
         events: observers.
         note: prints a line.
+        sleeper: releases memory of the device.
         ends: subscribers that may end the run, by name.
     """
 
@@ -64,6 +66,7 @@ class Collaborators:
     interrupts: Interrupts
     events: ev.Events
     note: Callable[[str], None]
+    sleeper: Sleeper
     ends: Mapping[str, EndsTraining] = field(default_factory=dict)
 
     @property
@@ -168,6 +171,11 @@ class OpenRun:
         self._logbook.drain()
         if self._saved != self.progress.step:
             self._save(wait=True)
+        self.settle_writes()
+
+    def settle_writes(self) -> None:
+        """Wait for values that are on their way to the host, and for the checkpoint that is being written."""
+        self._logbook.drain()
         self.parts.topology.watchdog.phase("checkpoint", self.progress.step)
         self.parts.checkpointer.wait()
         self._announce()
@@ -199,6 +207,7 @@ class OpenRun:
         if self._saved == self.progress.step or not self.progress.step:
             return
         try:
+            self.parts.sleeper.wake(self.parts.sleeper.asleep)
             self._save(wait=True)
         except Exception as second:
             error.add_note(f"besides, nothing could be saved after step {self.progress.step}: {second!r}")

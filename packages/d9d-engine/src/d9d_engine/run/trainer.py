@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -12,33 +10,18 @@ from typing import Literal, Self
 from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError, TrainingError
-from d9d_core.failures import ended_by, exits_are_errors, source_of
-from d9d_core.protocols.tracker import RunInfo
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.evaluation import Evaluator
-from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.life_cycle import LifeCycle, Outcome
 from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.run.prefetch import DevicePrefetcher
-from d9d_engine.step.randomness import generators_kept
+from d9d_engine.sleep.sleeper import Tag
 from d9d_engine.step.step import TrainStep
 from d9d_engine.trackers.hub import TrackerHub
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Outcome of a run.
-
-    Attributes:
-        status: all steps done, or interrupted and saved.
-        step: optimizer steps done.
-    """
-
-    status: Literal["finished", "stopped"]
-    step: int
 
 
 class Trainer:
@@ -57,15 +40,11 @@ class Trainer:
 
     Args:
         parts: its collaborators.
-
-    Attributes:
-        progress: counters of the run, from its start on.
     """
 
     def __init__(self, parts: Collaborators) -> None:
         self._parts = parts
-        self.progress = Progress()
-        self._run: OpenRun | None = None
+        self._life = LifeCycle(parts)
 
     @property
     def job(self) -> JobConfig:
@@ -76,6 +55,11 @@ class Trainer:
     def topology(self) -> Topology:
         """This process among others."""
         return self._parts.topology
+
+    @property
+    def progress(self) -> Progress:
+        """Counters of the run, from its start on."""
+        return self._life.progress
 
     @property
     def stage(self) -> nn.Module:
@@ -133,17 +117,17 @@ class Trainer:
             CheckpointError: a checkpoint could not be read or written.
             TrainingError: a plugin wanted to end the process; what is sound is saved.
         """
-        if opens := self._run is None:
-            run = self._restored(shown=self.topology.is_main)
+        if opens := self._life.run is None:
+            run = self._life.restored(shown=self.topology.is_main)
         else:
             run = self._between_steps("train")
         with self.interrupts, run.bar:
-            with self._guarded(run):
+            with self._life.guarded(run):
                 if opens:
                     run.begin()
                 while not run.is_over:
                     run.advance()
-            return self._finish(run)
+            return self._life.finish(run)
 
     def start(self) -> None:
         """Open the run and continue from its newest checkpoint; nothing if it is open. Collective over all ranks.
@@ -153,7 +137,7 @@ class Trainer:
         Raises:
             CheckpointError: a checkpoint could not be read.
         """
-        self._opened()
+        self._life.opened()
 
     def steps(self, count: int | None = None) -> Iterator[ev.StepResult]:
         """Train some steps, with the log entries, evaluations and checkpoints that are due. Collective over all ranks.
@@ -177,12 +161,12 @@ class Trainer:
             self._parts.note(f"nothing left to train: all {self.total_steps} steps are done")
         done = 0
         while (count is None or done < count) and not run.is_over:
-            with self.interrupts.kept(), self._called(run):
+            with self.interrupts.kept(), self._life.called(run):
                 result = run.advance()
             done += 1
             with run.clock.paused():
                 yield result
-            if run is not self._run:
+            if run is not self._life.run:
                 return  # it was finished meanwhile
         if run.stops:
             asked = self.interrupts.requested or "another rank"
@@ -199,7 +183,7 @@ class Trainer:
         if self.evaluator is None:
             raise BuildError("evaluate(): the job has no section 'evaluation', which says on what data; add one")
         run = self._between_steps("evaluate")
-        with self._called(run):
+        with self._life.called(run):
             if run.evaluated is None or run.evaluated[0] != self.progress.step:
                 run.evaluate()
         assert run.evaluated is not None
@@ -212,7 +196,7 @@ class Trainer:
             CheckpointError: it could not be written.
         """
         run = self._between_steps("save")
-        with self._called(run), run.clock.paused():
+        with self._life.called(run), run.clock.paused():
             run.save()
 
     def export(
@@ -234,11 +218,70 @@ class Trainer:
         """
         kind = "model" if kind is None and directory is not None else kind
         where = None if directory is None else Path(directory)
-        if self._run is None:
+        run = self._life.run
+        if run is None:
             return self._parts.export(self.progress, kind, where)
-        with self._called(self._run), self._run.clock.paused():
+        if self.is_asleep("weights"):
+            raise TrainingError("export(): weights are asleep; call wake('weights') first")
+        with self._life.called(run), run.clock.paused():
             self.topology.watchdog.phase("checkpoint", self.progress.step)
             return self._parts.export(self.progress, kind, where)
+
+    def sleep(self, *tags: Tag) -> int:
+        """Release memory of the device for somebody else, such as the engine that makes rollouts.
+
+        The tensors stay the same objects, with their shapes, dtypes, meshes and placements; their contents wait in
+        pinned memory of the host. Nobody may use them meanwhile. Packs that were fetched ahead are fetched again.
+        A checkpoint that is being written is waited for. What sleeps already is left alone. Collective over all ranks.
+
+        Args:
+            tags: ``weights`` (parameters and buffers of all models), ``optimizer`` (its state, and gradients) and
+                ``communicators`` (what NCCL has allocated); all of them, if none is named.
+
+        Returns:
+            Bytes that the tensors had on this rank's device.
+
+        Raises:
+            TrainingError: there is no such tag, or it was called inside a step.
+            BuildError: this version of torch cannot release communicators.
+        """
+        sleeper, step = self._parts.sleeper, self.progress.step
+        chosen = tuple(tag for tag in sleeper.settle(tags) if tag not in sleeper.asleep)
+        if not chosen:
+            return 0
+        run = self._between_steps("sleep", awake=False)
+        with self._life.called(run), run.clock.paused():
+            run.settle_writes()
+            self.events.emit(ev.SleepStarts(step, chosen))
+            self.prefetcher.load_state(self.prefetcher.state())
+            freed = sleeper.sleep(chosen)
+            self.events.emit(ev.SleepEnds(step, chosen, freed))
+        return freed
+
+    def wake(self, *tags: Tag) -> int:
+        """Take memory of the device back; training then goes on as if nothing had happened. Collective over all ranks.
+
+        Args:
+            tags: see :meth:`sleep`; what is awake is left alone.
+
+        Returns:
+            Bytes of the tensors on this rank's device.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing is lost, and another call tries again.
+        """
+        sleeper, step = self._parts.sleeper, self.progress.step
+        chosen = tuple(tag for tag in sleeper.settle(tags) if tag in sleeper.asleep)
+        if not chosen:
+            return 0
+        self.events.emit(ev.WakeStarts(step, chosen))
+        taken = sleeper.wake(chosen)
+        self.events.emit(ev.WakeEnds(step, chosen, taken))
+        return taken
+
+    def is_asleep(self, tag: Tag) -> bool:
+        """Whether what a tag stands for is asleep."""
+        return tag in self._parts.sleeper.settle([tag]) and tag in self._parts.sleeper.asleep
 
     def finish(self) -> Outcome:
         """Save, export what the job asks for if all steps are done, and close the run. Collective over all ranks.
@@ -246,7 +289,8 @@ class Trainer:
         Raises:
             D9dError: see :meth:`train`.
         """
-        return self._finish(self._between_steps("finish"))
+        self.wake()
+        return self._life.finish(self._between_steps("finish"))
 
     def __enter__(self) -> Self:
         self.start()
@@ -255,131 +299,22 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        run = self._run
+        run = self._life.run
         if run is None:
             return
+        self.wake()
         if error is None or (isinstance(error, KeyboardInterrupt) and self.topology.world_size == 1):
-            self._finish(run)
+            self._life.finish(run)
             return
         # Other ranks may be anywhere.
         if isinstance(error, Exception):
             run.rescue(error)
-        self._abort(run, error)
+        self._life.abort(run, error)
 
-    def _between_steps(self, call: str) -> OpenRun:
-        run = self._opened()
+    def _between_steps(self, call: str, awake: bool = True) -> OpenRun:
+        run = self._life.opened()
         if run.busy:
             raise TrainingError(f"{call}() was called inside a step; call it between two steps of steps()")
+        if awake and (asleep := self._parts.sleeper.asleep):
+            raise TrainingError(f"{call}(): {' and '.join(asleep)} are asleep; call wake() first")
         return run
-
-    def _opened(self) -> OpenRun:
-        """Return the open run, or open it."""
-        if self._run is None:
-            run = self._restored(shown=False)
-            with self._called(run):
-                run.begin()
-        assert self._run is not None
-        return self._run
-
-    def _restored(self, shown: bool) -> OpenRun:
-        """Continue from the newest checkpoint, and open what a run writes to.
-
-        Args:
-            shown: show a bar of the steps.
-        """
-        with ExitStack() as owned:
-            owned.enter_context(self._prefetching())
-            owned.enter_context(self.checkpointer.store.opened())
-            owned.enter_context(built_objects_spared())
-            with exits_are_errors(), generators_kept(self.topology.device):
-                self.progress, tracker_states = self.checkpointer.restore()
-                progress, total = self.progress, self.total_steps
-                if progress.step >= total:
-                    reached = f"the checkpoint is at step {progress.step}, the job has {total} steps"
-                    self._parts.note(f"nothing left to train: {reached}")
-                elif reason := self._parts.reason_to_end:
-                    self._parts.note(
-                        f"nothing left to train: the run ended at step {progress.step} of {total}, {reason}"
-                    )
-                elif progress.step:
-                    self._parts.note(f"resumed at step {progress.step} of {total}")
-                self.checkpointer.record()
-                self.trackers.open(self._run_info(progress.step), tracker_states)
-            run = OpenRun(self._parts, self.progress, shown)
-            run.owned = owned.pop_all()
-        self._run = run
-        return run
-
-    @contextmanager
-    def _prefetching(self) -> Iterator[None]:
-        """End the prefetcher's thread after the block; packs fetched ahead are fetched again."""
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # the first error counts
-                self.prefetcher.load_state(self.prefetcher.state())
-            raise
-        self.prefetcher.load_state(self.prefetcher.state())
-
-    @contextmanager
-    def _guarded(self, run: OpenRun) -> Iterator[None]:
-        """Close the run if the block fails, and save what a plugin that fails leaves sound."""
-        run.busy = True
-        try:
-            with exits_are_errors(), generators_kept(self.topology.device):
-                yield
-        except KeyboardInterrupt as error:
-            if self.interrupts.requested is not None or (source := source_of(error)) is None:
-                self._abort(run, error)
-                raise
-            run.rescue(failure := ended_by(source, error))
-            self._abort(run, failure)
-            raise failure from error
-        except BaseException as error:
-            if isinstance(error, Exception):
-                run.rescue(error)
-            self._abort(run, error)
-            raise
-        finally:
-            run.busy = False
-
-    @contextmanager
-    def _called(self, run: OpenRun) -> Iterator[None]:
-        """Guard what a caller asks for between steps; what the caller does itself has no time limit."""
-        if run.busy:  # in a handler of an event, whose failures are those of its subscriber
-            yield
-            return
-        self.topology.watchdog.phase("step", self.progress.step)
-        try:
-            with self._guarded(run):
-                yield
-        finally:
-            self.topology.watchdog.rest()
-
-    def _finish(self, run: OpenRun) -> Outcome:
-        with self._guarded(run):
-            status = run.settle()
-            run.deferred.close()
-            self.trackers.close(status)
-            done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
-            self.events.emit(done(self.progress.step))
-            if status == "finished":
-                self.checkpointer.record_end(self.progress.step, self.total_steps, self._parts.reason_to_end)
-        self._run = None
-        run.owned.close()
-        return Outcome(status, self.progress.step)
-
-    def _abort(self, run: OpenRun, error: BaseException) -> None:
-        """Close the run as failed."""
-        self._run = None
-        run.deferred.__exit__(type(error), error, error.__traceback__)
-        self.trackers.close("failed")
-        try:
-            self.events.emit(ev.TrainingFailed(self.progress.step, error))
-        except Exception as second:
-            error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
-        run.owned.__exit__(type(error), error, error.__traceback__)
-
-    def _run_info(self, step: int) -> RunInfo:
-        run = self.job.run
-        return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.total_steps, step)

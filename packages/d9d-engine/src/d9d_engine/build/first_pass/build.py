@@ -37,10 +37,12 @@ class BuiltFirstPass:
         forward: runs the model; ``None`` if there is no first pass.
         store: runs it over a whole dataset: of a stream and the field of the job file it is from. ``None`` runs it for
             each pack.
+        model: the frozen model that runs it, if it is one of its own.
     """
 
     forward: FirstForward | None = None
     store: Callable[[DataStream, str], FirstPassRunner] | None = None
+    model: nn.Module | None = None
 
     def over(self, stream: DataStream, where: str) -> FirstPassRunner:
         """Runner over the packs of a stream. Collective over all ranks.
@@ -101,7 +103,7 @@ def build_first_pass(
         executor = build_frozen_executor(
             frozen_job, frozen_selection, frozen, topology, task, own_task.first_inputs, topology.world
         )
-        return BuiltFirstPass(FirstForward(own_task, executor, nullcontext, ranks))
+        return BuiltFirstPass(FirstForward(own_task, executor, nullcontext, ranks), model=frozen.model)
     executor = build_executor(job, selection, assembly, topology, task, *running, own_task.first_inputs)
     model = assembly.model
     if by == "model":

@@ -1,0 +1,159 @@
+"""Life cycle of a run: opened from its newest checkpoint, guarded against failures, closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal
+
+from d9d_core import events as ev
+from d9d_core.failures import ended_by, exits_are_errors, source_of
+from d9d_core.protocols.tracker import RunInfo
+
+from d9d_engine.run.checkpointer import Progress
+from d9d_engine.run.gc import built_objects_spared
+from d9d_engine.run.open_run import Collaborators, OpenRun
+from d9d_engine.step.randomness import generators_kept
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a run.
+
+    Attributes:
+        status: all steps done, or interrupted and saved.
+        step: optimizer steps done.
+    """
+
+    status: Literal["finished", "stopped"]
+    step: int
+
+
+class LifeCycle:
+    """Life cycle of a trainer's run.
+
+    Args:
+        parts: of the trainer.
+
+    Attributes:
+        progress: counters of the run, from its start on.
+        run: the open run; ``None`` before it is opened, and after it is closed.
+    """
+
+    def __init__(self, parts: Collaborators) -> None:
+        self._parts = parts
+        self.progress = Progress()
+        self.run: OpenRun | None = None
+
+    def opened(self) -> OpenRun:
+        """Return the open run, or open it."""
+        if self.run is None:
+            run = self.restored(shown=False)
+            with self.called(run):
+                run.begin()
+        assert self.run is not None
+        return self.run
+
+    def restored(self, shown: bool) -> OpenRun:
+        """Continue from the newest checkpoint, and open what a run writes to.
+
+        Args:
+            shown: show a bar of the steps.
+        """
+        parts = self._parts
+        with ExitStack() as owned:
+            owned.enter_context(self._prefetching())
+            owned.enter_context(parts.checkpointer.store.opened())
+            owned.enter_context(built_objects_spared())
+            with exits_are_errors(), generators_kept(parts.topology.device):
+                self.progress, tracker_states = parts.checkpointer.restore()
+                step, total = self.progress.step, parts.total_steps
+                if step >= total:
+                    parts.note(f"nothing left to train: the checkpoint is at step {step}, the job has {total} steps")
+                elif reason := parts.reason_to_end:
+                    parts.note(f"nothing left to train: the run ended at step {step} of {total}, {reason}")
+                elif step:
+                    parts.note(f"resumed at step {step} of {total}")
+                parts.checkpointer.record()
+                parts.trackers.open(self._run_info(step), tracker_states)
+            run = OpenRun(self._parts, self.progress, shown)
+            run.owned = owned.pop_all()
+        self.run = run
+        return run
+
+    @contextmanager
+    def called(self, run: OpenRun) -> Iterator[None]:
+        """Guard what a caller asks for between steps; what the caller does itself has no time limit."""
+        if run.busy:  # in a handler of an event, whose failures are those of its subscriber
+            yield
+            return
+        self._parts.topology.watchdog.phase("step", self.progress.step)
+        try:
+            with self.guarded(run):
+                yield
+        finally:
+            self._parts.topology.watchdog.rest()
+
+    @contextmanager
+    def guarded(self, run: OpenRun) -> Iterator[None]:
+        """Close the run if the block fails, and save what a plugin that fails leaves sound."""
+        run.busy = True
+        try:
+            with exits_are_errors(), generators_kept(self._parts.topology.device):
+                yield
+        except KeyboardInterrupt as error:
+            if self._parts.interrupts.requested is not None or (source := source_of(error)) is None:
+                self.abort(run, error)
+                raise
+            run.rescue(failure := ended_by(source, error))
+            self.abort(run, failure)
+            raise failure from error
+        except BaseException as error:
+            if isinstance(error, Exception):
+                run.rescue(error)
+            self.abort(run, error)
+            raise
+        finally:
+            run.busy = False
+
+    def finish(self, run: OpenRun) -> Outcome:
+        """Settle the run and close it."""
+        parts = self._parts
+        with self.guarded(run):
+            status = run.settle()
+            run.deferred.close()
+            parts.trackers.close(status)
+            done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
+            parts.events.emit(done(self.progress.step))
+            if status == "finished":
+                parts.checkpointer.record_end(self.progress.step, parts.total_steps, parts.reason_to_end)
+        self.run = None
+        run.owned.close()
+        return Outcome(status, self.progress.step)
+
+    def abort(self, run: OpenRun, error: BaseException) -> None:
+        """Close the run as failed."""
+        self.run = None
+        run.deferred.__exit__(type(error), error, error.__traceback__)
+        self._parts.trackers.close("failed")
+        try:
+            self._parts.events.emit(ev.TrainingFailed(self.progress.step, error))
+        except Exception as second:
+            error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
+        run.owned.__exit__(type(error), error, error.__traceback__)
+
+    @contextmanager
+    def _prefetching(self) -> Iterator[None]:
+        """End the prefetcher's thread after the block; packs fetched ahead are fetched again."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first error counts
+                self._parts.prefetcher.load_state(self._parts.prefetcher.state())
+            raise
+        self._parts.prefetcher.load_state(self._parts.prefetcher.state())
+
+    def _run_info(self, step: int) -> RunInfo:
+        job, total = self._parts.job, self._parts.total_steps
+        return RunInfo(job.run.name, job.run.directory, job.run.description, job.resolved(), total, step)

@@ -1,0 +1,1 @@
+"""Sleep: a trainer's memory on the device, released for somebody else and taken back."""

@@ -1,0 +1,87 @@
+"""Sleeper: what a trainer has on the device, released and taken back by tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Literal, get_args
+
+import torch
+from d9d_core.errors import TrainingError
+from torch import Tensor
+
+from d9d_engine.sleep.communicators import resume, suspend
+from d9d_engine.sleep.offload import Offloaded, offload
+
+#: What can sleep: parameters and buffers of all models; optimizer state, gradients and metrics; memory of NCCL.
+Tag = Literal["weights", "optimizer", "communicators"]
+TAGS: tuple[Tag, ...] = get_args(Tag)
+
+
+class Sleeper:
+    """Sleeper of a trainer's memory on the device.
+
+    Args:
+        tensors: tag -> the tensors that there are at the moment.
+        device: of the trainer.
+    """
+
+    def __init__(self, tensors: Mapping[Tag, Callable[[], Iterable[Tensor]]], device: torch.device) -> None:
+        self._tensors = dict(tensors)
+        self._device = device
+        self._asleep: dict[Tag, Offloaded | None] = {}
+
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        """Tags that are asleep."""
+        return tuple(self._asleep)
+
+    def settle(self, tags: Collection[str]) -> list[Tag]:
+        """Tags that are meant by some; all by none.
+
+        Raises:
+            TrainingError: there is no such tag.
+        """
+        if unknown := [tag for tag in tags if tag not in TAGS]:
+            raise TrainingError(f"'{unknown[0]}' is nothing that can sleep; choose among {', '.join(TAGS)}")
+        return [tag for tag in TAGS if not tags or tag in tags]
+
+    def sleep(self, tags: Iterable[Tag]) -> int:
+        """Release the memory of these tags, as far as they are awake; returns the bytes of tensors.
+
+        Collective over all ranks if the communicators are among them. Waits for the device.
+        """
+        freed = 0
+        for tag in tags:
+            if tag in self._asleep:
+                continue
+            if tag == "communicators":
+                suspend()
+                self._asleep[tag] = None
+                continue
+            offloaded = offload(tensor for tensor in self._tensors[tag]() if tensor.device.type == self._device.type)
+            self._asleep[tag] = offloaded
+            freed += offloaded.bytes
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        return freed
+
+    def wake(self, tags: Iterable[Tag]) -> int:
+        """Take the memory of these tags back, as far as they are asleep; returns the bytes of tensors.
+
+        Collective over all ranks if the communicators are among them. Waits for the device.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room; nothing is lost, and another call tries again.
+        """
+        taken = 0
+        for tag in tags:
+            if tag not in self._asleep:
+                continue
+            offloaded = self._asleep[tag]
+            if offloaded is None:
+                resume()
+            else:
+                taken += offloaded.bytes
+                offloaded.restore()
+            del self._asleep[tag]
+        return taken
