@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from d9d_core.errors import BuildError
+from torch import distributed as dist
 
 from d9d_engine.distributed.world import process_groups
 
@@ -45,5 +46,7 @@ def _of_devices() -> Iterator[Any]:
     for group in process_groups():
         # Private, so a test pins them: torch has no public list of a group's backends.
         for device in group._device_types:  # noqa: SLF001
-            if device.type != "cpu":
-                yield group._get_backend(device)  # noqa: SLF001
+            backend = group._get_backend(device)  # noqa: SLF001
+            # gloo answers for accelerators, too, and has nothing on them.
+            if device.type != "cpu" and not (dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)):
+                yield backend
