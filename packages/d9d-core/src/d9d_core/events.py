@@ -1,5 +1,6 @@
 """Events of the training loop for subscribers: frozen, delivered in the order in which they happen.
 
+    EventsReady         events of one's own can be emitted
     JobConfigured       the job is validated; nothing is built
     ModelPlanned        the model is assembled without memory
     DataReady           the data stream is open
@@ -29,15 +30,12 @@ Of an inference job:
     InferenceFinished, InferenceStopped, InferenceFailed
 
 A subscriber that raises ends the run: observers are part of the job. It is not called again; between TrainingStarts and
-TrainingFinished, all ranks finish the same step and save before the exception is raised, whatever it is. Handlers are
-frozen into tuples before step 0.
+TrainingFinished, all ranks finish the same step and save before the exception is raised, whatever it is.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +43,7 @@ from d9d_core.config.job import BaseJob
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.optimizer import Optimizer
-from d9d_core.protocols.subscriber import Subscriber
+from d9d_core.protocols.subscriber import OwnEvent
 from d9d_core.protocols.topology import Topology
 from d9d_core.types import Pack
 
@@ -93,6 +91,17 @@ class StepResult:
     finite: Tensor
     tokens: Tensor
     stop: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EventsReady:
+    """Events of one's own can be emitted from now on.
+
+    Attributes:
+        emit: calls the handlers of an :class:`~d9d_core.protocols.subscriber.OwnEvent`.
+    """
+
+    emit: Callable[[OwnEvent], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +364,7 @@ class InferenceFailed:
 
 #: Types of all events, in the order in which a run emits them first.
 CATALOGUE: tuple[type[Any], ...] = (
+    EventsReady,
     JobConfigured,
     ModelPlanned,
     DataReady,
@@ -388,52 +398,3 @@ CATALOGUE: tuple[type[Any], ...] = (
     InferenceStopped,
     InferenceFailed,
 )
-
-
-class Events:
-    """Delivers events to the handlers it was built with, in the order of the job file.
-
-    Attributes:
-        failure: what a subscriber has raised while :meth:`deferring`; the run is to stop, and to raise it.
-    """
-
-    def __init__(self, subscribers: Iterable[Subscriber] = ()) -> None:
-        self.failure: BaseException | None = None
-        self._deferring = False
-        self._dismissed: set[int] = set()
-        handlers: dict[type[Any], list[tuple[int, Callable[[Any], None]]]] = defaultdict(list)
-        for number, subscriber in enumerate(subscribers):
-            for event, handler in subscriber.subscriptions():
-                if event not in CATALOGUE:
-                    known = ", ".join(kind.__name__ for kind in CATALOGUE)
-                    raise TypeError(f"{type(subscriber).__name__} subscribes to {event!r}; events are: {known}")
-                handlers[event].append((number, handler))
-        self._handlers = {event: tuple(found) for event, found in handlers.items()}
-
-    def emit(self, event: object) -> None:
-        """Call the event's handlers."""
-        for number, handler in self._handlers.get(type(event), ()):
-            if number in self._dismissed:
-                continue
-            try:
-                handler(event)
-            except BaseException as error:
-                self._dismissed.add(number)
-                if not self._deferring or isinstance(error, KeyboardInterrupt):
-                    raise
-                self.failure = self.failure or error
-
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Keep what subscribers raise inside the block as :attr:`failure`, which is raised at its end."""
-        self._deferring = True
-        try:
-            yield
-        except BaseException as error:
-            if self.failure is not None and error is not self.failure:
-                error.add_note(f"besides, a subscriber had raised {self.failure!r}")
-            raise
-        finally:
-            self._deferring = False
-        if self.failure is not None:
-            raise self.failure

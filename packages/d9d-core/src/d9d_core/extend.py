@@ -10,7 +10,7 @@ Everything a component itself needs is here; importing this module imports no to
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream`` |
-| task | ``Task``, ``StageInputs``, ``LanguageModelTask``, ``TwoPassTask`` and ``FirstPass`` |
+| task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
@@ -19,7 +19,7 @@ Everything a component itself needs is here; importing this module imports no to
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``StageMetric``, ``Table`` |
 | tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
-| subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining``, the events and ``ForwardPass`` |
+| subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
@@ -52,7 +52,7 @@ from d9d_core.events import (
     DataReady,
     EvaluationEnds,
     EvaluationStarts,
-    Events,
+    EventsReady,
     ForwardBackwardEnds,
     ForwardBackwardStarts,
     ForwardReady,
@@ -70,6 +70,8 @@ from d9d_core.events import (
     PackStarts,
     RowsWritten,
     SaveReport,
+    SleepEnds,
+    SleepStarts,
     StepEnds,
     StepResult,
     StepStarts,
@@ -78,6 +80,8 @@ from d9d_core.events import (
     TrainingStarts,
     TrainingStopped,
     ValuesLogged,
+    WakeEnds,
+    WakeStarts,
 )
 from d9d_core.grid import AXES, Grid
 from d9d_core.job import JobFile
@@ -128,8 +132,19 @@ from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
-from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
-from d9d_core.protocols.task import LanguageModelTask, StageInputs, Task
+from d9d_core.protocols.subscriber import (
+    EndsTraining,
+    OwnEvent,
+    StatefulSubscriber,
+    Subscriber,
+    Subscribes,
+    subscribe,
+)
+from d9d_core.protocols.task import (
+    LanguageModelTask,
+    StageInputs,
+    Task,
+)
 from d9d_core.protocols.topology import Topology
 from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
 from d9d_core.traits import (
@@ -208,7 +223,7 @@ __all__ = [
     "EndsTraining",
     "EvaluationEnds",
     "EvaluationStarts",
-    "Events",
+    "EventsReady",
     "FirstPass",
     "Forward",
     "ForwardBackwardEnds",
@@ -254,6 +269,7 @@ __all__ = [
     "OptimizerStepEnds",
     "OptimizerStepStarts",
     "Overlap",
+    "OwnEvent",
     "Pack",
     "PackEnds",
     "PackStarts",
@@ -279,6 +295,8 @@ __all__ = [
     "Section",
     "SendActivation",
     "SendGradient",
+    "SleepEnds",
+    "SleepStarts",
     "Stage",
     "StageInputs",
     "StageMetric",
@@ -292,6 +310,7 @@ __all__ = [
     "StepState",
     "Strategy",
     "Subscriber",
+    "Subscribes",
     "SwitchesOff",
     "Table",
     "TakesTables",
@@ -311,6 +330,8 @@ __all__ = [
     "TwoPassTask",
     "ValuesLogged",
     "Visit",
+    "WakeEnds",
+    "WakeStarts",
     "WeightBackward",
     "Writer",
     "WritesText",
@@ -333,6 +354,7 @@ __all__ = [
     "problems_of",
     "read_regular",
     "single_stage",
+    "subscribe",
     "validate",
     "wide_dtype",
 ]

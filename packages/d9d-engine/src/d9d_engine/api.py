@@ -53,6 +53,8 @@ from d9d_core.events import (
     OptimizerStepEnds,
     OptimizerStepStarts,
     SaveReport,
+    SleepEnds,
+    SleepStarts,
     StepEnds,
     StepResult,
     StepStarts,
@@ -61,8 +63,11 @@ from d9d_core.events import (
     TrainingStarts,
     TrainingStopped,
     ValuesLogged,
+    WakeEnds,
+    WakeStarts,
 )
 from d9d_core.plugin import PluginPolicy, Registry, discover
+from d9d_core.protocols.subscriber import OwnEvent, subscribe
 
 from d9d_engine.generation.config import SamplesConfig
 from d9d_engine.inference.job import InferenceJob
@@ -147,6 +152,7 @@ __all__ = [
     "OptimizerStepEnds",
     "OptimizerStepStarts",
     "Outcome",
+    "OwnEvent",
     "Plan",
     "PluginConfig",
     "PluginError",
@@ -160,6 +166,8 @@ __all__ = [
     "SamplesConfig",
     "SaveReport",
     "Section",
+    "SleepEnds",
+    "SleepStarts",
     "StateGraph",
     "StepEnds",
     "StepResult",
@@ -174,6 +182,8 @@ __all__ = [
     "TrainingStopped",
     "ValuesLogged",
     "Verdict",
+    "WakeEnds",
+    "WakeStarts",
     "discover",
     "evaluate",
     "export_model",
@@ -181,6 +191,7 @@ __all__ = [
     "load_tensors",
     "own_layout",
     "parse_layout",
+    "subscribe",
     "verify",
 ]
 

@@ -11,6 +11,9 @@ from d9d_core.types import Microbatch, State
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from d9d_core.protocols.metric import Metric
+    from d9d_core.protocols.topology import Topology
+
 
 @dataclass(frozen=True, slots=True)
 class StageInputs:
@@ -19,10 +22,13 @@ class StageInputs:
     Attributes:
         first: for the first stage only; later stages get the previous stage's outputs instead.
         shared: for every stage.
+        kept: what is computed here once and needed again: ``losses`` and ``observations`` find these tensors among the
+            outputs, in training, evaluation and inference. The model never sees them.
     """
 
     first: Mapping[str, Tensor]
     shared: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -35,12 +41,84 @@ class LanguageModelTask(Protocol):
         ...
 
 
+@runtime_checkable
+class StatefulTask(Protocol):
+    """Task with a state that checkpoints keep, such as a coefficient that it adapts."""
+
+    def state(self) -> State:
+        """Present state, which JSON can hold; the same on all ranks."""
+        ...
+
+    def load_state(self, state: State) -> None:
+        """Continue from a saved state, before training starts; what does not fit any more is to be ignored."""
+        ...
+
+
+@runtime_checkable
+class SeesSteps(Protocol):
+    """Task that depends on how far the training is, such as one with a coefficient that is warmed up."""
+
+    def begin_step(self, step: int) -> None:
+        """Take note of the step (0-based) whose microbatches follow; evaluations are of the step last begun.
+
+        What follows from the step alone needs no state. The number of all steps is in
+        :class:`~d9d_core.events.TrainingStarts`.
+        """
+        ...
+
+
+@runtime_checkable
+class UsesTopology(Protocol):
+    """Task that wants to know the process among others, for instance to communicate."""
+
+    def attach(self, topology: Topology) -> None:
+        """Take the process topology, once and before anything is built."""
+        ...
+
+
+@runtime_checkable
+class OwnsMetrics(Protocol):
+    """Task with metrics of its own, besides those of the job; they read its observations."""
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """New metrics by name, for training or for one evaluation set; names of the job's metrics get ``task/``."""
+        ...
+
+
+@runtime_checkable
+class FinishesTraining(Protocol):
+    """Task with something to do at the end."""
+
+    def finalize(self) -> None:
+        """End the training: all steps are done and saved, the export follows. Called on all ranks."""
+        ...
+
+
+@runtime_checkable
+class WeighsOutputs(Protocol):
+    """Task whose loss has a weight that only the model's outputs tell, such as the number of tokens it accepts.
+
+    The loss of a step is ``(sum of the term) / (sum of the weights)``, over all microbatches and ranks. Gradients of
+    the sums cannot be scaled before the weight is known, so they are scaled after the last backward: one more pass over
+    all gradients in each step, and gradients add up unscaled. ``weights`` of such a task are not asked for. It has one
+    loss term, and the model's modules have none.
+    """
+
+    def weight(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
+        """Weight of the loss term in this microbatch, 0-d; asked after ``losses``, on the last stage."""
+        ...
+
+
 class Task(Protocol):
     """Task of a training: from a microbatch to model inputs, and from outputs to loss sums.
 
     The loss of a step is the sum over its terms of ``coefficient * (sum of the term) / (global weight of the term)``.
     Weights depend on the microbatch alone, so they are known before the first backward and no pass over gradients is
     needed. A term of zero weight contributes zero.
+
+    A task may have more: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
+    :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`LanguageModelTask`; and with ``subscriptions()`` it is a
+    :class:`~d9d_core.protocols.subscriber.Subscriber`, too.
     """
 
     @property

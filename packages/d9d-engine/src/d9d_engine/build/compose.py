@@ -11,13 +11,13 @@ import torch
 from d9d_core import events as ev
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
-from d9d_core.config.resolve import resolve
+from d9d_core.config.resolve import Selection, resolve
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
-from d9d_core.protocols.task import Task
+from d9d_core.protocols.task import Task, UsesTopology
 from d9d_core.tensors import local
 from torch import Tensor, nn
 
@@ -47,6 +47,7 @@ from d9d_engine.step.ownership import DATA_AXES
 from d9d_engine.step.step import TrainStep
 from d9d_engine.step.tied import find_ties
 from d9d_engine.step.totals import Clipper
+from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
 
 
@@ -73,16 +74,15 @@ def build(
     """
     topology.watchdog.phase("startup")
     selection = resolve(job, registry, circumstances(job, topology.device)).selection
-    subscribers = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
-    subscribers |= {f"observers[{index}]": observer for index, observer in enumerate(observers)}
-    events = ev.Events(subscribers.values())
+    own_task = _task(job, selection, topology)
+    task = CheckedTask(selection.task, own_task)
+    subscribers = _subscribers(selection, observers, own_task)
+    events = Events(subscribers.values())
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
-    own_task: Task = instantiate(selection.task, job.task)
-    task = CheckedTask(selection.task, own_task)
     store = open_store(job, topology, note)
 
     data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
@@ -108,7 +108,9 @@ def build(
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
 
-    statistics = build_statistics(selection.metrics, assembly, topology, all_parts, gated=job.nonfinite == "skip")
+    statistics = build_statistics(
+        selection.metrics, assembly, topology, all_parts, gated=job.nonfinite == "skip", own=task.own_metrics()
+    )
     gradients = Gradients(
         trained,
         assembly.ownership,
@@ -129,7 +131,7 @@ def build(
     step = TrainStep(
         task=task,
         first_pass=first.over(stream, "data"),
-        loss_scale=LossScale(task, auxiliary_losses, data_ranks),
+        loss_scale=LossScale(task, auxiliary_losses, data_ranks, all_parts),
         executor=executor,
         gradients=gradients,
         clipper=Clipper(
@@ -164,7 +166,7 @@ def build(
         statistics=statistics,
         stream=prefetcher,
         trackers=trackers,
-        subscribers={name: one for name, one in subscribers.items() if isinstance(one, StatefulSubscriber)},
+        stateful=_with_state({**subscribers, "task": own_task}),
         job=job,
         manifest=Manifest.of(registry),
         note=note,
@@ -194,6 +196,24 @@ def build(
             note=note,
         )
     )
+
+
+def _task(job: JobConfig, selection: Selection, topology: Topology) -> Task:
+    task: Task = instantiate(selection.task, job.task)
+    if isinstance(task, UsesTopology):
+        task.attach(topology)
+    return task
+
+
+def _subscribers(selection: Selection, observers: Sequence[object], task: Task) -> dict[str, object]:
+    """Observers by name, in the order in which they are called."""
+    found = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
+    found |= {f"observers[{index}]": observer for index, observer in enumerate(observers)}
+    return {**found, "task": task} if isinstance(task, Subscriber) else found
+
+
+def _with_state(parts: Mapping[str, object]) -> dict[str, StatefulSubscriber]:
+    return {name: one for name, one in parts.items() if isinstance(one, StatefulSubscriber)}
 
 
 def _weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:

@@ -11,7 +11,7 @@ from d9d_core.config.resolve import Parts
 from d9d_core.plugin.records import ScheduleSpec
 from d9d_core.program.actions import Action
 from d9d_core.program.runner import Handler, StageRunner
-from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch
 from torch import distributed as dist
 
@@ -19,6 +19,7 @@ from d9d_engine.build.assemble import Assembly
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.checked_task import LossTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
@@ -30,7 +31,7 @@ def build_executor(
     selection: Parts,
     assembly: Assembly,
     topology: Topology,
-    task: Task,
+    task: LossTask,
     auxiliary_losses: AuxiliaryLosses,
     tallies: Tallies,
     gradients: Gradients,
@@ -74,7 +75,7 @@ def build_frozen_executor(
     selection: Parts,
     assembly: Assembly,
     topology: Topology,
-    task: Task,
+    task: LossTask,
     inputs: Callable[[Microbatch], StageInputs],
     group: dist.ProcessGroup | None,
 ) -> Executor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from d9d_core.config.job import BaseJob
 from d9d_core.config.resolve import Parts
 from d9d_core.plugin.registry import Registry
-from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from d9d_engine.build.executor import build_frozen_executor
 from d9d_engine.build.plan import circumstances
 from d9d_engine.build.weights import Published, start_weights
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.tied import find_ties
 
@@ -62,7 +63,7 @@ def build_forward(
     topology: Topology,
     inputs: Inputs,
     note: Callable[[str], None],
-    task: Task | None = None,
+    task: CheckedTask | None = None,
 ) -> ForwardModel:
     """Give an assembled model its memory and its weights. Collective over all ranks.
 
@@ -99,6 +100,15 @@ class WithoutLoss:
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
+
+    @property
+    def late(self) -> bool:
+        """No weight that outputs tell."""
+        return False
+
+    def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
+        """No weights."""
+        return {}
 
     @property
     def coefficients(self) -> Mapping[str, float]:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from d9d_core.errors import DataError
-from d9d_core.protocols.task import Task
 from d9d_core.types import Microbatch
 from d9d_weights.sharding.collectives import all_gather_objects
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import distributed as dist
 
 from d9d_engine.evaluation.paired import Difference, compare
 from d9d_engine.run.real_samples import ROWS, only
+from d9d_engine.step.checked_task import CheckedTask
 
 Values = npt.NDArray[np.float64]
 
@@ -73,7 +73,7 @@ class SampleRecorder:
         task: turns microbatches into losses.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: CheckedTask) -> None:
         self._task = task
         self._rows: dict[str, list[Tensor]] = defaultdict(list)
         self._values: dict[str, list[Tensor]] = defaultdict(list)
@@ -86,7 +86,7 @@ class SampleRecorder:
         for place in range(0, len(firsts), texts):
             places = range(place, place + texts)
             one, sample = (only(of, microbatch, places) for of in (outputs, microbatch))
-            values = [self._task.losses(one, sample), self._task.weights(sample)]
+            values = [self._task.losses(one, sample), self._task.weigh(one, sample)]
             self._values[name].append(torch.stack([torch.stack([of[t].float() for t in terms]) for of in values]))
         self._rows[name].append(firsts[::texts])
 

@@ -36,6 +36,7 @@ from d9d_engine.inference.part_store import PartStore
 from d9d_engine.inference.runner import Inference
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
+from d9d_engine.subscribers.event_bus import Events
 
 #: Sections that have no say in what is written.
 _FREE = ("run", "device", "mesh", "parallel", "pipeline", "kernels", "subscribers", "loading", "timeouts", "plugins")
@@ -71,7 +72,7 @@ def build_inference(
     """
     topology.watchdog.phase("startup")
     selection = resolve_inference(job, registry, circumstances(job, topology.device)).selection
-    events = ev.Events([*_subscribers(selection), *observers])
+    events = Events([*_subscribers(selection), *observers])
     events.emit(ev.JobConfigured(job))
     task: InferenceTask = instantiate(selection.task, job.task)
     check_columns(task)

@@ -28,6 +28,7 @@ from d9d_engine.inference.row_thread import ROWS, KeptPack, RowThread
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import SampleBar
+from d9d_engine.subscribers.event_bus import Events
 
 #: Seconds until what another rank has written must be seen here.
 _PATIENCE = 60.0
@@ -89,7 +90,7 @@ class Inference:
         store: PartStore,
         record: Mapping[str, object],
         interrupts: Interrupts,
-        events: ev.Events,
+        events: Events,
         note: Callable[[str], None],
     ) -> None:
         self.job = job

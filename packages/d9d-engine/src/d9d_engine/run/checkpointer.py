@@ -112,7 +112,7 @@ class Checkpointer:
         job: JobConfig,
         manifest: Manifest,
         note: Callable[[str], None],
-        subscribers: Mapping[str, StatefulSubscriber] | None = None,
+        stateful: Mapping[str, StatefulSubscriber] | None = None,
     ) -> None:
         self.store = store
         self._stage = stage
@@ -124,7 +124,7 @@ class Checkpointer:
         self._job = job
         self._manifest = manifest
         self._note = note
-        self._subscribers = dict(subscribers or {})
+        self._stateful = dict(stateful or {})
         self._said_unscored = False
 
     def record(self) -> None:
@@ -179,7 +179,7 @@ class Checkpointer:
             "tokens": progress.tokens,
             "skipped": progress.skipped,
             "losses": progress.losses(),
-            "subscribers": {name: subscriber.state() for name, subscriber in self._subscribers.items()},
+            "subscribers": {name: subscriber.state() for name, subscriber in self._stateful.items()},
         }
         facts = {
             "job": self._job.resolved(),
@@ -305,7 +305,7 @@ class Checkpointer:
             self._note(f"warning: a damaged checkpoint was set aside as {location}")
         if warning := self.store.prune(checkpoint.step):
             self._note(f"warning: {warning}")
-        for name, subscriber in self._subscribers.items():
+        for name, subscriber in self._stateful.items():
             if name in values.get("subscribers", {}):
                 subscriber.load_state(values["subscribers"][name])
         progress = Progress(checkpoint.step, values["tokens"], values["skipped"], values.get("losses", {}))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from d9d_core.protocols.metric import Table
-from d9d_core.protocols.task import LanguageModelTask, Task
+from d9d_core.protocols.task import LanguageModelTask
 from d9d_core.tensors import wide_dtype
 from d9d_core.types import Microbatch, Pack
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import distributed as dist
 
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.real_samples import ROWS, RealSamples, only
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner, no_first_pass
 from d9d_engine.step.metrics import Statistics
@@ -67,7 +68,7 @@ class Evaluator:
 
     def __init__(
         self,
-        task: Task,
+        task: CheckedTask,
         executor: Executor,
         model: nn.Module,
         sets: Sequence[EvaluationSet],
@@ -187,7 +188,7 @@ class Evaluator:
         return torch.zeros(2, len(self._terms) + 1, dtype=wide_dtype(device), device=device)
 
     def _measure(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
-        sums, weights = self._task.losses(outputs, microbatch), self._task.weights(microbatch)
+        sums, weights = self._task.losses(outputs, microbatch), self._task.weigh(outputs, microbatch)
         values = torch.stack([torch.stack([of[t].float() for t in self._terms]) for of in (sums, weights)])
         samples = len(microbatch.get("samples", next(iter(microbatch.values()))))
         counted = values.new_full((2, 1), samples)

@@ -25,6 +25,7 @@ from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import ProgressBar
 from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.step import TrainStep
+from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
 
 #: Writes the model, see :class:`d9d_engine.build.export.Exporter`.
@@ -64,7 +65,7 @@ class Collaborators:
     checkpointer: Checkpointer
     export: Export
     interrupts: Interrupts
-    events: ev.Events
+    events: Events
     note: Callable[[str], None]
     sleeper: Sleeper
     ends: Mapping[str, EndsTraining] = field(default_factory=dict)
@@ -195,6 +196,7 @@ class OpenRun:
             done = f"stopped after step {step} of {total} and saved; start again to continue"
             self.parts.note(done if asked is None else f"{asked}: {done}")
             return "stopped"
+        self.parts.step.task.finalize()
         self.parts.export(self.progress, None, None)
         return "finished"
 

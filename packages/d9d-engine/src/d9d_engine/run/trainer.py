@@ -21,6 +21,7 @@ from d9d_engine.run.open_run import Collaborators, OpenRun
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.sleep.sleeper import Tag
 from d9d_engine.step.step import TrainStep
+from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
 
 
@@ -102,7 +103,7 @@ class Trainer:
         return self._parts.interrupts
 
     @property
-    def events(self) -> ev.Events:
+    def events(self) -> Events:
         """Observers."""
         return self._parts.events
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from d9d_core.components.contract import check_mapping, check_returned, subject
 from d9d_core.errors import BuildError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import TaskSpec
-from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.protocols.metric import Metric
+from d9d_core.protocols.task import FinishesTraining, OwnsMetrics, SeesSteps, StageInputs, Task, WeighsOutputs
 from d9d_core.types import Microbatch, State
 from torch import Tensor
 
 Returned = TypeVar("Returned")
+
+
+class LossTask(Task, Protocol):
+    """Task as the step sees it, whose loss may have a weight that only outputs tell."""
+
+    @property
+    def late(self) -> bool:
+        """Whether only outputs tell the weight of the loss (:class:`~d9d_core.protocols.task.WeighsOutputs`)."""
+        ...
+
+    def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Term -> its weight in this microbatch, which may need the outputs; after ``losses``."""
+        ...
 
 
 class CheckedTask:
@@ -23,11 +37,25 @@ class CheckedTask:
     Args:
         chosen: the task's record.
         task: what was built.
+
+    Raises:
+        BuildError: it weighs outputs, and has not one loss term.
     """
 
     def __init__(self, chosen: Chosen, task: Task) -> None:
         self._chosen = chosen
         self._task = task
+        if self.late and len(task.coefficients) != 1:
+            terms = ", ".join(task.coefficients) or "none"
+            raise BuildError(
+                f"{subject(chosen)} weighs its outputs, so it has one loss term, not these: {terms}; gradients of "
+                "several could not be told apart when their weights are known"
+            )
+
+    @property
+    def late(self) -> bool:
+        """Whether only outputs tell the weight of the loss (:class:`~d9d_core.protocols.task.WeighsOutputs`)."""
+        return isinstance(self._task, WeighsOutputs)
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -57,6 +85,27 @@ class CheckedTask:
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Observation -> detached tensor that metrics may read."""
         return self._checked("observations", self._task.observations(outputs, microbatch), self._check_observations)
+
+    def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
+        """Term -> its weight in this microbatch, which may need the outputs; after ``losses``."""
+        if not isinstance(self._task, WeighsOutputs):
+            return self.weights(microbatch)
+        (term,) = self.coefficients
+        return {term: self._task.weight(outputs, microbatch)}
+
+    def begin_step(self, step: int) -> None:
+        """Tell the task the step (0-based) whose microbatches follow, if it wants to know."""
+        if isinstance(self._task, SeesSteps):
+            self._task.begin_step(step)
+
+    def finalize(self) -> None:
+        """Let the task end the training, if it has something to do then."""
+        if isinstance(self._task, FinishesTraining):
+            self._task.finalize()
+
+    def own_metrics(self) -> Mapping[str, Metric]:
+        """New metrics of the task's own, by name."""
+        return self._task.metrics() if isinstance(self._task, OwnsMetrics) else {}
 
     def _checked(self, method: str, value: Returned, check: Callable[[str, object], None]) -> Returned:
         check(f"{method}()", value)

@@ -22,7 +22,7 @@ from d9d_core.program.actions import (
 )
 from d9d_core.program.placement import Pipeline
 from d9d_core.program.runner import Handler, StageRunner, StepState, Visit
-from d9d_core.protocols.task import StageInputs, Task
+from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch, Pack, TensorSpec
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.checked_task import LossTask
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.randomness import seed_generators
@@ -41,9 +42,15 @@ _NO_STEP = -1
 
 @dataclass(frozen=True)
 class StageLoss:
-    """Loss of a step on this rank: its share of the mean of each term over the microbatches; 0-d float32."""
+    """Loss of a step on this rank, 0-d float32.
+
+    Attributes:
+        terms: this rank's share of the mean of each term over the microbatches; of a task that weighs outputs, the sum.
+        weight: of this rank's outputs, of such a task; ``None`` on ranks without the last stage.
+    """
 
     terms: Mapping[str, Tensor]
+    weight: Tensor | None = None
 
 
 class Executor:
@@ -75,7 +82,7 @@ class Executor:
         pipeline: Pipeline,
         boundaries: Boundaries,
         topology: Topology,
-        task: Task,
+        task: LossTask,
         auxiliary_losses: AuxiliaryLosses,
         tallies: Tallies,
         gradients: Gradients,
@@ -95,6 +102,7 @@ class Executor:
         self._last = len(pipeline.hosts) - 1
         self._position = topology.coordinate["pp"]
         self._task = task
+        self._weight: Tensor | None = None  # of the outputs of this step so far, if the task weighs them
         self._inputs = inputs
         self._auxiliary = auxiliary_losses
         self._tallies = tallies
@@ -119,6 +127,7 @@ class Executor:
         """
         program, backwards, split = self._program(len(pack))
         state = StepState(step, pack, scale, backwards=Counter(backwards), split=split)
+        self._weight = None
         self._auxiliary.begin(scale)
         self._interpret(program, state)
         for counted in state.counted:
@@ -126,7 +135,7 @@ class Executor:
         terms: dict[str, Tensor] = {}
         for of_stage in state.terms.values():
             terms |= {term: terms[term] + mean if term in terms else mean for term, mean in of_stage.items()}
-        return StageLoss(terms)
+        return StageLoss(terms, self._weight)
 
     def evaluate(self, pack: Pack, outputs: Outputs, step: int | None = None) -> None:
         """Run forward over all microbatches, without gradients.
@@ -244,6 +253,7 @@ class Executor:
     def _call(self, stage: int, microbatch: Microbatch, leaves: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         # Asked of the task each time: it replaces its methods after their first call.
         inputs = self._inputs(microbatch) if self._inputs else self._task.inputs(microbatch)
+        kept = inputs.kept if stage == self._last else {}
         own = inputs.first if stage == 0 else leaves
         if both := own.keys() & inputs.shared.keys():
             source = "its first inputs" if stage == 0 else "the previous stage"
@@ -254,7 +264,10 @@ class Executor:
         enabled = self._autocast is not None
         with torch.autocast(self.topology.device.type, self._autocast) if enabled else nullcontext():
             outputs: Mapping[str, Tensor] = self.stages[stage](**own, **inputs.shared)
-        return outputs
+        if both := kept.keys() & outputs.keys():
+            names = ", ".join(sorted(both))
+            raise BuildError(f"the task keeps {names} for its losses, which the model returns, too; rename one of them")
+        return {**outputs, **kept} if kept else outputs
 
     def _hand_on(self, action: Forward, outputs: Mapping[str, Tensor], state: StepState) -> None:
         if self._is_here(action.stage + 1):
@@ -266,6 +279,9 @@ class Executor:
         sums = self._task.losses(outputs, microbatch)
         means = {term: sums[term] * state.scale[term] for term in self._coefficients}
         self._count(self._last, means, state)
+        if self._task.late:
+            (weight,) = self._task.weigh(outputs, microbatch).values()
+            self._weight = weight.detach() if self._weight is None else self._weight + weight.detach()
         return torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
 
     def _observe(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch, state: StepState) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from d9d_core.errors import BuildError
 from d9d_core.protocols.strategy import Reducer
-from torch import nn
+from d9d_core.tensors import local
+from torch import Tensor, nn
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.buckets import Buckets, Member
@@ -48,6 +49,7 @@ class Gradients:
         ties: Ties | None = None,
     ) -> None:
         self._parameters = dict(parameters)
+        self._device = topology.device
         self._reducers = {stage: tuple(of_stage) for stage, of_stage in (reducers or {0: ()}).items()}
         self._ties = ties or Ties()
         self._open = set(self._reducers)
@@ -100,6 +102,18 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         self._ties.reduce()
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        return self._device
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients, which are final, by a 0-d tensor on the device."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                gradient = local(parameter.grad)
+                gradient.mul_(factor.to(gradient.device, non_blocking=True))
 
     def reset(self) -> None:
         """Set all gradients to none, as zero_grad does; their memory is reused by the next step."""

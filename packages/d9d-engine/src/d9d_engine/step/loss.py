@@ -5,35 +5,59 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.protocols.task import Task
+from d9d_core.errors import BuildError
 from d9d_core.types import Pack
 from torch import Tensor
 from torch import distributed as dist
 
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses
+from d9d_engine.step.checked_task import CheckedTask
+from d9d_engine.step.executor import StageLoss
+from d9d_engine.step.gradients import Gradients
 
 
 class LossScale:
     """Scale of each loss sum, so that gradients need no scaling pass.
 
     A term's factor is its coefficient over its weight in all ranks' packs. A term without weight gets the factor zero.
+    Only where the weight follows from outputs (:class:`~d9d_core.protocols.task.WeighsOutputs`) gradients are scaled
+    after the last backward.
 
     Args:
         task: declares the terms and their weights.
         auxiliary_losses: the terms of the model's own modules.
         group: the ranks that see other samples, or other parts of them; ``None`` if there are none.
+        everywhere: those ranks and the stages of the pipeline.
+
+    Raises:
+        BuildError: the task weighs outputs, and modules of the model have losses besides.
     """
 
-    def __init__(self, task: Task, auxiliary_losses: AuxiliaryLosses, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        task: CheckedTask,
+        auxiliary_losses: AuxiliaryLosses,
+        group: dist.ProcessGroup | None = None,
+        everywhere: dist.ProcessGroup | None = None,
+    ) -> None:
         self._task = task
         self._auxiliary = auxiliary_losses
         self._group = group
+        self._everywhere = everywhere
+        if task.late and auxiliary_losses.terms:
+            raise BuildError(
+                f"the task's loss has a weight that only outputs tell, and modules of the model have losses besides "
+                f"({', '.join(auxiliary_losses.terms)}), whose gradients could not be told apart; switch these off"
+            )
 
     def begin(self, pack: Pack) -> Mapping[str, Tensor]:
         """Factors of the terms: 1 / (weight in all ranks' packs), 0-d float32 on the device; zero without weight.
 
         Collective over the group.
         """
+        if self._task.late:
+            one = torch.ones((), device=next(iter(pack[0].values())).device)
+            return dict.fromkeys(self._task.coefficients, one)
         weights = [self._task.weights(microbatch) for microbatch in pack]
         terms = list(self._task.coefficients)
         total = torch.stack([torch.stack([w[term].float() for term in terms]) for w in weights]).sum(0)
@@ -45,6 +69,28 @@ class LossScale:
             dist.all_reduce(total, group=self._group)
         inverse = torch.where(total > 0, 1 / total, torch.zeros_like(total))
         return dict(zip(terms, inverse.unbind(), strict=True))
+
+    def settle(self, loss: StageLoss, gradients: Gradients) -> StageLoss:
+        """Scale loss and gradients by a weight that is known only now. Collective over all ranks, if it is one.
+
+        Args:
+            loss: sums, and the weight of this rank's outputs.
+            gradients: final but for their scale.
+
+        Returns:
+            The loss, as this rank's share of means.
+        """
+        if not self._task.late:
+            return loss
+        total = loss.weight
+        if total is None:  # this rank has no outputs
+            total = torch.zeros((), device=gradients.device)
+        total = total.detach().float().clone()
+        if self._everywhere is not None:
+            dist.all_reduce(total, group=self._everywhere)
+        factor = torch.where(total > 0, 1 / total, torch.zeros_like(total))
+        gradients.scale(factor)
+        return StageLoss({term: value * factor for term, value in loss.terms.items()})
 
 
 def on_device(number: int | float | Tensor, like: Tensor) -> Tensor:

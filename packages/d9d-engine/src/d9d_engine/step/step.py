@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from d9d_core import events as ev
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
-from d9d_core.protocols.task import Task
 from d9d_core.types import Pack
 
 from d9d_engine.step.auxiliary_losses import Tallies
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.step.first_pass import FirstPassRunner
 from d9d_engine.step.gradients import Gradients
@@ -17,13 +17,14 @@ from d9d_engine.step.loss import LossScale
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.tied import Ties
 from d9d_engine.step.totals import Clipper
+from d9d_engine.subscribers.event_bus import Events
 
 
 class TrainStep:
     """Training step: takes one pack and makes one optimizer step. Never waits for the GPU.
 
     Args:
-        task: counts tokens.
+        task: counts tokens, and is told the step.
         first_pass: what the loss needs of a forward before, such as that of a frozen reference model.
         loss_scale: the global weight of each loss term.
         executor: forward and backward over all microbatches.
@@ -40,7 +41,7 @@ class TrainStep:
 
     def __init__(
         self,
-        task: Task,
+        task: CheckedTask,
         first_pass: FirstPassRunner,
         loss_scale: LossScale,
         executor: Executor,
@@ -52,7 +53,7 @@ class TrainStep:
         ties: Ties,
         lr_schedule: LrSchedule,
         tallies: Tallies,
-        events: ev.Events,
+        events: Events,
     ) -> None:
         self.task = task
         self.first_pass = first_pass
@@ -71,6 +72,7 @@ class TrainStep:
     def __call__(self, step: int, pack: Pack) -> ev.StepResult:
         """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""
         self.events.emit(ev.StepStarts(step, pack))
+        self.task.begin_step(step)
 
         self.events.emit(ev.ForwardBackwardStarts(step))
         self.statistics.begin()
@@ -80,6 +82,7 @@ class TrainStep:
         self.events.emit(ev.ForwardBackwardEnds(step))
 
         self.gradients.finish()  # reductions over ranks land; each has exactly one owner
+        loss = self.loss_scale.settle(loss, self.gradients)  # for a task that weighs outputs, gradients are scaled now
         result = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))
 
         self.events.emit(ev.OptimizerStepStarts(step))

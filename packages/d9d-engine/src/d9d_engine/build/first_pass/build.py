@@ -12,7 +12,6 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.peft import SwitchesOff
-from d9d_core.protocols.task import Task
 from torch import nn
 
 from d9d_engine.build.assemble import Assembly
@@ -23,6 +22,7 @@ from d9d_engine.build.plan import circumstances
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.first_pass import FirstForward, FirstPassRunner, GroupRanks, no_first_pass
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.metrics import Statistics
@@ -62,7 +62,7 @@ def build_first_pass(
     selection: Selection,
     assembly: Assembly,
     topology: Topology,
-    task: Task,
+    task: CheckedTask,
     own_task: object,
     running: tuple[AuxiliaryLosses, Tallies, Gradients, Statistics],
     note: Callable[[str], None],

@@ -10,7 +10,6 @@ from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Part, Selection
 from d9d_core.errors import JobError
 from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.task import Task
 from torch import distributed as dist
 
 from d9d_engine.build.assemble import Assembly
@@ -21,6 +20,7 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.evaluation import EvaluationSet, Evaluator, likelihood_of
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.real_samples import RealSamples
+from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
 from d9d_engine.subscribers.config import EarlyStoppingConfig
 
@@ -44,7 +44,7 @@ class Surroundings:
     job: JobConfig
     assembly: Assembly
     topology: Topology
-    task: Task
+    task: CheckedTask
     group: dist.ProcessGroup | None
     note: Callable[[str], None]
 
@@ -54,7 +54,7 @@ def build_evaluator(
     selection: Selection,
     assembly: Assembly,
     topology: Topology,
-    task: Task,
+    task: CheckedTask,
     own_task: object,
     executor: Executor,
     group: dist.ProcessGroup | None,
@@ -108,8 +108,9 @@ def build_set(
     around.task.check(job.model, stream.facts)
     first_pass = first.over(stream, chosen.where)
     statistics = None
-    if metrics:
-        statistics = build_statistics(metrics, around.assembly, topology, around.group, gated=False)
+    if metrics or around.task.own_metrics():
+        own = around.task.own_metrics()
+        statistics = build_statistics(metrics, around.assembly, topology, around.group, gated=False, own=own)
         if statistics.tallied:
             raise JobError(
                 "evaluation.metrics: one of these reads what the model's modules count in training, which an "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
@@ -17,7 +17,12 @@ from d9d_engine.step.metrics import Statistics
 
 
 def build_statistics(
-    parts: Sequence[Part], assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None, gated: bool
+    parts: Sequence[Part],
+    assembly: Assembly,
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    gated: bool,
+    own: Mapping[str, Metric] | None = None,
 ) -> Statistics:
     """Build the metrics of a section.
 
@@ -27,6 +32,7 @@ def build_statistics(
         topology: this process among others.
         group: the ranks over which they are merged; ``None`` if there are none.
         gated: undo the updates of steps that were not finite.
+        own: metrics of the task's own by name.
 
     Raises:
         BuildError: a metric breaks its contract.
@@ -34,7 +40,8 @@ def build_statistics(
     metrics: dict[str, Metric] = {}
     for chosen, config in parts:
         metrics[unique_name(chosen, parts)] = instantiate(chosen, config)
-    statistics = Statistics(metrics, gated=gated, group=group, device=topology.device)
+    every = metrics | {f"task/{name}" if name in metrics else name: metric for name, metric in (own or {}).items()}
+    statistics = Statistics(every, gated=gated, group=group, device=topology.device)
     statistics.attach(assembly.full_model)
     for (chosen, _), metric in zip(parts, metrics.values(), strict=True):
         check_metric(chosen, metric)

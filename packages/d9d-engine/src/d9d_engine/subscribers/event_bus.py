@@ -1,0 +1,65 @@
+"""Bus of the events in :mod:`d9d_core.events`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from d9d_core.events import CATALOGUE, EventsReady
+from d9d_core.protocols.subscriber import OwnEvent, subscriptions_of
+
+
+class Events:
+    """Bus of events: delivers them to the handlers it was built with, in the order of the job file.
+
+    Args:
+        subscribers: observers, or functions that are marked by :func:`~d9d_core.protocols.subscriber.subscribe`.
+
+    Attributes:
+        failure: what a subscriber has raised while :meth:`deferring`; the run is to stop, and to raise it.
+    """
+
+    def __init__(self, subscribers: Iterable[object] = ()) -> None:
+        self.failure: BaseException | None = None
+        self._deferring = False
+        self._dismissed: set[int] = set()
+        handlers: dict[type[Any], list[tuple[int, Callable[[Any], None]]]] = defaultdict(list)
+        for number, subscriber in enumerate(subscribers):
+            for event, handler in subscriptions_of(subscriber):
+                if event not in CATALOGUE and not (isinstance(event, type) and issubclass(event, OwnEvent)):
+                    known = ", ".join(kind.__name__ for kind in CATALOGUE)
+                    who = type(subscriber).__name__
+                    raise TypeError(f"{who} subscribes to {event!r}; events are: {known}, and kinds of OwnEvent")
+                handlers[event].append((number, handler))
+        self._handlers = {event: tuple(found) for event, found in handlers.items()}
+        self.emit(EventsReady(self.emit))
+
+    def emit(self, event: object) -> None:
+        """Call the event's handlers."""
+        for number, handler in self._handlers.get(type(event), ()):
+            if number in self._dismissed:
+                continue
+            try:
+                handler(event)
+            except BaseException as error:
+                self._dismissed.add(number)
+                if not self._deferring or isinstance(error, KeyboardInterrupt):
+                    raise
+                self.failure = self.failure or error
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Keep what subscribers raise inside the block as :attr:`failure`, which is raised at its end."""
+        self._deferring = True
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is not None and error is not self.failure:
+                error.add_note(f"besides, a subscriber had raised {self.failure!r}")
+            raise
+        finally:
+            self._deferring = False
+        if self.failure is not None:
+            raise self.failure
