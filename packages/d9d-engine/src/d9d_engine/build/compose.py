@@ -104,7 +104,9 @@ def build(
     optimizer = build_optimizer(job, selection, assembly.trained())
     events.emit(ev.OptimizerReady(optimizer))
 
-    statistics = build_statistics(selection.metrics, assembly, topology, all_parts, gated=job.nonfinite == "skip")
+    statistics = build_statistics(
+        selection.metrics, assembly, topology, all_parts, job.nonfinite == "skip", when="training"
+    )
     gradients = Gradients(
         trained,
         assembly.ownership,

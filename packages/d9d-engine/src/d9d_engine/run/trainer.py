@@ -254,7 +254,8 @@ class Trainer:
         if not due and progress.step < self.total_steps:
             logbook.record(progress.step, result, None)
         else:
-            logbook.record(progress.step, result, {"lr": lr}, self.step.statistics.compute(), clock.take())
+            statistics = self.step.statistics
+            logbook.record(progress.step, result, {"lr": lr}, statistics.compute(), clock.take(), statistics.beside)
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()

@@ -109,7 +109,7 @@ def build_set(
     first_pass = first.over(stream, chosen.where)
     statistics = None
     if metrics:
-        statistics = build_statistics(metrics, around.assembly, topology, around.group, gated=False)
+        statistics = build_statistics(metrics, around.assembly, topology, around.group, False, "evaluation")
         if statistics.tallied:
             raise JobError(
                 "evaluation.metrics: one of these reads what the model's modules count in training, which an "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from d9d_core.components.contract import check_metric
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.resolve import Part
+from d9d_core.config.resolve import Part, observations_read
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.protocols.metric import Metric
+from d9d_core.traits import ObservesOnDemand, modules_with
 from torch import distributed as dist
 
 from d9d_engine.build.assemble import Assembly
@@ -17,9 +19,14 @@ from d9d_engine.step.metrics import Statistics
 
 
 def build_statistics(
-    parts: Sequence[Part], assembly: Assembly, topology: Topology, group: dist.ProcessGroup | None, gated: bool
+    parts: Sequence[Part],
+    assembly: Assembly,
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    gated: bool,
+    when: Literal["training", "evaluation"],
 ) -> Statistics:
-    """Build the metrics of a section.
+    """Build the metrics of a section, and have the model's modules compute what they read.
 
     Args:
         parts: their records and configs.
@@ -27,18 +34,34 @@ def build_statistics(
         topology: this process among others.
         group: the ranks over which they are merged; ``None`` if there are none.
         gated: undo the updates of steps that were not finite.
+        when: what they are updated in. In training, merged states have a stream of their own, if the device has
+            several; an evaluation waits for the values at once.
 
     Raises:
         BuildError: a metric breaks its contract.
     """
-    metrics: dict[str, Metric] = {}
-    for chosen, config in parts:
-        metrics[unique_name(chosen, parts)] = instantiate(chosen, config)
-    statistics = Statistics(metrics, gated=gated, group=group, device=topology.device)
+    metrics = _instances(parts)
+    beside = when == "training" and group is not None and topology.device.type not in ("cpu", "mps", "meta")
+    twins = _instances(parts) if beside else None
+    statistics = Statistics(metrics, gated=gated, group=group, device=topology.device, twins=twins)
+    _demand(parts, assembly, when)
     statistics.attach(assembly.full_model)
     for (chosen, _), metric in zip(parts, metrics.values(), strict=True):
         check_metric(chosen, metric)
     return statistics
+
+
+def _instances(parts: Sequence[Part]) -> dict[str, Metric]:
+    return {unique_name(chosen, parts): instantiate(chosen, config) for chosen, config in parts}
+
+
+def _demand(parts: Sequence[Part], assembly: Assembly, when: Literal["training", "evaluation"]) -> None:
+    """Have the modules of this rank's stages compute what a metric reads and nothing else needs."""
+    read = frozenset[str]().union(*(observations_read(chosen, config) for chosen, config in parts))
+    for stage in assembly.stages.values():
+        for module in modules_with(stage, ObservesOnDemand).values():
+            for name in sorted(read & set(module.on_demand())):
+                module.observe(name, when)
 
 
 def unique_name(chosen: Chosen, parts: Sequence[Part]) -> str:
