@@ -75,15 +75,16 @@ class AccumulatedMetric:
         The state moves to the device of the values. Nothing waits for it.
 
         Args:
-            values: tensors of the accumulator's shape, or 0-d ones; or numbers.
+            values: tensors of the accumulator's shape, or 0-d ones; or numbers, which go where the tensors are.
 
         Raises:
             JobError: a tensor has another shape than its accumulator.
         """
+        devices = [value.device for value in values.values() if isinstance(value, Tensor)]
         for name, value in values.items():
             one, total = self._accumulators[name], self._state[name]
             if not isinstance(value, Tensor):
-                value = torch.full((), value, dtype=total.dtype, device=total.device)  # noqa: PLW2901
+                value = torch.full((), value, dtype=total.dtype, device=devices[0] if devices else total.device)  # noqa: PLW2901
             if value.device != total.device:
                 total = total.to(value.device, _dtype_on(value.device, total.dtype), non_blocking=True)
             value = value.detach().to(total.dtype)  # noqa: PLW2901
