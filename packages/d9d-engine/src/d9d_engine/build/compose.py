@@ -27,7 +27,7 @@ from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
-from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
+from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances, flops_per_token
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
@@ -35,6 +35,7 @@ from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
+from d9d_engine.run.utilisation import Utilisation
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.gradients import Gradients
@@ -182,6 +183,13 @@ def build(
         events=events,
         ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
         note=note,
+        utilisation=Utilisation(
+            topology.device,
+            topology.world_size,
+            flops_per_token(job, selection),
+            job.logging.peak_tflops,
+            job.logging.memory,
+        ),
     )
 
 

@@ -44,6 +44,7 @@ class Logbook:
         skipped: how many such steps there were before.
         tokens: how many tokens were consumed before.
         write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
+        utilisation: tokens per second -> further values of a step to be logged.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Logbook:
         skipped: int = 0,
         tokens: int = 0,
         write_tables: Callable[[int, Mapping[str, Table]], None] | None = None,
+        utilisation: Callable[[float], Mapping[str, float]] | None = None,
     ) -> None:
+        self._utilisation = utilisation or (lambda _rate: {})
         self._write = write
         self._write_tables = write_tables
         self._watch = watch
@@ -127,7 +130,8 @@ class Logbook:
         loss = values["loss"]
         if entry.host is not None:
             values |= {"tokens": float(self.tokens), **entry.host}
-            values["tokens_per_second"] = (self.tokens - self._tokens_logged) / max(entry.seconds, 1e-9)
+            rate = (self.tokens - self._tokens_logged) / max(entry.seconds, 1e-9)
+            values |= {"tokens_per_second": rate, **self._utilisation(rate)}
             self._tokens_logged = self.tokens
             extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
             self._write(entry.step, {**values, **extra})

@@ -63,6 +63,7 @@ class Trainer:
         events: observers.
         note: prints a line.
         ends: subscribers that may end the run, by name.
+        utilisation: tokens per second -> further values to log.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Trainer:
         events: ev.Events,
         note: Callable[[str], None],
         ends: Mapping[str, EndsTraining] | None = None,
+        utilisation: Callable[[float], Mapping[str, float]] | None = None,
     ) -> None:
         self.job = job
         self.topology = topology
@@ -97,6 +99,7 @@ class Trainer:
         self.events = events
         self.note = note
         self._ends = dict(ends or {})
+        self._utilisation = utilisation
         self._saved: int | None = None  # the step of the last save
         self._between_steps = True
 
@@ -168,7 +171,13 @@ class Trainer:
             self._write(step, values)
 
         logbook = Logbook(
-            write, bar.update, self.job.nonfinite, progress.skipped, progress.tokens, self.trackers.write_tables
+            write,
+            bar.update,
+            self.job.nonfinite,
+            progress.skipped,
+            progress.tokens,
+            self.trackers.write_tables,
+            self._utilisation,
         )
         self._saved = progress.step if progress.step else None
         try:

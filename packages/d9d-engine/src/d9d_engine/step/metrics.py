@@ -16,11 +16,11 @@ from torch import distributed as dist
 from d9d_engine.step.packed_reduction import PackedReduction
 
 #: Series that the loop itself logs.
-_TAKEN = ("finite", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps")
+_TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")
 
 
 def _is_taken(series: str) -> bool:
-    return series in _TAKEN or series.startswith(("loss/", "eval/"))
+    return series in _TAKEN or series.startswith(("loss/", "eval/", "memory/"))
 
 
 class Statistics:
