@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from d9d_core.extend import JobError
@@ -54,13 +55,13 @@ def test_what_is_masked_may_be_nan() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 1e3)), min_size=1, max_size=30))
-def test_a_weighted_mean_is_that_of_numpy(pairs: list[tuple[float, float]]) -> None:
+def test_a_weighted_mean_is_that_of_python(pairs: list[tuple[float, float]]) -> None:
     values, weights = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     found = of("weighted_mean", {"v": values, "w": weights}, weights="w")
     if weights.sum() == 0:
-        assert np.isnan(found)
+        assert math.isnan(found)
     else:
-        assert found == pytest.approx(np.average(values, weights=weights), rel=1e-9, abs=1e-6)
+        assert found == pytest.approx(fmean(values.tolist(), weights.tolist()), rel=1e-9, abs=1e-6)
 
 
 def test_weights_of_samples_hold_for_all_their_values() -> None:
@@ -71,7 +72,7 @@ def test_sums_are_wider_than_what_is_observed() -> None:
     metric = made("sum", values="v")
     metric.update({"v": torch.tensor([2.0**24])})
     metric.update({"v": torch.tensor([1.0])})
-    assert metric.compute()["sum/v"].item() == 2**24 + 1
+    assert metric.compute()["sum_v"].item() == 2**24 + 1
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,8 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
     metric = TokenAccuracy(TokenAccuracyConfig(top=(1, 3)))
     metric.update({"token_ranks": torch.tensor([[0, 2, -1], [5, 0, 3]])})
     assert {name: value.item() for name, value in metric.compute().items()} == {
-        "token_accuracy/top_1": pytest.approx(2 / 5),
-        "token_accuracy/top_3": pytest.approx(3 / 5),
+        "token_accuracy_top_1": pytest.approx(2 / 5),
+        "token_accuracy_top_3": pytest.approx(3 / 5),
     }
     with pytest.raises(JobError, match="this model has another head, and the task observes: token_loss"):
         metric.update({"token_loss": VALUES})
@@ -116,7 +117,7 @@ def test_a_composition_has_a_state_and_a_series_for_each_child() -> None:
     metric.update({"v": VALUES})
     assert metric.state().keys() == {"a.total", "b.total", "b.count"}
     assert {name: value.item() for name, value in metric.compute().items()} == {  # type: ignore[union-attr]
-        "a/sum/v": 10,
+        "a/sum_v": 10,
         "b/m": pytest.approx(10 / 6),
     }
 

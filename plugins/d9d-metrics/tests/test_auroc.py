@@ -9,8 +9,9 @@ from d9d_metrics.auroc.config import AurocConfig
 from d9d_metrics.auroc.metric import Auroc
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score
 from torch import Tensor
+
+roc_auc_score = pytest.importorskip("sklearn.metrics").roc_auc_score
 
 
 def measured(scores: Tensor, targets: Tensor, bins: int = 10000, kind: str = "probabilities") -> tuple[float, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from d9d_core.extend import Vector
@@ -14,12 +14,12 @@ from d9d_metrics.confusion.config import ConfusionConfig
 from d9d_metrics.confusion.metric import ConfusionMetric
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn import metrics as sk
 from torch import Tensor
 
+sk = pytest.importorskip("sklearn.metrics")
 STATISTICS = ["accuracy", "precision", "recall", "f1", "fbeta"]
 AVERAGES = ["micro", "macro", "weighted"]
-ZERO = {"zero": 0, "one": 1, "nan": np.nan}
+ZERO = {"zero": 0, "one": 1, "nan": math.nan}
 quickly = settings(max_examples=40, deadline=None)
 
 
@@ -70,13 +70,12 @@ def made(**fields: Any) -> Any:
 def expected(targets: Any, predicted: Any, zero: float, **how: Any) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scores = {
+        return {
             "precision": sk.precision_score(targets, predicted, zero_division=zero, **how),
             "recall": sk.recall_score(targets, predicted, zero_division=zero, **how),
             "f1": sk.f1_score(targets, predicted, zero_division=zero, **how),
             "fbeta": sk.fbeta_score(targets, predicted, beta=2.0, zero_division=zero, **how),
         }
-    return {name: float(value) if np.ndim(value) == 0 else value for name, value in scores.items()}
 
 
 def assert_equal(found: dict[str, float], wanted: dict[str, float]) -> None:
@@ -151,16 +150,17 @@ def test_binary(pairs: list[tuple[float, int]], threshold: float, zero: str, ran
 @quickly
 @given(st.integers(0, 2**20), st.integers(1, 20), st.integers(2, 4), st.sampled_from(list(ZERO)))
 def test_multilabel(seed: int, count: int, classes: int, zero: str) -> None:
-    generator = np.random.default_rng(seed)
-    targets = (generator.random((count, classes)) < generator.random(classes).round()).astype(int)
-    scores = generator.random((count, classes)).round(1)
+    generator = torch.Generator().manual_seed(seed)
+    often = torch.rand(classes, generator=generator).round()  # some labels never occur
+    targets = (torch.rand(count, classes, generator=generator) < often).long()
+    scores = torch.rand(count, classes, generator=generator).mul(10).round() / 10
     problem = {"kind": "multilabel", "num_classes": classes, "threshold": 0.5}
     make = made(problem=problem, averages=AVERAGES, zero_division=zero, scores="probabilities")
-    found = over_shards(make, {"class_logits": torch.tensor(scores), "labels": torch.tensor(targets)}, 4)
-    predicted = (scores > 0.5).astype(int)
+    found = over_shards(make, {"class_logits": scores, "labels": targets}, 4)
+    predicted = (scores > 0.5).long()
     wanted: dict[str, float] = {}
     for average in AVERAGES:
-        values = expected(targets, predicted, ZERO[zero], average=average)
+        values = expected(targets.numpy(), predicted.numpy(), ZERO[zero], average=average)
         wanted |= {f"{name}_{average}": value for name, value in values.items()}
     right = 1 - sk.hamming_loss(targets, predicted)
     found = {name: value for name, value in found.items() if name != "accuracy_weighted"}  # scikit-learn has none

@@ -161,14 +161,14 @@ from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec
 from d9d_core.untrusted import parse_json, read_regular
 
 if TYPE_CHECKING:
-    from d9d_core.accumulators import AccumulatedMetric, Accumulator
+    from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
     from d9d_core.tensors import full, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
-    "AccumulatedMetric": "d9d_core.accumulators",
-    "Accumulator": "d9d_core.accumulators",
+    "AccumulatedMetric": "d9d_core.components.accumulators",
+    "Accumulator": "d9d_core.components.accumulators",
     "Deferral": "d9d_core.deferral",
     "DeferredWeights": "d9d_core.deferral",
     "full": "d9d_core.tensors",

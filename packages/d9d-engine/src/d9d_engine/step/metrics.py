@@ -13,7 +13,7 @@ from d9d_core.tensors import wide_dtype
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from d9d_engine.step.packed_reduction import PackedReduction
+from d9d_engine.distributed.packed_reduction import PackedReduction
 
 #: Series that the loop itself logs.
 _TAKEN = ("finite", "stop", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "skipped_steps", "mfu")

@@ -17,7 +17,7 @@ class AggregateConfig(PluginConfig):
     """Observation that says which values count: bools, or integers of which -100 does not count, such as ``targets``;
     of the shape of the values, or of their leading dims."""
     series: str | None = None
-    """Name of the series; ``<metric>/<values>`` by default."""
+    """Name of the series; ``<metric>_<values>`` by default."""
 
     @property
     def reads(self) -> Set[str]:
@@ -27,7 +27,7 @@ class AggregateConfig(PluginConfig):
     @property
     def logged(self) -> str:
         """Name of the series."""
-        return self.series or f"{self.selector}/{self.values}"
+        return self.series or f"{self.selector}_{self.values}"
 
 
 class SumConfig(AggregateConfig):

@@ -44,6 +44,6 @@ class TokenAccuracy(AccumulatedMetric):
         self.accumulate(hits=torch.stack(hits), targets=predicted.sum())
 
     def compute(self) -> Mapping[str, Tensor]:
-        """Series ``token_accuracy/top_<k>``; NaN before the first target."""
+        """Series ``token_accuracy_top_<k>``; NaN before the first target."""
         shares = self["hits"] / self["targets"]
-        return {f"token_accuracy/top_{top}": share for top, share in zip(self.config.top, shares.unbind(), strict=True)}
+        return {f"token_accuracy_top_{top}": share for top, share in zip(self.config.top, shares.unbind(), strict=True)}
