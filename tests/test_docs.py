@@ -426,7 +426,7 @@ def test_readmes_name_every_observation_of_a_task_and_who_reads_it(installed: Re
     declared = {
         (task.spec.name, name): {metric.name for metric in metrics if name in metric.reads}
         for task in installed.entries("task")
-        for name in task.spec.observes
+        for name in task.spec.observes | task.spec.on_demand
     }
     assert documented == declared
 

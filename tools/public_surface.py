@@ -30,6 +30,8 @@ DECLARED = (
     *("d9d_data.library.bucketing", "d9d_data.library.packing", "d9d_data.library.padding"),
     *("d9d_data.library.pooling", "d9d_data.library.sharding"),
     "d9d_deepep.config",
+    *("d9d_metrics.aggregate.config", "d9d_metrics.auroc.config", "d9d_metrics.compose.config"),
+    *("d9d_metrics.confusion.config", "d9d_metrics.token_accuracy.config"),
     *("d9d_moe.balancing.balancers", "d9d_moe.balancing.config"),
     *("d9d_moe.dispatch.async_exchange", "d9d_moe.dispatch.local", "d9d_moe.dispatch.permutation"),
     *("d9d_moe.expert_parallel.config", "d9d_moe.expert_parallel.dispatchers"),

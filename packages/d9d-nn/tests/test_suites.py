@@ -47,7 +47,7 @@ class TestCausalLM(TaskSuite):
 
 class TestWeightedCausalLM(TaskSuite):
     target = "causal_lm"
-    observes = ("token_loss", "targets")
+    observes = ("token_loss", "targets", "weights")
 
     def microbatch(self, samples: slice, *, counted: bool = True) -> Mapping[str, Tensor]:
         found = dict(super().microbatch(samples, counted=counted))

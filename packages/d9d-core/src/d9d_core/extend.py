@@ -17,7 +17,7 @@ Everything a component itself needs is here; importing this module imports no to
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
-| metric | ``Metric``, ``StageMetric``, ``Table`` |
+| metric | ``Metric``, ``AccumulatedMetric`` of ``Accumulator``, ``StageMetric``, ``Vector``, ``Table`` |
 | tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
 | subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
@@ -127,7 +127,7 @@ from d9d_core.protocols.inference import (
     Writer,
     WritesText,
 )
-from d9d_core.protocols.metric import Metric, StageMetric, Table
+from d9d_core.protocols.metric import ChoosesObservations, Metric, StageMetric, Table, Vector
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
@@ -164,6 +164,7 @@ from d9d_core.traits import (
     LateInit,
     LayoutDependent,
     LossTerm,
+    ObservesOnDemand,
     PipelineStage,
     Routing,
     TensorParallelizable,
@@ -175,11 +176,14 @@ from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec
 from d9d_core.untrusted import parse_json, read_regular
 
 if TYPE_CHECKING:
+    from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
     from d9d_core.tensors import full, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
+    "AccumulatedMetric": "d9d_core.components.accumulators",
+    "Accumulator": "d9d_core.components.accumulators",
     "Deferral": "d9d_core.deferral",
     "DeferredWeights": "d9d_core.deferral",
     "full": "d9d_core.tensors",
@@ -193,6 +197,8 @@ __all__ = [
     "FOREIGN_FAILURES",
     "ROW",
     "TRAITS",
+    "AccumulatedMetric",
+    "Accumulator",
     "Action",
     "Adapts",
     "AddsLosses",
@@ -203,6 +209,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointSaved",
     "CheckpointStarts",
+    "ChoosesObservations",
     "Columns",
     "ContextParallelizable",
     "Continuation",
@@ -262,6 +269,7 @@ __all__ = [
     "ModelReady",
     "Named",
     "NonFiniteError",
+    "ObservesOnDemand",
     "OpSignature",
     "OpSlot",
     "Optimizer",
@@ -329,6 +337,7 @@ __all__ = [
     "Transfer",
     "TwoPassTask",
     "ValuesLogged",
+    "Vector",
     "Visit",
     "WakeEnds",
     "WakeStarts",

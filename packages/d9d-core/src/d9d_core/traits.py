@@ -222,6 +222,22 @@ class HasTallies(Protocol):
 
 
 @runtime_checkable
+class ObservesOnDemand(Protocol):
+    """``model:observes``: the module computes some observations for metrics only if a metric reads them.
+
+    They are further outputs of the model, which the task hands on if they are there.
+    """
+
+    def on_demand(self) -> Collection[str]:
+        """Names of the observations that it can compute."""
+        ...
+
+    def observe(self, name: str, when: Literal["training", "evaluation"]) -> None:
+        """Compute one of them from now on: in training, or in forwards of a module in ``eval`` mode."""
+        ...
+
+
+@runtime_checkable
 class Adapts(HasTallies, Protocol):
     """``model:adapts``: the module changes buffers of its own once per optimizer step, in the same way on all ranks."""
 
@@ -299,6 +315,7 @@ TRAITS: Mapping[str, type] = {
     "model:banks": HasBanks,
     "model:losses": AddsLosses,
     "model:tallies": HasTallies,
+    "model:observes": ObservesOnDemand,
     "model:adapts": Adapts,
     "model:layout_dependent": LayoutDependent,
     "model:pipeline": PipelineStage,

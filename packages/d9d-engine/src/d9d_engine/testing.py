@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from d9d_engine.build.initialise import initialise
     from d9d_engine.checkpoint.store import CheckpointStore
     from d9d_engine.distributed.devices import load_kernels_eagerly
+    from d9d_engine.distributed.packed_reduction import PackedReduction
     from d9d_engine.distributed.simulate import simulated_world
     from d9d_engine.step.metrics import Statistics
     from d9d_engine.trackers.hub import TrackerHub
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "initialise": "d9d_engine.build.initialise",
     "CheckpointStore": "d9d_engine.checkpoint.store",
+    "PackedReduction": "d9d_engine.distributed.packed_reduction",
     "Statistics": "d9d_engine.step.metrics",
     "TrackerHub": "d9d_engine.trackers.hub",
     "load_kernels_eagerly": "d9d_engine.distributed.devices",
@@ -48,6 +50,7 @@ __all__ = [
     "Layout",
     "Limits",
     "Measurement",
+    "PackedReduction",
     "Record",
     "Statistics",
     "Tolerance",

@@ -18,6 +18,7 @@ def d9d_tasks() -> Iterable[TaskSpec]:
         config=Ref("d9d_nn.causal_lm.config:CausalLMConfig"),
         build=Ref("d9d_nn.causal_lm.task:CausalLM"),
         observes=frozenset({"token_loss", "targets"}),
+        on_demand=frozenset({"token_ranks", "weights"}),
         requires=frozenset({"model:causal_lm"}),
     )
     yield TaskSpec(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import Table
+from d9d_core.extend import Table, Vector
 from d9d_testing.suites.metric import MetricSuite
 from torch import Tensor
 
@@ -37,9 +37,11 @@ class Statistics:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self.values = dict(state)
 
-    def compute(self) -> Mapping[str, Tensor | Table]:
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
         mean = self.values["sum"] / self.values["count"].clamp(min=1)
-        return {"mean": mean, "largest": self.values["largest"], "table": Table(mean.reshape(1, 1))}
+        largest = self.values["largest"]
+        both = Vector(torch.stack([mean, largest]), ("mean", "largest"))
+        return {"mean": mean, "largest": largest, "table": Table(mean.reshape(1, 1)), "both": both}
 
     def reset(self) -> None:
         self.values = {name: torch.zeros_like(value) for name, value in self.values.items()}
@@ -72,7 +74,7 @@ class RemembersBesideTheState(Statistics):
         super().update(observations)
         self.seen += 1
 
-    def compute(self) -> Mapping[str, Tensor | Table]:
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
         return {**super().compute(), "updates": torch.tensor(float(self.seen > 1))}
 
 
@@ -86,7 +88,7 @@ class GrowsItsState(Statistics):
         self.values.setdefault("largest", torch.zeros(()).double())
         super().update(observations)
 
-    def compute(self) -> Mapping[str, Tensor | Table]:
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
         return {"mean": self.values["sum"] / self.values["count"].clamp(min=1)}
 
 
@@ -97,21 +99,62 @@ class WidensItsState(Statistics):
 
 
 class ResetsInCompute(Statistics):
-    def compute(self) -> Mapping[str, Tensor | Table]:
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
         computed = super().compute()
         self.reset()
         return computed
 
 
 class NamesSeriesByValue(Statistics):
-    def compute(self) -> Mapping[str, Tensor | Table]:
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
         count = self.values["count"].item()
         return {f"mean_of_{count:g}": self.values["sum"] / max(count, 1)}
 
 
-class ReturnsVectors(Statistics):
-    def compute(self) -> Mapping[str, Tensor | Table]:
-        return {"all": torch.stack(list(self.values.values()))}
+class ReturnsMatrices(Statistics):
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        return {"all": torch.stack(list(self.values.values())).reshape(1, -1)}
+
+
+class LogsClassesThatOccur(Statistics):
+    """A vector of as many values as there were samples, up to four."""
+
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        return {"each": torch.zeros(min(int(self.values["count"]), 4))}
+
+
+class NamesClassesByValue(Statistics):
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        return {"all": Vector(self.values["sum"].reshape(1), (f"of {self.values['count']:g}",))}
+
+
+class CountsInBooleans(Statistics):
+    """Whether there was a sample: a state that NCCL does not add."""
+
+    reductions = {**Statistics.reductions, "any": "max"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values["any"] = torch.zeros((), dtype=torch.bool)
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        seen = self.values["any"]
+        super().update(observations)
+        self.values["any"] = seen | torch.ones_like(seen)
+
+
+class DividesInPlace(Statistics):
+    """Writes the mean into the state, and the sum back."""
+
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        self.values["sum"].div_(self.values["count"].clamp(min=1))
+        return {"mean": self.values["sum"].clone(), "largest": self.values["largest"]}
+
+
+class ReadsInCompute(Statistics):
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        count = max(self.values["count"].item(), 1)
+        return {"mean": self.values["sum"] / count, "largest": self.values["largest"]}
 
 
 class ReadsOnTheHost(Statistics):
@@ -160,7 +203,12 @@ FAULTS = {
     "state changes its dtype": ({"made_of": WidensItsState}, "it must stay the same"),
     "computing resets": ({"made_of": ResetsInCompute}, ""),
     "series are named by value": ({"made_of": NamesSeriesByValue}, ""),
-    "values are vectors": ({"made_of": ReturnsVectors}, "return 0-d tensors"),
+    "values are matrices": ({"made_of": ReturnsMatrices}, "return 0-d or 1-D tensors"),
+    "a series for each class that occurs": ({"made_of": LogsClassesThatOccur}, "keep all of them"),
+    "names of classes change": ({"made_of": NamesClassesByValue}, "keep all of them"),
+    "state of booleans": ({"made_of": CountsInBooleans}, "cannot be reduced by every backend"),
+    "computing writes into the state": ({"made_of": DividesInPlace}, "must not change anything"),
+    "computing reads on the host": ({"made_of": ReadsInCompute}, "waits for the device"),
     "reads values on the host": ({"made_of": ReadsOnTheHost}, "reads values on the host"),
     "writes into observations": ({"made_of": WritesIntoObservations}, ""),
     "loads half of the state": ({"made_of": LoadsHalf}, ""),

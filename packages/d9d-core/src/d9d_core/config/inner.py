@@ -43,6 +43,9 @@ def _found(value: Any, where: str, kind: str | None) -> Iterator[tuple[str, str,
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _found(item, f"{where}[{index}]", kind)
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _found(item, f"{where}.{name}", kind)
 
 
 def _kind(annotations: tuple[Any, ...]) -> str | None:

@@ -150,10 +150,15 @@ class Gradients(Section):
 
 
 class Logging(Section):
-    """Interval of log entries."""
+    """Interval of log entries, and what the loop logs of the device."""
 
     every: PositiveInt = 10
     """Steps between two log entries; the first and the last step are always logged."""
+    peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Peak of one device in TFLOP/s, for the series ``mfu``; by default the vendor's for dense bfloat16, on GPUs that
+    are known."""
+    memory: bool | None = None
+    """Log the peaks of memory so far, of the first process; by default on GPUs only."""
 
 
 class Best(Section):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from d9d_core.config.base import PluginConfig
+from d9d_core.config.base import PluginConfig, closest
 from d9d_core.config.evaluation import Evaluation
 from d9d_core.config.inference import InferenceConfig
 from d9d_core.config.inner import choose
@@ -16,6 +16,7 @@ from d9d_core.plugin.capabilities import Chosen, Circumstances, Verdict, judge, 
 from d9d_core.plugin.kernels import find_kernel
 from d9d_core.plugin.records import MetricSpec, ModelSpec, TaskSpec
 from d9d_core.plugin.registry import Registry
+from d9d_core.protocols.metric import ChoosesObservations
 
 Part = tuple[Chosen, PluginConfig]
 Selected = TypeVar("Selected", bound="Parts")
@@ -218,12 +219,22 @@ def _check_metrics(selection: Selection) -> None:
     task = selection.task.spec
     if not isinstance(task, TaskSpec) or task.observes is None:
         return
+    known = task.observes | task.on_demand
     failed = []
-    for chosen, _ in (*selection.metrics, *selection.evaluation_metrics):
-        assert isinstance(chosen.spec, MetricSpec)
-        if missing := chosen.spec.reads - task.observes:
-            names, has = ", ".join(sorted(missing)), ", ".join(sorted(task.observes)) or "nothing"
-            does_not = f"which task {selection.task.entry} does not observe; it observes: {has}"
-            failed.append(f"{chosen.where}: metric {chosen.entry} reads {names}, {does_not}")
+    for chosen, config in (*selection.metrics, *selection.evaluation_metrics):
+        for missing in sorted(observations_read(chosen, config) - known):
+            near = closest(missing, sorted(known))
+            hint = f"did you mean '{near}'? " if near else ""
+            has = f"{hint}it observes: {', '.join(sorted(known)) or 'nothing'}"
+            does_not = f"which task {selection.task.entry} does not observe; {has}"
+            failed.append(f"{chosen.where}: metric {chosen.entry} reads {missing}, {does_not}")
     if failed:
         raise JobError("\n".join(failed))
+
+
+def observations_read(chosen: Chosen, config: PluginConfig) -> Set[str]:
+    """Observations that a metric cannot do without, with those of the metrics inside it."""
+    assert isinstance(chosen.spec, MetricSpec)
+    own = config.reads if isinstance(config, ChoosesObservations) else chosen.spec.reads
+    inside = [observations_read(inner, of) for inner, of in chosen.inner if isinstance(of, PluginConfig)]
+    return frozenset(own).union(*inside)

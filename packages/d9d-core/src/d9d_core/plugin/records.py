@@ -165,14 +165,18 @@ class TaskSpec(ConfiguredSpec):
     Attributes:
         observes: names of what :meth:`d9d_core.extend.Task.observations` returns, so that a metric that cannot work
             with the task is refused before anything is built; ``None`` if they are not known here.
+        on_demand: further names, of what is there if a metric reads it and the model can compute it
+            (:class:`d9d_core.extend.ObservesOnDemand`), or if the data has it.
     """
 
     observes: Set[str] | None = None
+    on_demand: Set[str] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.observes is not None:
             object.__setattr__(self, "observes", _tokens(self.observes, "observations"))
+        object.__setattr__(self, "on_demand", _tokens(self.on_demand, "observations"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +199,8 @@ class MetricSpec(ConfiguredSpec):
     """A metric over the task's observations. ``build(config) -> Metric``.
 
     Attributes:
-        reads: names of the task's observations that it cannot do without; empty if it reads what modules tally.
+        reads: names of the task's observations that it cannot do without; empty if it reads what modules tally, or if
+            its config says which they are (:class:`d9d_core.extend.ChoosesObservations`).
     """
 
     reads: Set[str] = frozenset()

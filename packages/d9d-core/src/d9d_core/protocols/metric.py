@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -40,6 +40,32 @@ class Table:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """Vector of a metric with names: logged as one series for each of its values, ``<series>/<name>``.
+
+    A plain 1-D tensor is logged in the same way, its values counted from 0.
+
+    Attributes:
+        values: [N]; N is the same in every period.
+        names: the names of the values, all different.
+
+    Raises:
+        ValueError: there is not one name for each value, or a name twice.
+    """
+
+    values: Tensor
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.values.ndim != 1 or len(self.names) != len(self.values):
+            raise ValueError(
+                f"a vector of shape {list(self.values.shape)} has {len(self.names)} names; give one for each value"
+            )
+        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
+            raise ValueError(f"several values of a vector are named {', '.join(twice)}; give each a name of its own")
+
+
 class Metric(Protocol):
     """Protocol of a metric: a statistic whose state can be merged over ranks and saved."""
 
@@ -60,8 +86,12 @@ class Metric(Protocol):
         """Continue from a (merged or saved) state."""
         ...
 
-    def compute(self) -> Mapping[str, Tensor | Table]:
-        """Values of the present state: series name -> 0-d value or table, as device tensors."""
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        """Values of the present state, as device tensors: series name -> 0-d value, 1-D values (or a vector) or table.
+
+        On a GPU this may run on another stream than the updates, in an instance of the metric that is never updated and
+        loads merged states only.
+        """
         ...
 
     def reset(self) -> None:
@@ -85,4 +115,14 @@ class StageMetric(Protocol):
         Raises:
             BuildError: the model has nothing to observe.
         """
+        ...
+
+
+@runtime_checkable
+class ChoosesObservations(Protocol):
+    """Config of a metric whose fields name the observations that it reads, in place of its record's ``reads``."""
+
+    @property
+    def reads(self) -> Set[str]:
+        """Names of the task's observations that the metric cannot do without."""
         ...

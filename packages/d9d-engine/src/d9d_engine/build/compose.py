@@ -29,7 +29,7 @@ from d9d_engine.build.parts.data import open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
-from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances
+from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances, flops_per_token
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
@@ -49,6 +49,7 @@ from d9d_engine.step.tied import find_ties
 from d9d_engine.step.totals import Clipper
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
+from d9d_engine.trackers.utilisation import Utilisation
 
 
 def build(
@@ -109,7 +110,7 @@ def build(
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = build_statistics(
-        selection.metrics, assembly, topology, all_parts, gated=job.nonfinite == "skip", own=task.own_metrics()
+        selection.metrics, assembly, topology, all_parts, job.nonfinite == "skip", "training", task.own_metrics
     )
     gradients = Gradients(
         trained,
@@ -194,6 +195,13 @@ def build(
             ),
             ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
             note=note,
+            utilisation=Utilisation(
+                topology.device,
+                topology.world_size,
+                flops_per_token(job, selection),
+                job.logging.peak_tflops,
+                job.logging.memory,
+            ),
         )
     )
 

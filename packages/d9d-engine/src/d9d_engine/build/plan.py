@@ -109,7 +109,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         assembly=assembly,
         parameters=(sum(p.numel() for p in assembly.full_model.parameters()), sum(p.numel() for p in trained.values())),
         memory=memory,
-        flops_per_token=_flops(job, selection),
+        flops_per_token=flops_per_token(job, selection),
         program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),
         groups=dict(optimizer.describe()),
         pretrained=pretrained,
@@ -151,7 +151,8 @@ def build_optimizer(job: JobConfig, selection: Selection, trained: Mapping[str, 
     return optimizer
 
 
-def _flops(job: JobConfig, selection: Selection) -> float | None:
+def flops_per_token(job: JobConfig, selection: Selection) -> float | None:
+    """FLOPs of forward and backward of a token; ``None`` if the model or the data does not tell."""
     spec = selection.model.spec
     length = getattr(job.data, "sequence_length", None)
     if not isinstance(spec, ModelSpec) or spec.flops is None or length is None:

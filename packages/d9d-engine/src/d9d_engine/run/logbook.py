@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -43,6 +44,7 @@ class Logbook:
         skipped: how many such steps there were before.
         tokens: how many tokens were consumed before.
         write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
+        utilisation: tokens per second -> further values of a step to be logged.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class Logbook:
         skipped: int = 0,
         tokens: int = 0,
         write_tables: Callable[[int, Mapping[str, Table]], None] | None = None,
+        utilisation: Callable[[float], Mapping[str, float]] | None = None,
     ) -> None:
+        self._utilisation = utilisation or (lambda _rate: {})
         self._write = write
         self._write_tables = write_tables
         self._watch = watch
@@ -71,6 +75,7 @@ class Logbook:
         logged: Mapping[str, float] | None,
         measured: Mapping[str, Tensor | Table] | None = None,
         seconds: float = 0.0,
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Take in a step; older steps whose values have arrived are written.
 
@@ -80,6 +85,8 @@ class Logbook:
             logged: host values to log with it; ``None`` if the step is not logged.
             measured: further 0-d device tensors to log, and tables.
             seconds: time since the last step that was logged, for the series ``tokens_per_second``.
+            beside: makes the stream that ``measured`` may be read in the current one; then the copy is made there, and
+                the stream of the step does not wait for what was measured.
 
         Raises:
             NonFiniteError: an earlier step was not finite and the policy is ``error``.
@@ -95,13 +102,8 @@ class Logbook:
                 elif self._write_tables is not None:
                     tables[name] = value
         cells = [*tensors.values(), *(table.values for table in tables.values())]
-        values = torch.cat([tensor.flatten().to(wide_dtype(tensor.device)) for tensor in cells])
-        copied = None
-        if values.device.type != "cpu":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = host.copy_(values, non_blocking=True)
-            copied = torch.Event(tensors["loss"].device)
-            copied.record()
+        with nullcontext() if measured is None else beside():
+            values, copied = _copied(cells)
         self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged, seconds))
         limit = MAX_PENDING if copied is not None else 0
         while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
@@ -128,7 +130,8 @@ class Logbook:
         loss = values["loss"]
         if entry.host is not None:
             values |= {"tokens": float(self.tokens), **entry.host}
-            values["tokens_per_second"] = (self.tokens - self._tokens_logged) / max(entry.seconds, 1e-9)
+            rate = (self.tokens - self._tokens_logged) / max(entry.seconds, 1e-9)
+            values |= {"tokens_per_second": rate, **self._utilisation(rate)}
             self._tokens_logged = self.tokens
             extra = {"skipped_steps": float(self.skipped)} if self.skipped else {}
             self._write(entry.step, {**values, **extra})
@@ -145,6 +148,24 @@ class Logbook:
                 f"step {step}: {what}; this step changed nothing. Look at its data, lower the learning rate, "
                 "or set 'nonfinite: skip' to go on without such steps"
             )
+
+
+def _copied(cells: Sequence[Tensor]) -> tuple[Tensor, torch.Event | None]:
+    """Copy all cells to the host in one row, in the current stream; the event passes when it is there."""
+    device = cells[0].device
+    values = torch.cat([tensor.flatten().to(wide_dtype(tensor.device)) for tensor in cells])
+    if device.type == "cpu":
+        return values, None
+    current = torch.accelerator.current_stream(device)
+    if device.type != "mps":  # which has one stream
+        for cell in cells:
+            # Cells of another stream: the allocator would give their memory away while this one still reads it.
+            cell.record_stream(current)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.Event(device)
+    copied.record(current)
+    return host, copied
 
 
 def _filled(tables: Mapping[str, Table], cells: Tensor) -> dict[str, Table]:

@@ -51,6 +51,7 @@ class Collaborators:
         events: observers.
         note: prints a line.
         sleeper: releases memory of the device.
+        utilisation: tokens per second -> further values to log.
         ends: subscribers that may end the run, by name.
     """
 
@@ -68,6 +69,7 @@ class Collaborators:
     events: Events
     note: Callable[[str], None]
     sleeper: Sleeper
+    utilisation: Callable[[float], Mapping[str, float]]
     ends: Mapping[str, EndsTraining] = field(default_factory=dict)
 
     @property
@@ -110,6 +112,7 @@ class OpenRun:
             progress.skipped,
             progress.tokens,
             parts.trackers.write_tables,
+            parts.utilisation,
         )
         self._saved = progress.step or None  # the step of the last save
         self._retry: int | None = None  # the step after which a save that failed is tried again
@@ -217,18 +220,18 @@ class OpenRun:
             self.parts.note(f"saved after step {self.progress.step}, for what follows: {type(error).__name__}")
 
     def _record(self, result: ev.StepResult) -> None:
-        progress, lr = self.progress, self.parts.step.optimizer.lr
+        progress, statistics = self.progress, self.parts.step.statistics
+        lr = self.parts.step.optimizer.lr
         self.bar.issued(progress.step, lr)
         due = progress.step % self.parts.job.logging.every == 0 or progress.step == 1
         if not due and progress.step < self.parts.total_steps:
             self._logbook.record(progress.step, result, None)
         else:
-            self._logbook.record(
-                progress.step, result, {"lr": lr}, self.parts.step.statistics.compute(), self.clock.take()
-            )
+            values = statistics.compute()
+            self._logbook.record(progress.step, result, {"lr": lr}, values, self.clock.take(), statistics.beside)
         progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
         if due:  # else the period goes on, should the run be prolonged
-            self.parts.step.statistics.reset()
+            statistics.reset()
 
     def _save(self, wait: bool = False) -> bool:
         progress = self.progress

@@ -8,7 +8,7 @@ from d9d_core.config.base import PluginConfig
 from pydantic import Field, PositiveInt, field_validator
 
 #: Series that differ from rank to rank, so that ranks would end at different steps, or that never stop getting better.
-_NOT_COMPARED = ("tokens_per_second", "tokens", "lr", "skipped_steps")
+_NOT_COMPARED = ("tokens_per_second", "tokens", "lr", "skipped_steps", "mfu")
 
 
 class EarlyStoppingConfig(PluginConfig):

@@ -13,6 +13,7 @@ from d9d_core.extend import Microbatch, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
+from d9d_nn.heads.causal_lm import RANKS
 from d9d_nn.heads.choice import check_language_model, read_output
 from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
@@ -85,6 +86,13 @@ class CausalLM:
         return {_TERM: (loss * microbatch["weights"]).sum() if "weights" in microbatch else loss.sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """Observations ``token_loss``, without weights, and ``targets``."""
+        """Observations ``token_loss``, without weights, and ``targets``; ``weights`` if the data has them.
+
+        If a metric reads ``token_ranks``, also those.
+        """
         loss = read_output(outputs, "token_loss", self.config.head)
-        return {"token_loss": loss.detach(), "targets": microbatch["targets"]}
+        weights = {"weights": microbatch["weights"]} if "weights" in microbatch else {}
+        names = (f"{self.config.head}/{RANKS}", RANKS)
+        ranks = next((outputs[name] for name in names if name in outputs), None)
+        further = weights if ranks is None else {**weights, RANKS: ranks}
+        return {"token_loss": loss.detach(), "targets": microbatch["targets"], **further}

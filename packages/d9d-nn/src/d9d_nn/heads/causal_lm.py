@@ -5,14 +5,18 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Literal
 
 import torch
 from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
+from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_ranks, target_ranks
+
+#: Observation that is computed on demand.
+RANKS = "token_ranks"
 
 
 class VocabularyWeight(nn.Module):
@@ -70,6 +74,7 @@ class CausalLMHead(nn.Module):
         self.linear_cross_entropy = OpSlot(
             "linear_cross_entropy", linear_cross_entropy, features=hidden_size, vocabulary=vocabulary
         )
+        self._ranked: set[str] = set()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -80,6 +85,15 @@ class CausalLMHead(nn.Module):
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slot of the fused projection and loss."""
         return {"linear_cross_entropy": self.linear_cross_entropy}
+
+    def on_demand(self) -> Collection[str]:
+        """Observation ``token_ranks``; see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`."""
+        return (RANKS,)
+
+    def observe(self, name: str, when: Literal["training", "evaluation"]) -> None:
+        """Compute the ranks from now on: in training, or in forwards in ``eval`` mode."""
+        if name == RANKS:
+            self._ranked.add(when)
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the parts of the weight: split over the vocabulary. A weight in one piece is for its owner."""
@@ -96,7 +110,8 @@ class CausalLMHead(nn.Module):
             tied_weight: [V, H], exactly if the head is tied.
 
         Returns:
-            ``{"token_loss": float32 [B, S]}`` with targets, else ``{"logits": [B, S, V]}``.
+            ``{"token_loss": float32 [B, S]}`` with targets, and ``"token_ranks"`` int64 [B, S] if they were asked for;
+            else ``{"logits": [B, S, V]}``.
 
         Raises:
             ValueError: a tied head got no weight, or an untied one got one.
@@ -106,7 +121,17 @@ class CausalLMHead(nn.Module):
         weight = self._own_weight() if tied_weight is None else tied_weight
         if targets is None:
             return {"logits": functional.linear(hidden, weight)}
-        return {"token_loss": self.linear_cross_entropy(hidden, weight, targets)}
+        return self.of_tokens(self.linear_cross_entropy, hidden, weight, targets)
+
+    def of_tokens(self, slot: OpSlot, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Loss of each token, by the op of a slot, and its rank if a metric reads that."""
+        if ("training" if self.training else "evaluation") not in self._ranked:
+            return {"token_loss": slot(hidden, weight, targets)}
+        if slot.backend == "reference":
+            loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets)
+        else:  # a backend that keeps its logits to itself
+            loss, ranks = slot(hidden, weight, targets), target_ranks(hidden, weight, targets)
+        return {"token_loss": loss, RANKS: ranks}
 
     def _own_weight(self) -> Tensor:
         if self.weight is not None:

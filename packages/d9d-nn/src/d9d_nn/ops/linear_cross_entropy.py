@@ -46,19 +46,64 @@ def linear_cross_entropy(
         the hidden state may be anything, NaN included: unlike in :func:`torch.nn.functional.cross_entropy`, nothing of
         it reaches the gradient of the weight.
     """
+    rows, keep = _chunks(hidden, weight, targets, rows, keep)  # of the number format before autocast
+    dtype = _autocast_dtype(hidden)
+    if dtype is not None:
+        # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
+        with torch.autocast(hidden.device.type, enabled=False):
+            return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep, False)
+    return loss
+
+
+def linear_cross_entropy_with_ranks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss of :func:`linear_cross_entropy`, bit for bit, and the rank of each target among all words.
+
+    Ranks are counted from the logits of a chunk while they exist: for one more pass over them, and no matrix product.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H].
+        targets: int64 [...]; :data:`IGNORE` where nothing is predicted.
+        rows: C; ``None`` chooses by device and V.
+        keep: whether to keep the logits; ``None`` decides by their number.
+
+    Returns:
+        The loss, and the ranks int64 [...]: how many logits are larger than the target's. So 0 is a right prediction,
+        and less than k one of the k most probable; words as probable as the target do not count against it. V where the
+        target's logit is NaN, and -1 where the target is :data:`IGNORE`. Counts of parts of the vocabulary add up.
+    """
+    rows, keep = _chunks(hidden, weight, targets, rows, keep)
+    dtype = _autocast_dtype(hidden)
+    if dtype is not None:
+        with torch.autocast(hidden.device.type, enabled=False):
+            return linear_cross_entropy_with_ranks(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
+    found: tuple[Tensor, Tensor] = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep, True)
+    return found
+
+
+def target_ranks(hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
+    """Ranks of :func:`linear_cross_entropy_with_ranks` alone, for losses that another backend computes; no graph."""
+    with torch.no_grad():
+        return linear_cross_entropy_with_ranks(hidden, weight, targets, rows=rows, keep=False)[1]
+
+
+def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    device = hidden.device.type
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
+def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None) -> tuple[int, bool]:
+    """Tokens of a chunk, and whether the logits are kept."""
     vocabulary = weight.shape[0]
     if rows is None:
         rows = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
     if keep is None:
         keep = targets.numel() * vocabulary <= _may_be_kept(hidden)
-    device = hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
-        dtype = torch.get_autocast_dtype(device)
-        with torch.autocast(device, enabled=False):
-            return linear_cross_entropy(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets, rows, keep)
-    return loss
+    return rows, keep
 
 
 def _may_be_kept(hidden: Tensor) -> int:
@@ -95,9 +140,16 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
+def _chunk_ranks(logits: Tensor, words: Tensor) -> Tensor:
+    """Number [C] of logits [C, V] that are not at most that of the word int64 [C, 1]; a NaN is never at most it."""
+    return logits.shape[1] - (logits <= logits.gather(1, words)).sum(1)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, keep: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, keep: bool, ranked: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         shape, targets = targets.shape, targets.flatten()
         predicted = targets != IGNORE
         # Any valid index where masked below; other negative targets stay what they are, which is an index error.
@@ -108,18 +160,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
         losses = hidden.new_empty(shape, dtype=_wide(hidden.dtype))
         flat = losses.view(-1)
+        ranks = torch.empty(shape, dtype=torch.int64, device=hidden.device) if ranked else None
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             logits = functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]
             flat[chunk] = _chunk_loss(logits, words[chunk])
+            if ranks is not None:
+                ranks.view(-1)[chunk] = _chunk_ranks(logits, words[chunk])
         flat.masked_fill_(~predicted, 0)
         ctx.save_for_backward(hidden, weight, words, predicted, kept)
         ctx.rows = rows
-        return losses
+        if ranks is None:
+            return losses
+        ranks.view(-1).masked_fill_(~predicted, -1)
+        ctx.mark_non_differentiable(ranks)
+        return losses, ranks
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad_loss: Tensor, *_ranks: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, words, predicted, kept = ctx.saved_tensors
         grad_token = grad_loss.flatten().masked_fill(~predicted, 0).unsqueeze(1)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -134,4 +193,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_weight is None:
                 continue
             _add_product(grad_weight, grad_logits.mT, hidden[chunk])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None

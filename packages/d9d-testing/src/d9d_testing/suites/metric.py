@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import StageMetric, Table
-from d9d_engine.testing import Statistics
+from d9d_core.extend import StageMetric, Table, Vector
+from d9d_engine.testing import PackedReduction, Statistics
 from torch import Tensor, nn
 
 from d9d_testing.suites.support.component import ComponentSuite
@@ -21,6 +21,8 @@ _OPERATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max": lambda shards: shards.amax(0),
     "min": lambda shards: shards.amin(0),
 }
+#: Dtypes that gloo and NCCL both reduce, by sums, maxima and minima.
+_REDUCED = (torch.float16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
 class MetricSuite(ComponentSuite):
@@ -150,15 +152,46 @@ class MetricSuite(ComponentSuite):
         unknown = set(self.made().compute()) - set(names)
         assert not unknown, f"before the first update there are series {sorted(unknown)} that later are none"
 
-    def test_values_are_scalars_or_tables_without_a_graph(self) -> None:
-        """What can be logged."""
+    def test_values_can_be_logged(self) -> None:
+        """Scalars, vectors or tables, without a graph."""
         for name, value in self.updated([slice(0, self.samples)]).compute().items():
+            found = value.values if isinstance(value, Table | Vector) else value
+            assert isinstance(found, Tensor), f"{name} is a {type(value).__name__}; return tensors, Vectors or Tables"
             if isinstance(value, Table):
-                assert value.values.ndim == 2, f"table {name} has shape {tuple(value.values.shape)}; it needs two dims"
-                continue
-            assert isinstance(value, Tensor), f"{name} is a {type(value).__name__}; return 0-d tensors or Tables"
-            assert value.ndim == 0, f"{name} has shape {tuple(value.shape)}; return 0-d tensors, or a Table"
-            assert not value.requires_grad, f"{name} carries a graph; detach what is observed"
+                assert found.ndim == 2, f"table {name} has shape {tuple(found.shape)}; it needs two dims"
+            else:
+                assert found.ndim < 2, f"{name} has shape {tuple(found.shape)}; return 0-d or 1-D tensors, or a Table"
+            assert not found.requires_grad, f"{name} carries a graph; detach what is observed"
+
+    def test_vectors_keep_their_series(self) -> None:
+        """Each value of a vector is a series, which trackers and charts know by name."""
+        wholes = [self.made(), self.updated([slice(0, 1)]), self.updated([slice(0, self.samples)])]
+        expected: dict[str, Any] = {}
+        for metric in wholes:
+            for name, value in metric.compute().items():
+                if isinstance(value, Table) or (isinstance(value, Tensor) and value.ndim == 0):
+                    continue
+                series = value.names if isinstance(value, Vector) else len(value)
+                known = expected.setdefault(name, series)
+                assert series == known, f"the values of {name} are {series}, before they were {known}; keep all of them"
+
+    def test_states_are_reduced_together(self) -> None:
+        """Packed with those of other metrics into a buffer for each operation and dtype."""
+        for metric in (self.made(), self.updated([slice(0, 5)])):
+            for name, tensor in metric.state().items():
+                where = f"state {name} of dtype {tensor.dtype}"
+                assert tensor.dtype in _REDUCED, f"{where} cannot be reduced by every backend; use one of {_REDUCED}"
+                assert tensor.layout == torch.strided, f"{where} is {tensor.layout}; use dense tensors"
+        state = self.updated([slice(0, 5)]).state()
+        before = bits(state)
+        packed = PackedReduction.of(state, self.made().reductions, None)
+        metric = self.updated([slice(0, 5)])
+        expected = _values(metric)
+        twin = self.made()
+        twin.load_state({name: packed.view(name) for name in state})
+        _assert_same(_values(twin), expected, "loaded from a buffer of all states", "take the tensors as they are")
+        changed = differing(before, bits({name: packed.view(name) for name in state}))
+        assert not changed, f"compute() writes into {changed} of the state"
 
     def test_an_update_only_reads_and_never_waits(self) -> None:
         """Observations belong to the step, and the device goes on."""
@@ -172,6 +205,18 @@ class MetricSuite(ComponentSuite):
         )
         changed = differing(before, bits(observations))
         assert not changed, f"update() writes into the observations {changed}"
+
+    def test_values_are_computed_without_waiting(self) -> None:
+        """Beside the steps, of a state that was merged; so are the loading of one and the reset."""
+        metric = self.updated([slice(0, 5)])
+        state = metric.state()
+        for what, happen in {"load_state()": lambda: metric.load_state(state), "compute()": metric.compute}.items():
+            with HostReads() as reads:
+                happen()
+            assert not reads.found, (
+                f"{what} waits for the device: it reads values on the host ({', '.join(sorted(set(reads.found)))}); "
+                "return device tensors"
+            )
 
     # --- what subclasses may use
 
@@ -210,7 +255,8 @@ class MetricSuite(ComponentSuite):
 
 def _values(metric: Any) -> dict[str, Tensor]:
     computed = metric.compute().items()
-    return {name: (value.values if isinstance(value, Table) else value).detach().clone() for name, value in computed}
+    values = {name: value.values if isinstance(value, Table | Vector) else value for name, value in computed}
+    return {name: value.detach().clone() for name, value in values.items()}
 
 
 def _assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str, hint: str) -> None:

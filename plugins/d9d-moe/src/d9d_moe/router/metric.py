@@ -91,6 +91,9 @@ class RouterMetric:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from saved or merged sums."""
         self._state = {key: state[key] for key in self._state}
+        device = self._state["tokens"].device
+        if self._experts.device != device:  # an instance that only loads meets no tallies
+            self._experts = self._experts.to(device, non_blocking=True)
         self._empty = False
 
     def compute(self) -> Mapping[str, Tensor | Table]:

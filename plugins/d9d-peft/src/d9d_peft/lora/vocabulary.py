@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -90,6 +90,7 @@ class AdaptedHead(Adapted):
     lora_head_A: Down  # noqa: N815 - A and B as the peft library calls them
     lora_head_B: WordFactor  # noqa: N815
     lora_cross_entropy: OpSlot
+    of_tokens: Callable[[OpSlot, Tensor, Tensor, Tensor], dict[str, Tensor]]
 
     def lora_add(self, rank: int) -> None:
         """Add both factors, and the slot of the wider product."""
@@ -118,7 +119,7 @@ class AdaptedHead(Adapted):
             return {"logits": functional.linear(hidden, self.weight) + term}
         wide = torch.cat([hidden, inner.to(hidden.dtype)], dim=-1)
         weight = torch.cat([self.weight, self.lora_head_B.weight], dim=-1)
-        return {"token_loss": self.lora_cross_entropy(wide, weight, targets)}
+        return self.of_tokens(self.lora_cross_entropy, wide, weight, targets)
 
     def lora_merged(self, weight: Tensor) -> Tensor:
         """Weight [V, H] with the term in it, of the same dtype."""

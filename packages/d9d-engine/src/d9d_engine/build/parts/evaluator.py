@@ -109,8 +109,9 @@ def build_set(
     first_pass = first.over(stream, chosen.where)
     statistics = None
     if metrics or around.task.own_metrics():
-        own = around.task.own_metrics()
-        statistics = build_statistics(metrics, around.assembly, topology, around.group, gated=False, own=own)
+        statistics = build_statistics(
+            metrics, around.assembly, topology, around.group, False, "evaluation", around.task.own_metrics
+        )
         if statistics.tallied:
             raise JobError(
                 "evaluation.metrics: one of these reads what the model's modules count in training, which an "

@@ -62,4 +62,13 @@ def observed(samples: slice) -> dict[str, Tensor]:
     batch = microbatch(samples)
     found = outputs(batch, torch.ones(()))
     absolute = (found.pop("y") - batch["y"]).abs()
-    return {**found, "absolute": absolute, "targets": batch["targets"], "labels": batch["labels"]}
+    counted = batch["targets"] != _IGNORE
+    ranks = torch.where(counted, (batch["tokens"] * batch["targets"]) % _WORDS, -1)
+    return {
+        **found,
+        "absolute": absolute,
+        "targets": batch["targets"],
+        "labels": batch["labels"],
+        "weights": counted * (batch["tokens"] % 3 + 0.5),
+        "token_ranks": ranks,
+    }

@@ -1,0 +1,94 @@
+"""Utilisation of the device: share of its peak FLOPs, and memory, as series of the log. Never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+#: Part of a device's name -> its peak in TFLOP/s: bfloat16, dense, as the vendor states it. More special names first.
+_PEAKS: Mapping[str, float] = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "A40": 149.7,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI325X": 1307.0,
+    "MI300X": 1307.0,
+    "MI250X": 383.0,
+}
+_GIB = 2**30
+_STATUS = Path("/proc/self/status")
+
+
+class Utilisation:
+    """Series ``mfu`` and ``memory/...`` of a log entry, from what the host knows.
+
+    ``mfu`` is model FLOPs utilisation (Chowdhery et al. 2022, "PaLM", appendix B): the tokens of a second times the
+    model's FLOPs per token, forward and backward, over the peak of all devices. What is computed twice does not count.
+
+    Args:
+        device: of this process.
+        devices: number of devices that train together.
+        flops_per_token: of forward and backward; ``None`` if the model or the data does not tell.
+        peak_tflops: peak of a device in TFLOP/s; by default that of the vendor, for GPUs that are known here.
+        memory: whether to log memory; by default on GPUs only. On a CPU it differs from run to run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        devices: int,
+        flops_per_token: float | None,
+        peak_tflops: float | None = None,
+        memory: bool | None = None,
+    ) -> None:
+        self._device = device
+        self._memory = device.type == "cuda" if memory is None else memory
+        if peak_tflops is None and device.type == "cuda":
+            peak_tflops = known_peak(torch.cuda.get_device_name(device))
+        self._per_token = None  # share of the peak that one token of a second is
+        if flops_per_token is not None and peak_tflops is not None:
+            self._per_token = flops_per_token / (peak_tflops * 1e12 * devices)
+
+    def __call__(self, tokens_per_second: float) -> dict[str, float]:
+        """Values at present: the peaks of memory so far, of this process."""
+        mfu = {} if self._per_token is None else {"mfu": tokens_per_second * self._per_token}
+        return mfu | (self._memory_values() if self._memory else {})
+
+    def _memory_values(self) -> dict[str, float]:
+        if self._device.type == "cuda":
+            return {
+                "memory/allocated_gib": torch.cuda.max_memory_allocated(self._device) / _GIB,
+                "memory/reserved_gib": torch.cuda.max_memory_reserved(self._device) / _GIB,
+            }
+        resident = resident_bytes()
+        return {} if resident is None else {"memory/resident_gib": resident / _GIB}
+
+
+def known_peak(name: str) -> float | None:
+    """Peak in TFLOP/s of the device of a name, if it is known here."""
+    words = f" {name.replace('-', ' ')} "
+    return next((peak for part, peak in _PEAKS.items() if f" {part} " in words), None)
+
+
+def resident_bytes() -> int | None:
+    """Largest memory that this process had so far; ``None`` where the system does not tell."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

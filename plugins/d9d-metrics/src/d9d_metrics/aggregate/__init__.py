@@ -1,0 +1,1 @@
+"""Sums, means, maxima and minima of an observation."""

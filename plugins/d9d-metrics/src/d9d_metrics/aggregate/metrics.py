@@ -1,0 +1,163 @@
+"""Metrics ``sum``, ``mean``, ``weighted_mean``, ``max`` and ``min``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from d9d_core.extend import AccumulatedMetric, Accumulator, wide_dtype
+from torch import Tensor
+
+from d9d_metrics.aggregate.config import (
+    AggregateConfig,
+    MaxConfig,
+    MeanConfig,
+    MinConfig,
+    SumConfig,
+    WeightedMeanConfig,
+)
+from d9d_metrics.observations import counted, read, spread
+
+
+class Aggregate(AccumulatedMetric):
+    """Base of metrics over all values of one observation that count.
+
+    Args:
+        config: names of the observations and the series.
+        accumulators: by name.
+    """
+
+    def __init__(self, config: AggregateConfig, **accumulators: Accumulator) -> None:
+        super().__init__(**accumulators)
+        self.config: AggregateConfig = config
+
+    def values(self, observations: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Values in a wide dtype, and which of them count; ``None`` if all do.
+
+        Raises:
+            JobError: an observation is missing, or the mask does not fit.
+        """
+        config, name = self.config, self.config.selector
+        values = read(observations, config.values, name)
+        values = values.detach().to(wide_dtype(values.device))
+        if config.mask is None:
+            return values, None
+        mask = read(observations, config.mask, name)
+        return values, counted(mask, values, (config.mask, config.values), name)
+
+
+class Sum(Aggregate):
+    """Sum of the values, in float64.
+
+    Args:
+        config: names of the observations and the series.
+    """
+
+    def __init__(self, config: SumConfig) -> None:
+        super().__init__(config, total=Accumulator())
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the values of one microbatch."""
+        values, mask = self.values(observations)
+        self.accumulate(total=(values if mask is None else values.where(mask, 0)).sum())
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The one series; 0 before the first value."""
+        return {self.config.logged: self["total"]}
+
+
+class Mean(Aggregate):
+    """Mean of the values, in float64; NaN before the first value.
+
+    Args:
+        config: names of the observations and the series.
+    """
+
+    def __init__(self, config: MeanConfig) -> None:
+        super().__init__(config, total=Accumulator(), count=Accumulator(dtype=torch.int64))
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the values of one microbatch."""
+        values, mask = self.values(observations)
+        if mask is None:
+            self.accumulate(total=values.sum(), count=values.numel())
+        else:
+            self.accumulate(total=values.where(mask, 0).sum(), count=mask.sum())
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The one series."""
+        return {self.config.logged: self["total"] / self["count"]}
+
+
+class WeightedMean(Aggregate):
+    """Weighted mean ``sum(weight * value) / sum(weight)``, in float64; NaN where the weights sum to zero.
+
+    A value whose weight is zero may be anything, NaN included. ``state()`` has the accumulated ``weight``.
+
+    Args:
+        config: names of the observations and the series.
+    """
+
+    def __init__(self, config: WeightedMeanConfig) -> None:
+        super().__init__(config, total=Accumulator(), weight=Accumulator())
+        self._weights = config.weights
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Add the values of one microbatch.
+
+        Raises:
+            JobError: the weights do not fit.
+        """
+        values, mask = self.values(observations)
+        name = self.config.selector
+        given = read(observations, self._weights, name).detach().to(values.dtype)
+        weights = spread(given, values, (self._weights, self.config.values), name)
+        if mask is not None:
+            weights = weights.where(mask, 0)
+        self.accumulate(total=(values * weights).where(weights != 0, 0).sum(), weight=weights.sum())
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The one series."""
+        return {self.config.logged: self["total"] / self["weight"]}
+
+
+class Max(Aggregate):
+    """Largest value; minus infinity before the first one. A NaN may be lost when ranks are merged.
+
+    Args:
+        config: names of the observations and the series.
+    """
+
+    def __init__(self, config: MaxConfig) -> None:
+        super().__init__(config, largest=Accumulator("max"))
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Take in the values of one microbatch."""
+        values, mask = self.values(observations)
+        if values.numel():
+            self.accumulate(largest=(values if mask is None else values.where(mask, -torch.inf)).max())
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The one series."""
+        return {self.config.logged: self["largest"]}
+
+
+class Min(Aggregate):
+    """Smallest value; infinity before the first one. A NaN may be lost when ranks are merged.
+
+    Args:
+        config: names of the observations and the series.
+    """
+
+    def __init__(self, config: MinConfig) -> None:
+        super().__init__(config, smallest=Accumulator("min"))
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Take in the values of one microbatch."""
+        values, mask = self.values(observations)
+        if values.numel():
+            self.accumulate(smallest=(values if mask is None else values.where(mask, torch.inf)).min())
+
+    def compute(self) -> Mapping[str, Tensor]:
+        """The one series."""
+        return {self.config.logged: self["smallest"]}

@@ -1,0 +1,1 @@
+"""Area under the ROC curve, by bins."""

@@ -1,0 +1,1 @@
+"""Several metrics under one name."""

@@ -1,0 +1,64 @@
+"""Metric ``compose``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from d9d_core.extend import JobError, Metric, StageMetric, Table, Vector
+from torch import Tensor
+
+from d9d_metrics.compose.config import ComposeConfig
+
+
+class Compose:
+    """Several metrics as one: each call goes to all of them.
+
+    Args:
+        config: the children's configs, by name.
+        build: makes a child of its config.
+
+    Raises:
+        JobError: a child reads what modules tally, which is told to a job's own metrics only.
+    """
+
+    def __init__(self, config: ComposeConfig, build: Callable[[Any], Metric]) -> None:
+        self.children = {name: build(child) for name, child in config.metrics.items()}
+        for name, child in self.children.items():
+            if isinstance(child, StageMetric):
+                raise JobError(
+                    f"metrics: compose.metrics.{name}: {config.metrics[name].selector} reads what the model's modules "
+                    "tally; put it into the job's 'metrics' itself"
+                )
+
+    @property
+    def reductions(self) -> Mapping[str, Literal["sum", "max", "min"]]:
+        """Reductions of all children, by ``<child>.<state>``."""
+        return {f"{name}.{key}": how for name, child in self.children.items() for key, how in child.reductions.items()}
+
+    def update(self, observations: Mapping[str, Tensor]) -> None:
+        """Update every child."""
+        for child in self.children.values():
+            child.update(observations)
+
+    def state(self) -> dict[str, Tensor]:
+        """States of all children, by ``<child>.<state>``."""
+        return {
+            f"{name}.{key}": tensor for name, child in self.children.items() for key, tensor in child.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue every child."""
+        for name, child in self.children.items():
+            child.load_state({key: state[f"{name}.{key}"] for key in child.state()})
+
+    def compute(self) -> Mapping[str, Tensor | Vector | Table]:
+        """Series of all children, by ``<child>/<series>``."""
+        return {
+            f"{name}/{key}": value for name, child in self.children.items() for key, value in child.compute().items()
+        }
+
+    def reset(self) -> None:
+        """Reset every child."""
+        for child in self.children.values():
+            child.reset()

@@ -1,0 +1,120 @@
+"""Config of the metric ``confusion``: what is counted, and what is made of the counts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from typing import Annotated, Literal, Self
+
+from d9d_core.extend import PluginConfig, Section
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+Statistic = Literal["accuracy", "precision", "recall", "f1", "fbeta", "function"]
+Average = Literal["micro", "macro", "weighted", "per_class"]
+Probability = Annotated[float, Field(ge=0, le=1)]
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+class BinaryProblem(Section):
+    """Yes or no for each sample."""
+
+    kind: Literal["binary"] = "binary"
+    """Selects the problem."""
+    threshold: Probability = 0.5
+    """A sample is predicted positive if its probability is greater than this."""
+
+
+class MulticlassProblem(Section):
+    """One of several classes for each sample."""
+
+    kind: Literal["multiclass"] = "multiclass"
+    """Selects the problem."""
+    num_classes: Annotated[int, Field(ge=2)]
+    """Number of classes, C."""
+    top_k: PositiveInt | None = None
+    """A target among so many of the highest scores counts as predicted; null takes the highest one."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _some_are_left(cls, top_k: int | None, info: object) -> int | None:
+        classes = getattr(info, "data", {}).get("num_classes")
+        if top_k is not None and classes is not None and top_k >= classes:
+            raise ValueError(f"all of {classes} classes are among the {top_k} highest; choose a smaller number")
+        return top_k
+
+
+class MultilabelProblem(Section):
+    """Yes or no for each of several labels of a sample."""
+
+    kind: Literal["multilabel"] = "multilabel"
+    """Selects the problem."""
+    num_classes: PositiveInt
+    """Number of labels, C."""
+    threshold: Probability = 0.5
+    """A label is predicted if its probability is greater than this."""
+
+
+Problem = Annotated[BinaryProblem | MulticlassProblem | MultilabelProblem, Field(discriminator="kind")]
+
+
+class ConfusionConfig(PluginConfig):
+    """Metric: statistics of true and false positives and negatives."""
+
+    name: Literal["confusion"] = "confusion"
+    """Selects the plugin."""
+    problem: Problem
+    """``{kind: binary, threshold: 0.5}``, ``{kind: multiclass, num_classes: C, top_k: null}`` or ``{kind: multilabel,
+    num_classes: C, threshold: 0.5}``."""
+    statistics: Annotated[tuple[Statistic, ...], Field(min_length=1)] = ("accuracy",)
+    """Any of ``accuracy``, ``precision``, ``recall``, ``f1``, ``fbeta`` and ``function``."""
+    averages: Annotated[tuple[Average, ...], Field(min_length=1)] | None = None
+    """Any of ``micro``, ``macro``, ``weighted`` and ``per_class``; ``[macro]`` by default. A binary problem has one
+    class and no average."""
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Weight of the recall in ``fbeta``, relative to the precision."""
+    function: str | None = None
+    """Function ``package.module:function`` of the float64 tensors ``(tp, fp, tn, fn)``, [C] or 0-d, that returns a
+    tensor of their shape."""
+    zero_division: Literal["zero", "one", "nan"] = "zero"
+    """Value of a statistic whose denominator is zero; ``nan`` leaves it out of averages."""
+    predictions: str = "class_logits"
+    """Observation of the scores [..., C], or [...] for a binary problem; or of the predicted classes, as integers."""
+    targets: str = "labels"
+    """Observation of the classes: integers [...] or [..., 1], -100 where none counts; or one-hot [..., C]."""
+    scores: Literal["logits", "probabilities"] = "logits"
+    """Kind of the scores, for thresholds."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes in series, ``<statistic>/<class>``; their numbers by default."""
+    prefix: str = ""
+    """Put before the names of the series, such as ``toxicity/``."""
+
+    @property
+    def reads(self) -> Set[str]:
+        """Observations that are read."""
+        return {self.predictions, self.targets}
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, function: str | None) -> str | None:
+        if function is not None and not _FUNCTION.fullmatch(function):
+            raise ValueError(f"'{function[:80]}' names no function; write package.module:function")
+        return function
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for field, statistic in (("beta", "fbeta"), ("function", "function")):
+            given, wanted = getattr(self, field) is not None, statistic in self.statistics
+            if wanted and not given:
+                raise ValueError(f"the statistic '{statistic}' needs the field '{field}'")
+            if given and not wanted:
+                raise ValueError(f"nothing reads '{field}'; add '{statistic}' to statistics, or remove it")
+        if isinstance(self.problem, BinaryProblem):
+            if self.averages is not None:
+                raise ValueError("a binary problem has one class, so there is nothing to average; remove averages")
+            if self.class_names:
+                raise ValueError("a binary problem has no series for each class; remove class_names")
+        elif self.class_names:
+            names, classes = len(set(self.class_names)), self.problem.num_classes
+            if names != classes or len(self.class_names) != classes:
+                raise ValueError(f"class_names has {names} different names for {classes} classes; give each class one")
+        return self

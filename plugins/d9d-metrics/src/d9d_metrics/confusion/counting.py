@@ -1,0 +1,73 @@
+"""Counts of a microbatch, on the device. Shapes: N samples, C classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from d9d_metrics.observations import IGNORE
+
+#: Counts of a microbatch, int64: ``hits``, ``predicted`` and ``actual`` [C], ``total`` [C] or 0-d, ``outside`` 0-d.
+Counts = Mapping[str, Tensor]
+
+
+def count_classes(predictions: Tensor, targets: Tensor, classes: int, top_k: int | None) -> Counts:
+    """Count predictions of one of several classes.
+
+    Of equal scores the first class is the higher one, as for ``argmax``.
+
+    Args:
+        predictions: scores [N, C], or classes int64 [N].
+        targets: int64 [N]; -100 where none counts.
+        classes: C.
+        top_k: a target among so many highest scores counts as predicted.
+    """
+    counts = targets != IGNORE
+    valid = (targets >= 0) & (targets < classes)
+    if predictions.ndim == 1:
+        predicted = predictions
+        valid &= (predicted >= 0) & (predicted < classes)
+    else:
+        predicted = predictions.argmax(-1)
+        if top_k is not None:
+            place = targets.clamp(0, classes - 1).unsqueeze(1)  # [N, 1]
+            own = predictions.gather(1, place)
+            before = torch.arange(classes, device=targets.device) < place
+            rank = (~(predictions <= own) | ((predictions == own) & before)).sum(1)
+            predicted = torch.where(rank < top_k, targets, predicted)
+    # A class beyond the last takes what does not count, so that sizes do not depend on values.
+    predicted, actual = predicted.where(valid, classes), targets.where(valid, classes)
+    return {
+        "hits": _per_class(actual.where(predicted == actual, classes), classes),
+        "predicted": _per_class(predicted, classes),
+        "actual": _per_class(actual, classes),
+        "total": valid.sum(),
+        "outside": (counts & ~valid).sum(),
+    }
+
+
+def count_labels(probabilities: Tensor, targets: Tensor, threshold: float) -> Counts:
+    """Count predictions of yes or no.
+
+    Args:
+        probabilities: [N, C].
+        targets: int64 [N, C]: 0 or 1, -100 where none counts.
+        threshold: what is predicted has a greater probability.
+    """
+    valid = (targets == 0) | (targets == 1)
+    predicted, actual = (probabilities > threshold) & valid, targets == 1
+    return {
+        "hits": (predicted & actual).sum(0),
+        "predicted": predicted.sum(0),
+        "actual": actual.sum(0),
+        "total": valid.sum(0),
+        "outside": ((targets != IGNORE) & ~valid).sum(),
+    }
+
+
+def _per_class(classes_N: Tensor, classes: int) -> Tensor:
+    """Number of samples of each class [C]; those of class C are left out."""
+    none = torch.zeros(classes + 1, dtype=torch.int64, device=classes_N.device)
+    return none.scatter_add_(0, classes_N, torch.ones_like(classes_N))[:classes]

@@ -1,0 +1,105 @@
+"""Statistics of counts, and their averages over classes. Shapes: C classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from d9d_core.extend import FOREIGN_FAILURES, JobError
+from d9d_core.plugin import Ref
+from torch import Tensor
+
+Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Confusion(NamedTuple):
+    """Counts in a wide floating-point format: [C], or 0-d of all classes together."""
+
+    tp: Tensor
+    fp: Tensor
+    tn: Tensor
+    fn: Tensor
+
+    def pooled(self) -> Confusion:
+        """Counts of all classes together."""
+        return Confusion(*(count.sum() for count in self))
+
+
+def divide(numerator: Tensor, denominator: Tensor, otherwise: float) -> Tensor:
+    """Quotient; ``otherwise`` where the denominator is zero."""
+    return torch.where(denominator == 0, otherwise, numerator / denominator)
+
+
+def rate(counts: Confusion, otherwise: float) -> Tensor:
+    """Share of right decisions, ``(tp + tn) / all``."""
+    return divide(counts.tp + counts.tn, counts.tp + counts.tn + counts.fp + counts.fn, otherwise)
+
+
+def precision(counts: Confusion, otherwise: float) -> Tensor:
+    """Share of the predicted that are right, ``tp / (tp + fp)``."""
+    return divide(counts.tp, counts.tp + counts.fp, otherwise)
+
+
+def recall(counts: Confusion, otherwise: float) -> Tensor:
+    """Share of the actual that are predicted, ``tp / (tp + fn)``."""
+    return divide(counts.tp, counts.tp + counts.fn, otherwise)
+
+
+def fbeta(counts: Confusion, otherwise: float, beta: float) -> Tensor:
+    """Weighted harmonic mean of precision and recall, ``(1 + b^2) tp / ((1 + b^2) tp + b^2 fn + fp)``."""
+    square = beta * beta
+    hits = (1 + square) * counts.tp
+    return divide(hits, hits + square * counts.fn + counts.fp, otherwise)
+
+
+def own_function(path: str) -> Callable[[Confusion], Tensor]:
+    """Statistic by a function of the user.
+
+    Args:
+        path: ``package.module:function``.
+
+    Raises:
+        JobError: it cannot be imported, or is no function; when called: it raises, or returns something else than a
+            tensor of the shape of the counts.
+    """
+    try:
+        function: Any = Ref(path).load()
+    except FOREIGN_FAILURES as failure:
+        raise JobError(
+            f"metrics: confusion.function: {path} cannot be imported: {type(failure).__name__}: {failure}; write "
+            "package.module:function, installed or in a directory of PYTHONPATH"
+        ) from failure
+    if not callable(function):
+        raise JobError(f"metrics: confusion.function: {path} is a {type(function).__name__}, not a function")
+
+    def statistic(counts: Confusion) -> Tensor:
+        try:
+            found = function(*counts)
+        except FOREIGN_FAILURES as failure:
+            raise JobError(
+                f"metrics: confusion.function: {path} raised {type(failure).__name__}: {failure}; it gets the tensors "
+                f"(tp, fp, tn, fn) of shape {list(counts.tp.shape)}"
+            ) from failure
+        if not isinstance(found, Tensor) or found.shape != counts.tp.shape:
+            kind = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise JobError(
+                f"metrics: confusion.function: {path} returned {kind}; return a tensor of the shape of the counts, "
+                f"{list(counts.tp.shape)}"
+            )
+        return found
+
+    return statistic
+
+
+def macro(values: Tensor, kept: Tensor) -> Tensor:
+    """Mean over the classes that are kept and have a value; NaN if there are none."""
+    kept = kept & ~values.isnan()
+    return values.where(kept, 0).sum() / kept.sum()
+
+
+def weighted(values: Tensor, kept: Tensor, weights: Tensor) -> Tensor:
+    """Mean over the classes that are kept and have a value, each with a weight; without any weight, the plain mean."""
+    weights = weights.where(kept & ~values.isnan(), 0)
+    total = weights.sum()
+    return torch.where(total > 0, (values * weights).where(weights > 0, 0).sum() / total, macro(values, kept))

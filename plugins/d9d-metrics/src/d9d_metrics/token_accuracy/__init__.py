@@ -1,0 +1,1 @@
+"""Accuracy of next-token predictions."""
