@@ -28,6 +28,58 @@ class TestSGDWithMomentum(OptimizerSuite):
     config: ClassVar = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
 
 
+class TestSGDWithDampening(OptimizerSuite):
+    target = "sgd"
+    config: ClassVar = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}
+
+
+class TestAdam(OptimizerSuite):
+    target = "adam"
+    config: ClassVar = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
+
+
+class TestLion(OptimizerSuite):
+    target = "lion"
+    config: ClassVar = {"lr": 0.01}
+
+
+class TestStochasticAdamW(OptimizerSuite):
+    target = "stochastic_adamw"
+    config: ClassVar = {"lr": 0.01}
+    dtypes: ClassVar = ("bfloat16",)
+    linear_in_lr = False  # each update is rounded at random
+
+
+class TestStochasticAdamWWithNarrowMoments(TestStochasticAdamW):
+    config: ClassVar = {"lr": 0.01, "state_dtype": "parameter"}
+
+
+class TestMuon(OptimizerSuite):
+    target = "muon"
+    config: ClassVar = {"lr": 0.02}
+
+
+class TestScheduleFree(OptimizerSuite):
+    target = "schedule_free"
+    config: ClassVar = {"lr": 0.01, "weight_decay": 0.1}
+
+
+class TestTorchRMSprop(OptimizerSuite):
+    target = "torch"
+    config: ClassVar = {"target": "torch.optim.RMSprop", "lr": 0.01, "arguments": {"momentum": 0.9}}
+
+
+class TestTorchFusedAdam(OptimizerSuite):
+    target = "torch"
+    config: ClassVar = {
+        "target": "torch.optim.Adam",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "arguments": {"fused": True, "betas": [0.9, 0.99]},
+        "groups": [{"match": "embed.*", "lr_scale": 0.1}],
+    }
+
+
 @pytest.mark.gpu
 class TestAdamWOnCuda(TestAdamWWithGroups):
     device = "cuda"

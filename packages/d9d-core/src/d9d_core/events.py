@@ -182,7 +182,10 @@ class ForwardBackwardEnds:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepStarts:
-    """Gradients are final and clipped; the optimizer steps next."""
+    """Gradients are final and clipped; the optimizer steps next.
+
+    Where nobody subscribes to this event or the next, the optimizer may clip inside of its step instead.
+    """
 
     step: int
 
@@ -369,6 +372,10 @@ class Events:
                     raise TypeError(f"{type(subscriber).__name__} subscribes to {event!r}; events are: {known}")
                 handlers[event].append((number, handler))
         self._handlers = {event: tuple(found) for event, found in handlers.items()}
+
+    def heard(self, *events: type[Any]) -> bool:
+        """Whether anybody subscribes to one of these events."""
+        return any(self._handlers.get(event) for event in events)
 
     def emit(self, event: object) -> None:
         """Call the event's handlers."""

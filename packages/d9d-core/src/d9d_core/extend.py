@@ -13,7 +13,7 @@ Everything a component itself needs is here; importing this module imports no to
 | task | ``Task``, ``StageInputs``, ``LanguageModelTask``, ``TwoPassTask`` and ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
-| optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
+| optimizer, learning rate | ``Optimizer``, ``DividesGradients``, ``AveragesWeights``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
@@ -125,7 +125,7 @@ from d9d_core.protocols.inference import (
 )
 from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
-from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.optimizer import AveragesWeights, DividesGradients, LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
@@ -183,6 +183,7 @@ __all__ = [
     "AddsLosses",
     "Applied",
     "Arrival",
+    "AveragesWeights",
     "Backward",
     "BuildError",
     "CheckpointError",
@@ -204,6 +205,7 @@ __all__ = [
     "DefersWeights",
     "Dispatched",
     "Dispatcher",
+    "DividesGradients",
     "Divisible",
     "EndsTraining",
     "EvaluationEnds",

@@ -13,6 +13,12 @@ D9D_API = 1
 def d9d_optimizers() -> Iterator[OptimizerSpec]:
     """Optimizers, selected by ``optimizer``."""
     yield OptimizerSpec(
+        name="adam",
+        summary="Adam, with decoupled weight decay or without, fused.",
+        config=Ref("d9d_optim.optimizer.config:AdamConfig"),
+        build=Ref("d9d_optim.optimizer.adam:Adam"),
+    )
+    yield OptimizerSpec(
         name="adamw",
         summary="Adam with decoupled weight decay, fused.",
         config=Ref("d9d_optim.optimizer.config:AdamWConfig"),
@@ -23,6 +29,36 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         summary="Stochastic gradient descent with momentum, fused.",
         config=Ref("d9d_optim.optimizer.config:SGDConfig"),
         build=Ref("d9d_optim.optimizer.sgd:SGD"),
+    )
+    yield OptimizerSpec(
+        name="lion",
+        summary="Lion: steps by the sign of an average of gradients.",
+        config=Ref("d9d_optim.optimizer.config:LionConfig"),
+        build=Ref("d9d_optim.optimizer.lion:Lion"),
+    )
+    yield OptimizerSpec(
+        name="stochastic_adamw",
+        summary="AdamW of bfloat16 weights that are rounded stochastically, without a float32 copy.",
+        config=Ref("d9d_optim.optimizer.config:StochasticAdamWConfig"),
+        build=Ref("d9d_optim.optimizer.stochastic_adamw:StochasticAdamW"),
+    )
+    yield OptimizerSpec(
+        name="muon",
+        summary="Orthogonalized updates for the matrices of hidden layers, AdamW for the rest.",
+        config=Ref("d9d_optim.optimizer.config:MuonConfig"),
+        build=Ref("d9d_optim.optimizer.muon:Muon"),
+    )
+    yield OptimizerSpec(
+        name="schedule_free",
+        summary="AdamW that averages its weights instead of lowering the learning rate.",
+        config=Ref("d9d_optim.optimizer.config:ScheduleFreeConfig"),
+        build=Ref("d9d_optim.optimizer.schedule_free:ScheduleFree"),
+    )
+    yield OptimizerSpec(
+        name="torch",
+        summary="Any class derived from torch.optim.Optimizer, by its import path.",
+        config=Ref("d9d_optim.optimizer.config:TorchConfig"),
+        build=Ref("d9d_optim.optimizer.any_torch:TorchOptimizer"),
     )
 
 

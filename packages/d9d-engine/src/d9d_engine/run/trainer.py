@@ -25,6 +25,7 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import ProgressBar
+from d9d_engine.step.averaged import evaluation_weights
 from d9d_engine.step.randomness import generators_kept
 from d9d_engine.step.step import TrainStep
 from d9d_engine.trackers.hub import TrackerHub
@@ -242,7 +243,8 @@ class Trainer:
             self.note(f"{self.interrupts.requested or 'another rank'}: {done}; start again to continue")
             return "stopped"
         if self.export is not None:
-            self.export()
+            with evaluation_weights(self.step):
+                self.export()
         return "finished"
 
     def _record(
@@ -281,7 +283,8 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         assert self.evaluator is not None
         self.events.emit(ev.EvaluationStarts(step))
-        values = self.evaluator.run(lambda tables: self.trackers.write_tables(step, tables))
+        with evaluation_weights(self.step):
+            values = self.evaluator.run(lambda tables: self.trackers.write_tables(step, tables))
         if wrong := ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)):
             self.note(f"warning: the evaluation after step {step} found no number: {wrong}")
         self._write(step, values)
