@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from d9d_core.extend import JobError
 from d9d_optim.schedule.config import ConstantConfig, CosineConfig, PiecewiseConfig
-from d9d_optim.schedule.schedules import constant, cosine, interpolate, piecewise
+from d9d_optim.schedule.schedules import constant, cosine, piecewise
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError

@@ -107,3 +107,35 @@ class TestCosine(LrScheduleSuite):
 class TestPiecewise(LrScheduleSuite):
     target = "piecewise"
     config: ClassVar = {"phases": [{"steps": 5, "to": 1.0}, {"until": 0.5, "to": 1.0}, {"to": 0.1, "curve": "poly"}]}
+
+
+class TestPiecewiseWithEveryCurve(LrScheduleSuite):
+    target = "piecewise"
+    config: ClassVar = {
+        "phases": [
+            {"steps": 4, "to": 1.0, "curve": "poly_late", "power": 3},
+            {"steps": 5, "to": 0.5, "curve": "inverse_sqrt"},
+            {"until": 0.7, "to": 0.2, "curve": "d9d_optim.schedule.curves:cosine"},
+            {"to": 0.0, "curve": "exponential", "floor": 0.001},
+        ]
+    }
+
+
+class TestLinear(LrScheduleSuite):
+    target = "linear"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestWarmupStableDecay(LrScheduleSuite):
+    target = "warmup_stable_decay"
+    config: ClassVar = {"warmup_steps": 3, "decay_fraction": 0.25, "curve": "cosine"}
+
+
+class TestInverseSqrt(LrScheduleSuite):
+    target = "inverse_sqrt"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestTorchOneCycle(LrScheduleSuite):
+    target = "torch"
+    config: ClassVar = {"target": "torch.optim.lr_scheduler.OneCycleLR", "arguments": {"max_lr": 1.0}}

@@ -1,10 +1,10 @@
-"""Declaration of the optimizers and the learning-rate schedules."""
+"""Declaration of the optimizers, the learning-rate schedules and the command ``d9d lr``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.plugin import LrScheduleSpec, OptimizerSpec, Ref, hookimpl
+from d9d_core.plugin import CommandSpec, LrScheduleSpec, OptimizerSpec, Ref, hookimpl
 
 D9D_API = 1
 
@@ -78,8 +78,42 @@ def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
         build=Ref("d9d_optim.schedule.schedules:cosine"),
     )
     yield LrScheduleSpec(
+        name="linear",
+        summary="Linear warm-up, then a straight way down to a fraction of the base learning rate.",
+        config=Ref("d9d_optim.schedule.config:LinearConfig"),
+        build=Ref("d9d_optim.schedule.schedules:linear"),
+    )
+    yield LrScheduleSpec(
+        name="warmup_stable_decay",
+        summary="Linear warm-up, a stay at the base learning rate, and a decay at the end.",
+        config=Ref("d9d_optim.schedule.config:WarmupStableDecayConfig"),
+        build=Ref("d9d_optim.schedule.schedules:warmup_stable_decay"),
+    )
+    yield LrScheduleSpec(
+        name="inverse_sqrt",
+        summary="Linear warm-up, then the inverse square root of the step.",
+        config=Ref("d9d_optim.schedule.config:InverseSqrtConfig"),
+        build=Ref("d9d_optim.schedule.schedules:inverse_sqrt"),
+    )
+    yield LrScheduleSpec(
+        name="torch",
+        summary="Any scheduler of torch that depends on the step alone, by its import path.",
+        config=Ref("d9d_optim.schedule.config:TorchScheduleConfig"),
+        build=Ref("d9d_optim.schedule.torch_scheduler:torch_scheduler"),
+    )
+    yield LrScheduleSpec(
         name="piecewise",
         summary="Any chain of phases, each with a length, a curve and a value to reach.",
         config=Ref("d9d_optim.schedule.config:PiecewiseConfig"),
         build=Ref("d9d_optim.schedule.schedules:piecewise"),
+    )
+
+
+@hookimpl
+def d9d_commands() -> Iterator[CommandSpec]:
+    """Command ``d9d lr``."""
+    yield CommandSpec(
+        name="lr",
+        summary="Show the learning rate of a job, step by step.",
+        app=Ref("d9d_optim.cli.commands:app"),
     )
