@@ -19,7 +19,7 @@ def import_path(where: str, path: str) -> Any:
         JobError: it names no module, or nothing in it; or the module does not load.
     """
     module_name, _, name = path.replace(":", ".").rpartition(".")
-    if not module_name or not all(part.isidentifier() for part in (*module_name.split("."), name)):
+    if not name.isidentifier() or not all(module_name.split(".")) or " " in path:
         raise JobError(f"{where}: {path!r} is no import path; write package.module.name")
     try:
         module = importlib.import_module(module_name)
