@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
+import pytest
 import torch
+from d9d_core.extend import AveragesWeights, DividesGradients
 from torch import Tensor, nn
 
 from d9d_testing.suites.support import optimizer_ranks
@@ -196,6 +199,48 @@ class OptimizerSuite(ComponentSuite):
         missing = [name for name in parameters if name not in named]
         assert not missing, f"describe() names no {missing}; list the parameters of each group"
 
+    # --- what only some optimizers do
+
+    def test_gradients_divided_in_the_step_count_as_if_divided_before(self) -> None:
+        """Of optimizers that clip inside of their step; the divisor holds for one step."""
+        for dtype in self.dtypes:
+            plain, one = self.made(dtype)
+            divided, other = self.made(dtype)
+            if not isinstance(other, DividesGradients):
+                pytest.skip("the optimizer does not divide gradients")
+            divisor = torch.tensor(3.0, device=self.device)
+            for step in (0, 1):
+                set_gradients(plain, step)
+                set_gradients(divided, step)
+                if step == 0:
+                    torch._foreach_div_([parameter.grad for parameter in plain.values()], divisor)  # type: ignore[arg-type]
+                    other.divide_gradients(divisor)
+                one.step(self.gate())
+                other.step(self.gate())
+            changed = differing(bits(plain) | bits(one.state()), bits(divided) | bits(other.state()))
+            assert not changed, (
+                f"{dtype}: gradients that are divided in the step give other {changed} than gradients divided before; "
+                "divide each in its own dtype, in that step alone"
+            )
+
+    def test_evaluation_weights_are_there_inside_of_their_block_alone(self) -> None:
+        """Of optimizers that average weights: training goes on with the bits it had, after an exception too."""
+        for dtype in self.dtypes:
+            parameters, optimizer = self.made(dtype)
+            if not isinstance(optimizer, AveragesWeights):
+                pytest.skip("the optimizer does not average weights")
+            stepped(optimizer, parameters, [0, 1, 2], self.device)
+            before = bits(parameters) | bits(optimizer.state())
+            with suppress(_EarlyEndError), optimizer.evaluation_weights():
+                idle = sorted(parameters.keys() - set(differing(before, bits(parameters))))
+                raise _EarlyEndError
+            assert not idle, f"{dtype}: inside of evaluation_weights(), {idle} are what they are in training"
+            changed = differing(before, bits(parameters) | bits(optimizer.state()))
+            assert not changed, (
+                f"{dtype}: after evaluation_weights(), {changed} have other bits than before; keep a copy, and put it "
+                "back in a finally"
+            )
+
     # --- layouts
 
     def test_parameters_of_other_ranks_have_meta_state_and_change_nothing(self) -> None:
@@ -263,6 +308,10 @@ class OptimizerSuite(ComponentSuite):
         optimizer.set_lr_factor(factor)
         stepped(optimizer, parameters, [0], self.device)
         return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
+
+
+class _EarlyEndError(Exception):
+    """Ends a block early."""
 
 
 def _words(value: Any) -> set[str]:

@@ -141,7 +141,7 @@ class StochasticAdamWConfig(OptimizerConfig):
 class AdamWPart(Section):
     """Settings of the parameters that Muon leaves to AdamW."""
 
-    match: tuple[str, ...] = ("*embed*", "*head.*")
+    match: tuple[str, ...] = ("*embed*", "*head.*", "*heads.*")
     """Patterns of matrices that AdamW updates too: embeddings and heads; parameters of one dimension always are."""
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Base learning rate of these parameters; the schedule's factor and a group's ``lr_scale`` multiply it."""
@@ -199,6 +199,8 @@ class TorchConfig(OptimizerConfig):
 
     name: Literal["torch"] = "torch"
     """Selects the plugin."""
+    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
     target: str = Field(min_length=1)
     """Import path of the class, such as ``torch.optim.RAdam``."""
     arguments: dict[str, Any] = Field(default_factory=dict)
