@@ -8,7 +8,7 @@ Everything a component itself needs is here; importing this module imports no to
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
-| tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
+| tensors, state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream`` |
 | task | ``Task``, ``StageInputs``, ``LanguageModelTask``, ``TwoPassTask`` and ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
@@ -161,13 +161,14 @@ from d9d_core.untrusted import parse_json, read_regular
 
 if TYPE_CHECKING:
     from d9d_core.deferral import Deferral, DeferredWeights
-    from d9d_core.tensors import full, local, wide_dtype
+    from d9d_core.tensors import full, is_dtensor, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
     "Deferral": "d9d_core.deferral",
     "DeferredWeights": "d9d_core.deferral",
     "full": "d9d_core.tensors",
+    "is_dtensor": "d9d_core.tensors",
     "local": "d9d_core.tensors",
     "wide_dtype": "d9d_core.tensors",
 }
@@ -325,6 +326,7 @@ __all__ = [
     "format_programs",
     "forward_only",
     "full",
+    "is_dtensor",
     "load_config",
     "local",
     "modules_with",

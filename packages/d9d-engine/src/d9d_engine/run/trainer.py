@@ -18,6 +18,7 @@ from d9d_core.protocols.tracker import RunInfo
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.averaged import evaluation_weights
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.evaluation import Evaluator
 from d9d_engine.run.gc import built_objects_spared
@@ -25,7 +26,6 @@ from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import ProgressBar
-from d9d_engine.step.averaged import evaluation_weights
 from d9d_engine.step.randomness import generators_kept
 from d9d_engine.step.step import TrainStep
 from d9d_engine.trackers.hub import TrackerHub

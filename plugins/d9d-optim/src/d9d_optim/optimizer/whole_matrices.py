@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from d9d_core.tensors import is_dtensor
+from d9d_core.extend import is_dtensor
 from torch import Tensor
 from torch import distributed as dist
 
