@@ -144,7 +144,7 @@ def clipped_by_own_norm(_job: Job, patch: Patch) -> None:
         result = clip(self, stage_loss, tokens)
         self._max_norm = limit
         if limit is not None:
-            self._scale((limit / (norm.float() + 1e-6)).clamp(max=1.0))
+            self._divide(((norm.float() + 1e-6) / limit).clamp(min=1.0))
         return result
 
     patch.setattr(Clipper, "clip", own)

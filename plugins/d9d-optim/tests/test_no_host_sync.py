@@ -2,15 +2,37 @@ from __future__ import annotations
 
 import pytest
 import torch
+from d9d_optim.optimizer.adam import Adam
 from d9d_optim.optimizer.adamw import AdamW
+from d9d_optim.optimizer.any_torch import TorchOptimizer
 from d9d_optim.optimizer.base import NamedOptimizer
-from d9d_optim.optimizer.config import AdamWConfig, SGDConfig
+from d9d_optim.optimizer.config import (
+    AdamConfig,
+    AdamWConfig,
+    LionConfig,
+    MuonConfig,
+    ScheduleFreeConfig,
+    SGDConfig,
+    StochasticAdamWConfig,
+    TorchConfig,
+)
+from d9d_optim.optimizer.lion import Lion
+from d9d_optim.optimizer.muon import Muon
+from d9d_optim.optimizer.schedule_free import ScheduleFree
 from d9d_optim.optimizer.sgd import SGD
+from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
 from torch import nn
 
 MAKERS = {
     "adamw": lambda named: AdamW(AdamWConfig(), named),
+    "adam": lambda named: Adam(AdamConfig(amsgrad=True), named),
     "sgd": lambda named: SGD(SGDConfig(lr=0.1, momentum=0.9), named),
+    "sgd_dampened": lambda named: SGD(SGDConfig(lr=0.1, momentum=0.9, dampening=0.5), named),
+    "lion": lambda named: Lion(LionConfig(), named),
+    "stochastic_adamw": lambda named: StochasticAdamW(StochasticAdamWConfig(), named),
+    "muon": lambda named: Muon(MuonConfig(), named),
+    "schedule_free": lambda named: ScheduleFree(ScheduleFreeConfig(), named),
+    "torch": lambda named: TorchOptimizer(TorchConfig(target="torch.optim.RAdam", lr=0.1), named),
 }
 
 
@@ -19,17 +41,19 @@ MAKERS = {
 @pytest.mark.parametrize("kind", MAKERS)
 def test_step_never_waits_for_the_device(kind: str) -> None:
     named = {
-        "weight": nn.Parameter(torch.ones(8, 8, device="cuda")),
-        "bias": nn.Parameter(torch.ones(8, device="cuda")),
+        "weight": nn.Parameter(torch.ones(8, 8, device="cuda", dtype=torch.bfloat16)),
+        "bias": nn.Parameter(torch.ones(8, device="cuda", dtype=torch.bfloat16)),
     }
     optimizer: NamedOptimizer = MAKERS[kind](named)
     optimizer.init_state()
     for parameter in named.values():
         parameter.grad = torch.ones_like(parameter)
     gate = torch.tensor(True, device="cuda")
+    divisor = torch.tensor(2.0, device="cuda")
     optimizer.step(gate)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        optimizer.divide_gradients(divisor)
         optimizer.step(gate)
     finally:
         torch.cuda.set_sync_debug_mode("default")

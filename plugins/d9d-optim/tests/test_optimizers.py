@@ -1,18 +1,27 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from d9d_core.extend import BuildError
+from d9d_optim.optimizer.adam import Adam
 from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.base import NamedOptimizer
-from d9d_optim.optimizer.config import AdamWConfig, GroupRule, SGDConfig
+from d9d_optim.optimizer.config import AdamConfig, AdamWConfig, GroupRule, LionConfig, SGDConfig
+from d9d_optim.optimizer.lion import Lion
 from d9d_optim.optimizer.sgd import SGD
 from torch import Tensor, nn
 
 SHAPES = {"embed.weight": (7, 5), "layer.weight": (5, 5), "layer.bias": (5,), "norm.weight": (5,)}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.bfloat16]
-OPTIMIZERS = ["adamw", "sgd", "sgd_momentum", "sgd_nesterov"]
+OPTIMIZERS = ["adamw", "adam", "adam_decoupled", "sgd", "sgd_momentum", "sgd_nesterov"]
+ADAMS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adam": {"amsgrad": True, "maximize": True},
+    "adam_decoupled": {"decoupled_weight_decay": True, "amsgrad": True},
+}
 
 pytestmark = [pytest.mark.smoke, pytest.mark.parametrize("device", DEVICES)]
 
@@ -38,21 +47,27 @@ def ours(kind: str, named: dict[str, nn.Parameter], state_dtype: str = "paramete
     shared = {"state_dtype": state_dtype}
     if kind == "adamw":
         return AdamW(AdamWConfig(lr=0.01, weight_decay=0.1, **shared), named)
+    if kind in ADAMS:
+        return Adam(AdamConfig(lr=0.01, weight_decay=0.1, **ADAMS[kind], **shared), named)
     momentum = 0.0 if kind == "sgd" else 0.9
     nesterov = kind == "sgd_nesterov"
-    return SGD(SGDConfig(lr=0.1, weight_decay=0.01, momentum=momentum, nesterov=nesterov, **shared), named)
+    fields = {"momentum": momentum, "nesterov": nesterov, "maximize": kind == "sgd_momentum"}
+    return SGD(SGDConfig(lr=0.1, weight_decay=0.01, **fields, **shared), named)
 
 
 def theirs(kind: str, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
-    decay = 0.1 if kind == "adamw" else 0.01
+    decay = 0.1 if kind in ADAMS else 0.01
     groups = [
         {"params": [p for p in named.values() if p.ndim >= 2], "weight_decay": decay},
         {"params": [p for p in named.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     if kind == "adamw":
         return torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True)
+    if kind in ADAMS:
+        return torch.optim.Adam(groups, lr=0.01, betas=(0.9, 0.95), fused=True, **ADAMS[kind])
     momentum = 0.0 if kind == "sgd" else 0.9
-    return torch.optim.SGD(groups, lr=0.1, momentum=momentum, nesterov=kind == "sgd_nesterov", fused=True)
+    fields = {"momentum": momentum, "nesterov": kind == "sgd_nesterov", "maximize": kind == "sgd_momentum"}
+    return torch.optim.SGD(groups, lr=0.1, fused=True, **fields)
 
 
 def velocity_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Tensor:
@@ -78,7 +93,7 @@ def test_steps_equal_torch_bit_for_bit(kind: str, dtype: torch.dtype, device: st
     optimizer, reference = ours(kind, mine), theirs(kind, other)
     optimizer.init_state()
     # torch 2.11 leaves narrow parameters on a CPU as they are (pytorch/pytorch#191763); float32 is the reference.
-    exact = device == "cpu" and dtype == torch.bfloat16 and kind != "adamw"
+    exact = device == "cpu" and dtype == torch.bfloat16 and kind not in ADAMS
     if exact:
         other = {name: nn.Parameter(parameter.float()) for name, parameter in other.items()}
         reference = theirs(kind, other)
@@ -91,7 +106,7 @@ def test_steps_equal_torch_bit_for_bit(kind: str, dtype: torch.dtype, device: st
         factor = 1.0 / (step + 1)
         optimizer.set_lr_factor(factor)
         for group in reference.param_groups:
-            group["lr"] = (0.01 if kind == "adamw" else 0.1) * factor
+            group["lr"] = (0.01 if kind in ADAMS else 0.1) * factor
         optimizer.step(gate(device))
         reference.step()
         with torch.no_grad():
@@ -146,7 +161,7 @@ def test_float32_state_of_bfloat16_parameters_follows_the_schedule_as_torch_does
         factor = (0.0, 0.5, 1.0, 0.1)[step]
         optimizer.set_lr_factor(factor)
         for group in reference.param_groups:
-            group["lr"] = (0.01 if kind == "adamw" else 0.1) * factor
+            group["lr"] = (0.01 if kind in ADAMS else 0.1) * factor
         optimizer.step(gate(device))
         reference.step()
         with torch.no_grad():
@@ -230,3 +245,70 @@ def test_gradients_may_be_wider_than_parameters(state_dtype: str, device: str) -
         optimizer.step(torch.tensor(True, device=device))
     assert not torch.equal(narrow, torch.ones_like(narrow))
     assert torch.equal(narrow, wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_division_in_the_step_gives_the_bits_of_division_before_it(kind: str, dtype: torch.dtype, device: str) -> None:
+    for accumulated in DTYPES:
+        before, inside = parameters(device, dtype), parameters(device, dtype)
+        for named in (before, inside):
+            optimizer = ours(kind, named)
+            optimizer.init_state()
+            for step, divisor in enumerate((1.0, 1.37, 30.0)):
+                for parameter in named.values():
+                    parameter.grad_dtype = accumulated
+                    parameter.grad = None
+                generator = torch.Generator().manual_seed(step)
+                for parameter in named.values():
+                    gradient = torch.randn(parameter.shape, generator=generator).to(device, accumulated)
+                    parameter.grad = gradient if named is inside else gradient / torch.tensor(divisor, device=device)
+                if named is inside:
+                    optimizer.divide_gradients(torch.tensor(divisor, device=device))
+                optimizer.step(gate(device))
+        assert_same_bits(bits(inside), bits(before))
+
+
+def test_a_divisor_holds_for_one_step(device: str) -> None:
+    parameter = nn.Parameter(torch.zeros(3, device=device))
+    optimizer = SGD(SGDConfig(lr=1.0), {"p": parameter})
+    optimizer.init_state()
+    optimizer.divide_gradients(torch.tensor(4.0, device=device))
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step(gate(device))
+    assert parameter.tolist() == [-1.25] * 3
+
+
+def test_dampened_momentum_equals_that_of_torch(device: str) -> None:
+    mine, other = parameters(device), parameters(device)
+    optimizer = SGD(SGDConfig(lr=0.1, weight_decay=0.01, momentum=0.9, dampening=0.3, maximize=True), mine)
+    optimizer.init_state()
+    groups = [
+        {"params": [p for p in other.values() if (p.ndim >= 2) == decays], "weight_decay": 0.01 if decays else 0.0}
+        for decays in (True, False)
+    ]
+    reference = torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.3, maximize=True, foreach=False)
+    for step in range(4):
+        set_gradients(mine, step)
+        set_gradients(other, step)
+        optimizer.step(gate(device, step != 1))
+        if step != 1:
+            reference.step()
+    assert_same_bits(bits(mine), bits(other))
+
+
+def test_lion_follows_the_algorithm_of_its_paper(device: str) -> None:
+    parameter = nn.Parameter(torch.linspace(-1, 1, 8, device=device, dtype=torch.float64).view(2, 4))
+    weight, average = parameter.detach().clone(), torch.zeros_like(parameter)
+    optimizer = Lion(LionConfig(lr=0.1, weight_decay=0.5), {"p": parameter})
+    optimizer.init_state()
+    for step in range(4):
+        set_gradients({"p": parameter}, step)
+        gradient = parameter.grad
+        assert gradient is not None
+        optimizer.step(gate(device))
+        weight = weight - 0.1 * ((0.9 * average + 0.1 * gradient).sign() + 0.5 * weight)
+        average = 0.99 * average + 0.01 * gradient
+        torch.testing.assert_close(parameter.detach(), weight, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(optimizer.state()["p/exp_avg"], average, rtol=1e-12, atol=1e-12)

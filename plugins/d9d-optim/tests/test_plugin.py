@@ -9,4 +9,8 @@ from d9d_testing.suites.plugin import PluginSuite
 
 class TestPlugin(PluginSuite):
     plugin = "d9d_optim.plugin"
-    examples: ClassVar = {"sgd": {"lr": 0.1}, "piecewise": {"phases": [{"to": 1.0}]}}
+    examples: ClassVar = {
+        "sgd": {"lr": 0.1},
+        "torch": {"target": "torch.optim.RAdam"},
+        "piecewise": {"phases": [{"to": 1.0}]},
+    }

@@ -16,19 +16,19 @@ README = Path(__file__).parents[1] / "README.md"
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
     """What the README's block defines."""
-    (block,) = [b for b in re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.M) if "Lion" in b]
+    (block,) = [b for b in re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.DOTALL | re.M) if "Signum" in b]
     found: dict[str, Any] = {"__name__": __name__}
     exec(compile(block, "README.md", "exec", dont_inherit=True), found)
     return found
 
 
-def lion(names: dict[str, Any], dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
+def signum(names: dict[str, Any], dtype: torch.dtype = torch.float32, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
     torch.manual_seed(0)
     parameters = {
         "weight": nn.Parameter(torch.randn(3, 2, dtype=dtype)),
         "bias": nn.Parameter(torch.ones(3, dtype=dtype)),
     }
-    optimizer = names["Lion"](names["LionConfig"](lr=0.1, **settings), parameters)
+    optimizer = names["Signum"](names["SignumConfig"](lr=0.1, **settings), parameters)
     optimizer.init_state()
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
@@ -36,7 +36,7 @@ def lion(names: dict[str, Any], dtype: torch.dtype = torch.float32, **settings: 
 
 
 def test_it_updates_by_the_sign_of_the_average(names: dict[str, Any]) -> None:
-    optimizer, parameters = lion(names, weight_decay=0.5)
+    optimizer, parameters = signum(names, weight_decay=0.5)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     optimizer.step(torch.tensor(True))
     for name, decay in (("weight", 0.5), ("bias", 0.0)):
@@ -44,12 +44,12 @@ def test_it_updates_by_the_sign_of_the_average(names: dict[str, Any]) -> None:
         assert gradient is not None
         expected = before[name] - 0.1 * (gradient.sign() + decay * before[name])
         torch.testing.assert_close(parameters[name].detach(), expected)
-        torch.testing.assert_close(optimizer.state()[f"{name}/exp_avg"], 0.01 * gradient)
+        torch.testing.assert_close(optimizer.state()[f"{name}/exp_avg"], 0.1 * gradient)
 
 
 @pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
 def test_where_the_gate_is_false_every_bit_stays_even_with_nan(names: dict[str, Any], state_dtype: str) -> None:
-    optimizer, parameters = lion(names, torch.bfloat16, state_dtype=state_dtype)
+    optimizer, parameters = signum(names, torch.bfloat16, state_dtype=state_dtype)
     optimizer.step(torch.tensor(True))
     kept = {**parameters, **optimizer.state()}
     before = {name: tensor.detach().clone() for name, tensor in kept.items()}

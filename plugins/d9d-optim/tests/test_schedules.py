@@ -5,13 +5,24 @@ from typing import Any
 
 import pytest
 from d9d_core.extend import JobError
-from d9d_optim.schedule.config import ConstantConfig, CosineConfig, PiecewiseConfig
-from d9d_optim.schedule.schedules import constant, cosine, interpolate, piecewise
+from d9d_optim.schedule import curves
+from d9d_optim.schedule.builder import piecewise_schedule
+from d9d_optim.schedule.config import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    Phase,
+    PiecewiseConfig,
+    WarmupStableDecayConfig,
+)
+from d9d_optim.schedule.curves import curve_of
+from d9d_optim.schedule.schedules import constant, cosine, inverse_sqrt, linear, piecewise, warmup_stable_decay
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-CURVES = ["linear", "cosine", "poly", "exponential"]
+CURVES = ["linear", "cosine", "poly", "poly_late", "exponential", "inverse_sqrt"]
 
 
 def chain(total: int, *phases: dict[str, Any], start: float = 0.0) -> list[float]:
@@ -51,15 +62,108 @@ def test_phases_by_steps_by_fraction_and_the_rest() -> None:
 
 @pytest.mark.parametrize("curve", CURVES)
 def test_every_curve_hits_both_ends_exactly(curve: Any) -> None:
-    assert interpolate(curve, 0.3, 0.7, 0.0) == 0.3
-    assert interpolate(curve, 0.3, 0.7, 1.0) == 0.7
+    follow = curve_of(Phase(to=0.7, curve=curve), 0.3, 10, "phase")
+    assert follow(0.3, 0.7, 0.0) == 0.3
+    assert follow(0.3, 0.7, 1.0) == 0.7
 
 
 def test_curves_have_their_known_middles() -> None:
-    assert interpolate("linear", 1.0, 0.0, 0.25) == 0.75
-    assert interpolate("cosine", 1.0, 0.0, 1 / 3) == pytest.approx(0.75)
-    assert interpolate("poly", 1.0, 0.0, 0.5, power=3) == 0.125
-    assert interpolate("exponential", 1.0, 0.01, 0.5) == pytest.approx(0.1)
+    assert curves.linear(1.0, 0.0, 0.25) == 0.75
+    assert curves.cosine(1.0, 0.0, 1 / 3) == pytest.approx(0.75)
+    assert curves.poly(1.0, 0.0, 0.5, power=3) == 0.125
+    assert curves.poly_late(1.0, 0.0, 0.5, power=3) == 0.875
+    assert curves.exponential(1.0, 0.01, 0.5) == pytest.approx(0.1)
+    assert curves.exponential(1.0, 0.0, 0.5, floor=0.01) == pytest.approx(0.1)
+    # Steps 100 to 400 of 1 / sqrt(step), at step 225.
+    assert curves.inverse_sqrt(0.1, 0.05, 125 / 300) == pytest.approx(1 / 15)
+
+
+def test_exponential_with_a_floor_still_ends_at_zero() -> None:
+    values = chain(10, {"to": 0.0, "curve": "exponential", "floor": 0.01}, start=1.0)
+    assert values[-1] == 0.0
+    assert values[-2] == pytest.approx(0.01**0.9)
+
+
+def test_a_curve_of_ones_own_is_followed_up_to_its_exact_end() -> None:
+    values = chain(4, {"to": 0.5, "curve": f"{__name__}:steep"}, start=1.0)
+    assert values == [steep(1.0, 0.5, part) for part in (0.25, 0.5, 0.75)] + [0.5]
+
+
+def steep(begin: float, end: float, progress: float) -> float:
+    return end + (begin - end) * (1 - progress) ** 5
+
+
+def still() -> float:
+    return 1.0
+
+
+def below(begin: float, end: float, progress: float) -> float:
+    return begin - 2 * progress
+
+
+@pytest.mark.parametrize(
+    ("curve", "text"),
+    [
+        ("below", r"lr_schedule.phases\[0\].curve: .*below\(1, 0.5, 0.75\) gives -0.5; .* not negative"),
+        ("stepe", r"has no 'stepe'; did you mean .*\.steep"),
+        ("CURVES", r"is a list; name a function of \(begin, end, progress\)"),
+        ("still", r"still\(1, 0.5, 0.25\) raises .*it is called with \(begin, end, progress\)"),
+    ],
+)
+def test_a_curve_that_is_none_is_an_error(curve: str, text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        chain(4, {"to": 0.5, "curve": f"{__name__}:{curve}"}, start=1.0)
+
+
+def test_linear_goes_straight_to_its_minimum() -> None:
+    schedule = linear(LinearConfig(warmup_steps=2, min_factor=0.2), 6)
+    assert [schedule(step) for step in range(6)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_warmup_stable_decay_decays_in_its_last_steps() -> None:
+    schedule = warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=2, decay_fraction=0.4), 10)
+    assert [schedule(step) for step in range(10)] == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+    same = warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=2, decay_steps=4), 10)
+    assert [same(step) for step in range(10)] == [schedule(step) for step in range(10)]
+
+
+def test_inverse_sqrt_is_half_after_four_times_the_warm_up() -> None:
+    schedule = inverse_sqrt(InverseSqrtConfig(warmup_steps=4), 100)
+    assert [schedule(step) for step in (0, 3, 15, 63)] == [0.25, 1.0, 0.5, 0.25]
+
+
+def test_presets_longer_than_the_run_are_errors() -> None:
+    with pytest.raises(JobError, match=r"warmup_steps is 8 and the decay takes 3 steps, but the run has 10"):
+        warmup_stable_decay(WarmupStableDecayConfig(warmup_steps=8, decay_steps=3), 10)
+    with pytest.raises(JobError, match=r"warmup_steps is 11, but the run has 10 steps; use at most 10"):
+        inverse_sqrt(InverseSqrtConfig(warmup_steps=11), 10)
+    with pytest.raises(ValidationError, match="give one of them"):
+        WarmupStableDecayConfig(decay_steps=3, decay_fraction=0.5)
+
+
+def test_the_builder_writes_the_section_of_a_job() -> None:
+    builder = piecewise_schedule().for_steps(2, 1.0).until_fraction(0.6, 1.0).fill_rest(0.2, "poly", power=3)
+    written = PiecewiseConfig.model_validate(
+        {"phases": [{"steps": 2, "to": 1.0}, {"until": 0.6, "to": 1.0}, {"to": 0.2, "curve": "poly", "power": 3}]}
+    )
+    assert builder.config() == written
+    assert [builder.build(10)(step) for step in range(10)] == [piecewise(written, 10)(step) for step in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: piecewise_schedule().for_steps(2, -1.0), "phase 0: to: .*greater than or equal to 0"),
+        (lambda: piecewise_schedule().fill_rest(1.0).for_steps(2, 1.0), "phase 1: the one before it fills the rest"),
+        (lambda: piecewise_schedule().for_steps(2, 1.0, "cosin"), "phase 0: curve: .*did you mean 'cosine'"),
+        (lambda: piecewise_schedule().config(), "needs at least one phase"),
+        (lambda: piecewise_schedule().fill_rest(1.0).build(), r"length of the run is unknown; call build\(total_steps"),
+        (lambda: piecewise_schedule(0.0, 10).for_steps(11, 1.0).build(), r"phases\[0\] ends at step 11"),
+    ],
+)
+def test_the_builder_refuses_what_a_job_file_may_not_say(build: Any, text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        build()
 
 
 def test_the_power_of_a_phase_is_that_of_its_curve() -> None:
@@ -88,10 +192,12 @@ def test_phases_that_do_not_fill_the_run_are_errors(total: int, phases: list[dic
         ({"phases": [{"to": 1}, {"steps": 3, "to": 0}]}, "phase 0 has no length"),
         ({"phases": [{"to": 1, "steps": 3, "until": 0.5}]}, "one of them"),
         ({"phases": [{"to": 1, "curve": "exponential"}]}, "reaches zero"),
+        ({"phases": [{"to": 1, "curve": "inverse_sqrt"}]}, "zero"),
         ({"phases": [{"to": 1, "power": 2}]}, "power belongs to curve 'poly'"),
+        ({"phases": [{"to": 1, "floor": 0.1}]}, "floor belongs to curve 'exponential'"),
         ({"phases": [{"to": -1}]}, "greater than or equal to 0"),
         ({"phases": [{"to": float("nan")}]}, "finite|1000000"),
-        ({"phases": [{"to": 1, "curve": "cosin"}]}, "'linear', 'cosine'"),
+        ({"phases": [{"to": 1, "curve": "cosin"}]}, "did you mean 'cosine'"),
     ],
 )
 def test_impossible_phases_are_refused(config: dict[str, Any], text: str) -> None:

@@ -28,6 +28,58 @@ class TestSGDWithMomentum(OptimizerSuite):
     config: ClassVar = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
 
 
+class TestSGDWithDampening(OptimizerSuite):
+    target = "sgd"
+    config: ClassVar = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}
+
+
+class TestAdam(OptimizerSuite):
+    target = "adam"
+    config: ClassVar = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
+
+
+class TestLion(OptimizerSuite):
+    target = "lion"
+    config: ClassVar = {"lr": 0.01}
+
+
+class TestStochasticAdamW(OptimizerSuite):
+    target = "stochastic_adamw"
+    config: ClassVar = {"lr": 0.01}
+    dtypes: ClassVar = ("bfloat16",)
+    linear_in_lr = False  # each update is rounded at random
+
+
+class TestStochasticAdamWWithNarrowMoments(TestStochasticAdamW):
+    config: ClassVar = {"lr": 0.01, "state_dtype": "parameter"}
+
+
+class TestMuon(OptimizerSuite):
+    target = "muon"
+    config: ClassVar = {"lr": 0.02}
+
+
+class TestScheduleFree(OptimizerSuite):
+    target = "schedule_free"
+    config: ClassVar = {"lr": 0.01, "weight_decay": 0.1}
+
+
+class TestTorchRMSprop(OptimizerSuite):
+    target = "torch"
+    config: ClassVar = {"target": "torch.optim.RMSprop", "lr": 0.01, "arguments": {"momentum": 0.9}}
+
+
+class TestTorchFusedAdam(OptimizerSuite):
+    target = "torch"
+    config: ClassVar = {
+        "target": "torch.optim.Adam",
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "arguments": {"fused": True, "betas": [0.9, 0.99]},
+        "groups": [{"match": "embed.*", "lr_scale": 0.1}],
+    }
+
+
 @pytest.mark.gpu
 class TestAdamWOnCuda(TestAdamWWithGroups):
     device = "cuda"
@@ -55,3 +107,35 @@ class TestCosine(LrScheduleSuite):
 class TestPiecewise(LrScheduleSuite):
     target = "piecewise"
     config: ClassVar = {"phases": [{"steps": 5, "to": 1.0}, {"until": 0.5, "to": 1.0}, {"to": 0.1, "curve": "poly"}]}
+
+
+class TestPiecewiseWithEveryCurve(LrScheduleSuite):
+    target = "piecewise"
+    config: ClassVar = {
+        "phases": [
+            {"steps": 4, "to": 1.0, "curve": "poly_late", "power": 3},
+            {"steps": 5, "to": 0.5, "curve": "inverse_sqrt"},
+            {"until": 0.7, "to": 0.2, "curve": "d9d_optim.schedule.curves:cosine"},
+            {"to": 0.0, "curve": "exponential", "floor": 0.001},
+        ]
+    }
+
+
+class TestLinear(LrScheduleSuite):
+    target = "linear"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestWarmupStableDecay(LrScheduleSuite):
+    target = "warmup_stable_decay"
+    config: ClassVar = {"warmup_steps": 3, "decay_fraction": 0.25, "curve": "cosine"}
+
+
+class TestInverseSqrt(LrScheduleSuite):
+    target = "inverse_sqrt"
+    config: ClassVar = {"warmup_steps": 10}
+
+
+class TestTorchOneCycle(LrScheduleSuite):
+    target = "torch"
+    config: ClassVar = {"target": "torch.optim.lr_scheduler.OneCycleLR", "arguments": {"max_lr": 1.0}}

@@ -193,7 +193,10 @@ class ForwardBackwardEnds:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStepStarts:
-    """Gradients are final and clipped; the optimizer steps next."""
+    """Gradients are final and clipped; the optimizer steps next.
+
+    Where nobody subscribes to this event or the next, the optimizer may clip inside of its step instead.
+    """
 
     step: int
 

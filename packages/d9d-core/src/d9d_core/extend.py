@@ -8,12 +8,12 @@ Everything a component itself needs is here; importing this module imports no to
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
-| tensors and state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``wide_dtype`` |
+| tensors, state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor`` |
 | data | ``DataContext``, ``DataStream`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
-| optimizer, learning rate | ``Optimizer``, ``LrSchedule`` |
+| optimizer, learning rate | ``Optimizer``, ``DividesGradients``, ``AveragesWeights``, ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
@@ -129,7 +129,7 @@ from d9d_core.protocols.inference import (
 )
 from d9d_core.protocols.metric import ChoosesObservations, Metric, StageMetric, Table, Vector
 from d9d_core.protocols.model import Stage
-from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.optimizer import AveragesWeights, DividesGradients, LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
 from d9d_core.protocols.subscriber import (
@@ -178,7 +178,7 @@ from d9d_core.untrusted import parse_json, read_regular
 if TYPE_CHECKING:
     from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
-    from d9d_core.tensors import full, local, wide_dtype
+    from d9d_core.tensors import full, is_dtensor, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
@@ -187,6 +187,7 @@ _LAZY = {
     "Deferral": "d9d_core.deferral",
     "DeferredWeights": "d9d_core.deferral",
     "full": "d9d_core.tensors",
+    "is_dtensor": "d9d_core.tensors",
     "local": "d9d_core.tensors",
     "wide_dtype": "d9d_core.tensors",
 }
@@ -204,6 +205,7 @@ __all__ = [
     "AddsLosses",
     "Applied",
     "Arrival",
+    "AveragesWeights",
     "Backward",
     "BuildError",
     "CheckpointError",
@@ -226,6 +228,7 @@ __all__ = [
     "DefersWeights",
     "Dispatched",
     "Dispatcher",
+    "DividesGradients",
     "Divisible",
     "EndsTraining",
     "EvaluationEnds",
@@ -353,6 +356,7 @@ __all__ = [
     "format_programs",
     "forward_only",
     "full",
+    "is_dtensor",
     "load_config",
     "local",
     "modules_with",

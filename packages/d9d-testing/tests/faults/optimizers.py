@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -170,6 +171,38 @@ class NarrowsState(Faulty):
         self._momentum = {n: t.to(self._parameters[n].dtype) for n, t in self._momentum.items()}
 
 
+class DividesLaterStepsToo(Faulty):
+    divisor: Tensor | None = None
+
+    def divide_gradients(self, divisor: Tensor) -> None:
+        self.divisor = divisor
+
+    def step(self, gate: Tensor) -> None:
+        if self.divisor is not None:
+            for p in self._parameters.values():
+                if p.grad is not None:
+                    local(p.grad).div_(self.divisor)
+        super().step(gate)
+
+
+class KeepsEvaluationWeights(Faulty):
+    """Half of the weights are the average, and they stay it after an exception."""
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        for p in self._parameters.values():
+            local(p.detach()).mul_(0.5)
+        yield
+        for p in self._parameters.values():
+            local(p.detach()).mul_(2)
+
+
+class EvaluatesTrainingWeights(Faulty):
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        yield
+
+
 def build(config: FaultyConfig, parameters: Mapping[str, nn.Parameter]) -> Faulty:
     """The optimizer with the fault."""
     kinds: dict[str, type[Faulty]] = {kind.__name__: kind for kind in Faulty.__subclasses__()}
@@ -214,5 +247,8 @@ FAULTS = {
     "allocates state of other ranks": _fault(AllocatesStateOfOtherRanks, "are not on the meta device"),
     "takes a shard for the whole": _fault(NormalisesByTheLocalShard, "rank 0 of 2"),
     "describes with tensors": _fault(DescribesWithTensors, "must be what JSON can hold"),
+    "divides gradients of later steps too": _fault(DividesLaterStepsToo, "gradients that are divided in the step give"),
+    "keeps the weights of an evaluation": _fault(KeepsEvaluationWeights, "have other bits than before"),
+    "evaluates the weights of training": _fault(EvaluatesTrainingWeights, "are what they are in training"),
     "state changes its dtype": _fault(NarrowsState, ""),
 }

@@ -1,10 +1,10 @@
-"""Declaration of the optimizers and the learning-rate schedules."""
+"""Declaration of the optimizers, the learning-rate schedules and the command ``d9d lr``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from d9d_core.plugin import LrScheduleSpec, OptimizerSpec, Ref, hookimpl
+from d9d_core.plugin import CommandSpec, LrScheduleSpec, OptimizerSpec, Ref, hookimpl
 
 D9D_API = 1
 
@@ -12,6 +12,12 @@ D9D_API = 1
 @hookimpl
 def d9d_optimizers() -> Iterator[OptimizerSpec]:
     """Optimizers, selected by ``optimizer``."""
+    yield OptimizerSpec(
+        name="adam",
+        summary="Adam, with decoupled weight decay or without, fused.",
+        config=Ref("d9d_optim.optimizer.config:AdamConfig"),
+        build=Ref("d9d_optim.optimizer.adam:Adam"),
+    )
     yield OptimizerSpec(
         name="adamw",
         summary="Adam with decoupled weight decay, fused.",
@@ -23,6 +29,36 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         summary="Stochastic gradient descent with momentum, fused.",
         config=Ref("d9d_optim.optimizer.config:SGDConfig"),
         build=Ref("d9d_optim.optimizer.sgd:SGD"),
+    )
+    yield OptimizerSpec(
+        name="lion",
+        summary="Lion: steps by the sign of an average of gradients.",
+        config=Ref("d9d_optim.optimizer.config:LionConfig"),
+        build=Ref("d9d_optim.optimizer.lion:Lion"),
+    )
+    yield OptimizerSpec(
+        name="stochastic_adamw",
+        summary="AdamW of bfloat16 weights that are rounded stochastically, without a float32 copy.",
+        config=Ref("d9d_optim.optimizer.config:StochasticAdamWConfig"),
+        build=Ref("d9d_optim.optimizer.stochastic_adamw:StochasticAdamW"),
+    )
+    yield OptimizerSpec(
+        name="muon",
+        summary="Orthogonalized updates for the matrices of hidden layers, AdamW for the rest.",
+        config=Ref("d9d_optim.optimizer.config:MuonConfig"),
+        build=Ref("d9d_optim.optimizer.muon:Muon"),
+    )
+    yield OptimizerSpec(
+        name="schedule_free",
+        summary="AdamW that averages its weights instead of lowering the learning rate.",
+        config=Ref("d9d_optim.optimizer.config:ScheduleFreeConfig"),
+        build=Ref("d9d_optim.optimizer.schedule_free:ScheduleFree"),
+    )
+    yield OptimizerSpec(
+        name="torch",
+        summary="Any class derived from torch.optim.Optimizer, by its import path.",
+        config=Ref("d9d_optim.optimizer.config:TorchConfig"),
+        build=Ref("d9d_optim.optimizer.any_torch:TorchOptimizer"),
     )
 
 
@@ -42,8 +78,42 @@ def d9d_lr_schedules() -> Iterator[LrScheduleSpec]:
         build=Ref("d9d_optim.schedule.schedules:cosine"),
     )
     yield LrScheduleSpec(
+        name="linear",
+        summary="Linear warm-up, then a straight way down to a fraction of the base learning rate.",
+        config=Ref("d9d_optim.schedule.config:LinearConfig"),
+        build=Ref("d9d_optim.schedule.schedules:linear"),
+    )
+    yield LrScheduleSpec(
+        name="warmup_stable_decay",
+        summary="Linear warm-up, a stay at the base learning rate, and a decay at the end.",
+        config=Ref("d9d_optim.schedule.config:WarmupStableDecayConfig"),
+        build=Ref("d9d_optim.schedule.schedules:warmup_stable_decay"),
+    )
+    yield LrScheduleSpec(
+        name="inverse_sqrt",
+        summary="Linear warm-up, then the inverse square root of the step.",
+        config=Ref("d9d_optim.schedule.config:InverseSqrtConfig"),
+        build=Ref("d9d_optim.schedule.schedules:inverse_sqrt"),
+    )
+    yield LrScheduleSpec(
+        name="torch",
+        summary="Any scheduler of torch that depends on the step alone, by its import path.",
+        config=Ref("d9d_optim.schedule.config:TorchScheduleConfig"),
+        build=Ref("d9d_optim.schedule.torch_scheduler:torch_scheduler"),
+    )
+    yield LrScheduleSpec(
         name="piecewise",
         summary="Any chain of phases, each with a length, a curve and a value to reach.",
         config=Ref("d9d_optim.schedule.config:PiecewiseConfig"),
         build=Ref("d9d_optim.schedule.schedules:piecewise"),
+    )
+
+
+@hookimpl
+def d9d_commands() -> Iterator[CommandSpec]:
+    """Command ``d9d lr``."""
+    yield CommandSpec(
+        name="lr",
+        summary="Show the learning rate of a job, step by step.",
+        app=Ref("d9d_optim.cli.commands:app"),
     )

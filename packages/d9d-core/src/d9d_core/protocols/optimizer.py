@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,11 @@ class Optimizer(Protocol):
     pipeline ranks are on the meta device and never have a gradient; the state made for them is there too.
 
     Parameters and gradients may be DTensors; state made with ``torch.zeros_like`` then is sharded like them. An update
-    that is elementwise works on :func:`d9d_core.tensors.local` of each.
+    that is elementwise works on :func:`d9d_core.tensors.local` of each. One that needs more than single elements, such
+    as whole matrices, communicates inside of :meth:`step`, over the meshes of its parameters: all ranks of a mesh step
+    together and have gradients of the same parameters, so collectives in the parameters' order match.
+
+    What only some optimizers do are protocols of their own: :class:`DividesGradients`, :class:`AveragesWeights`.
     """
 
     def init_state(self) -> None:
@@ -46,6 +51,35 @@ class Optimizer(Protocol):
 
     def state(self) -> Mapping[str, Tensor]:
         """Optimizer state, ``"<parameter name>/<slot>"`` -> tensor. They are its own: loading copies into them."""
+        ...
+
+
+@runtime_checkable
+class DividesGradients(Optimizer, Protocol):
+    """Optimizer that clips gradients inside of its step, which saves a pass over them.
+
+    The trainer asks for it where nobody reads gradients between clipping and the step. Results are those of gradients
+    that were divided before, each in its own dtype.
+    """
+
+    def divide_gradients(self, divisor: Tensor) -> None:
+        """Divide the gradients of the coming step, and of no later one.
+
+        Args:
+            divisor: 0-d float32 on the parameters' device, at least 1; NaN where the step's gate is false.
+        """
+        ...
+
+
+@runtime_checkable
+class AveragesWeights(Optimizer, Protocol):
+    """Optimizer whose trained weights are not those that it takes gradients at."""
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Let the parameters hold the weights to evaluate and to export inside the block.
+
+        After it they have their bits again. No step is made inside.
+        """
         ...
 
 

@@ -46,7 +46,7 @@ from d9d_engine.step.loss import LossScale
 from d9d_engine.step.ownership import DATA_AXES
 from d9d_engine.step.step import TrainStep
 from d9d_engine.step.tied import find_ties
-from d9d_engine.step.totals import Clipper
+from d9d_engine.step.totals import Clipper, division_of
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.utilisation import Utilisation
@@ -145,6 +145,7 @@ def build(
             stop=lambda: interrupts.requested is not None or store.failed or events.failure is not None,
             views=assembly.ownership.views,
             elsewhere=ties.elsewhere,
+            divide=division_of(optimizer, events),
         ),
         statistics=statistics,
         before_update=store.before_mutation,

@@ -163,7 +163,8 @@ class OpenRun:
         step = self.progress.step
         with self.clock.paused():
             self.parts.events.emit(ev.EvaluationStarts(step))
-            values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
+            with self.parts.step.evaluation_weights():
+                values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
             if wrong := ", ".join(f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)):
                 self.parts.note(f"warning: the evaluation after step {step} found no number: {wrong}")
             self._write(step, values)
@@ -184,6 +185,11 @@ class OpenRun:
         self.parts.checkpointer.wait()
         self._announce()
 
+    def export(self, kind: Literal["model", "adapter"] | None = None, directory: Path | None = None) -> list[Path]:
+        """Write the model as it is to be used; see :class:`d9d_engine.build.export.Exporter`."""
+        with self.parts.step.evaluation_weights():
+            return self.parts.export(self.progress, kind, directory)
+
     def settle(self) -> Literal["finished", "stopped"]:
         """Save the last step, and export the model if all are done."""
         step, total, reason = self.progress.step, self.parts.total_steps, self.parts.reason_to_end
@@ -200,7 +206,7 @@ class OpenRun:
             self.parts.note(done if asked is None else f"{asked}: {done}")
             return "stopped"
         self.parts.step.task.finalize()
-        self.parts.export(self.progress, None, None)
+        self.export()
         return "finished"
 
     def rescue(self, error: Exception) -> None:

@@ -221,12 +221,13 @@ class Trainer:
         where = None if directory is None else Path(directory)
         run = self._life.run
         if run is None:
-            return self._parts.export(self.progress, kind, where)
+            with self.step.evaluation_weights():
+                return self._parts.export(self.progress, kind, where)
         if self.is_asleep("weights"):
             raise TrainingError("export(): weights are asleep; call wake('weights') first")
         with self._life.called(run), run.clock.paused():
             self.topology.watchdog.phase("checkpoint", self.progress.step)
-            return self._parts.export(self.progress, kind, where)
+            return run.export(kind, where)
 
     def sleep(self, *tags: Tag) -> int:
         """Release memory of the device for somebody else, such as the engine that makes rollouts.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from d9d_core import events as ev
-from d9d_core.protocols.optimizer import LrSchedule, Optimizer
+from d9d_core.protocols.optimizer import AveragesWeights, LrSchedule, Optimizer
 from d9d_core.types import Pack
 
 from d9d_engine.step.auxiliary_losses import Tallies
@@ -68,6 +69,18 @@ class TrainStep:
         self.lr_schedule = lr_schedule
         self.tallies = tallies
         self.events = events
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Let the model hold the weights to evaluate inside the block, if the optimizer trains others."""
+        if not isinstance(self.optimizer, AveragesWeights):
+            yield
+            return
+        self.before_update()  # a checkpoint may still be copying the parameters
+        with self.optimizer.evaluation_weights():
+            self.ties.copy_values()
+            yield
+        self.ties.copy_values()
 
     def __call__(self, step: int, pack: Pack) -> ev.StepResult:
         """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""

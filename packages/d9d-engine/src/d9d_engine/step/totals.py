@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 import torch
+from d9d_core import events as ev
 from d9d_core.events import StepResult
 from d9d_core.grid import AXES, Grid
+from d9d_core.protocols.optimizer import DividesGradients, Optimizer
 from d9d_core.tensors import is_dtensor, local, wide_dtype
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -15,6 +17,7 @@ from torch import distributed as dist
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.executor import StageLoss
 from d9d_engine.step.loss import on_device
+from d9d_engine.subscribers.event_bus import Events
 
 
 class Clipper:
@@ -34,6 +37,7 @@ class Clipper:
         stop: whether this process was asked to stop; asked once per step.
         views: parameter -> the view of the mesh that it is sharded over, if there is one.
         elsewhere: names of parameters that another pipeline rank counts, because it has them too.
+        divide: takes the divisor that clips (0-d float32) instead of a pass over the gradients here.
     """
 
     def __init__(
@@ -46,7 +50,9 @@ class Clipper:
         stop: Callable[[], bool] = lambda: False,
         views: Mapping[str, str] | None = None,
         elsewhere: Collection[str] = (),
+        divide: Callable[[Tensor], None] | None = None,
     ) -> None:
+        self._divide = divide or self._divide_here
         of = views or {}
         own = {name: parameter for name, parameter in parameters.items() if name not in elsewhere}
         self._counted = {name: p for name, p in own.items() if counts(p, topology, of.get(name))}
@@ -63,7 +69,7 @@ class Clipper:
     def clip(self, loss: StageLoss, tokens: int | Tensor) -> StepResult:
         """Reduce the step's scalars and clip. Collective over all ranks.
 
-        Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``.
+        Gradients are divided by ``max(1, (norm + 1e-6) / max_norm)``.
 
         Args:
             loss: this rank's share of each term's mean.
@@ -89,7 +95,7 @@ class Clipper:
         means = dict(zip(self._coefficients, scalars.float(), strict=False))
         total = torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
         if self._max_norm is not None:
-            self._scale((self._max_norm / (norm + 1e-6)).clamp(max=1.0))
+            self._divide(((norm + 1e-6) / self._max_norm).clamp(min=1.0))
         tokens_at = len(means)
         return StepResult(
             loss=total,
@@ -110,14 +116,20 @@ class Clipper:
         each = torch.stack([norm.to(device, non_blocking=True) for norm in norms]).to(wide_dtype(device))
         return each.max() if math.isinf(self._p) else (each**self._p).sum()
 
-    def _scale(self, factor: Tensor) -> None:
+    def _divide_here(self, divisor: Tensor) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}
         for parameter in self._parameters:
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 by_device.setdefault(gradient.device, []).append(gradient)
         for device, gradients in by_device.items():
-            torch._foreach_mul_(gradients, factor.to(device))
+            torch._foreach_div_(gradients, divisor.to(device))
+
+
+def division_of(optimizer: Optimizer, events: Events) -> Callable[[Tensor], None] | None:
+    """Method of the optimizer that divides gradients in its step, if it has one and nobody reads them at the step."""
+    read = events.heard(ev.OptimizerStepStarts, ev.OptimizerStepEnds)
+    return optimizer.divide_gradients if isinstance(optimizer, DividesGradients) and not read else None
 
 
 def counts(parameter: Tensor, topology: Topology, view: str | None = None) -> bool:

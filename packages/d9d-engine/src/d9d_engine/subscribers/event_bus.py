@@ -36,6 +36,10 @@ class Events:
         self._handlers = {event: tuple(found) for event, found in handlers.items()}
         self.emit(EventsReady(self.emit))
 
+    def heard(self, *events: type[Any]) -> bool:
+        """Whether anybody subscribes to one of these events."""
+        return any(self._handlers.get(event) for event in events)
+
     def emit(self, event: object) -> None:
         """Call the event's handlers."""
         for number, handler in self._handlers.get(type(event), ()):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
+import pytest
 import torch
+from d9d_core.extend import AveragesWeights, DividesGradients
 from torch import Tensor, nn
 
 from d9d_testing.suites.support import optimizer_ranks
@@ -86,10 +89,13 @@ class OptimizerSuite(ComponentSuite):
         """Each that has a gradient, in its own dtype and memory."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
-            before = bits(parameters)
             places = {name: parameter.data_ptr() for name, parameter in parameters.items()}
-            stepped(optimizer, parameters, [0, 1], self.device)
-            idle = sorted(parameters.keys() - set(differing(before, bits(parameters))))
+            moved_ever: set[str] = set()
+            for step in (0, 1):  # the second may take back what the first did
+                before = bits(parameters)
+                stepped(optimizer, parameters, [step], self.device)
+                moved_ever |= set(differing(before, bits(parameters)))
+            idle = sorted(parameters.keys() - moved_ever)
             assert not idle, f"{dtype}: after two updates with gradients, {idle} are what they were"
             moved = [name for name, parameter in parameters.items() if parameter.data_ptr() != places[name]]
             assert not moved, f"{dtype}: {moved} have new memory; update parameters in place"
@@ -193,6 +199,49 @@ class OptimizerSuite(ComponentSuite):
         missing = [name for name in parameters if name not in named]
         assert not missing, f"describe() names no {missing}; list the parameters of each group"
 
+    # --- what only some optimizers do
+
+    def test_gradients_divided_in_the_step_count_as_if_divided_before(self) -> None:
+        """Of optimizers that clip inside of their step; the divisor holds for one step."""
+        for dtype in self.dtypes:
+            plain, one = self.made(dtype)
+            divided, other = self.made(dtype)
+            if not isinstance(other, DividesGradients):
+                pytest.skip("the optimizer does not divide gradients")
+            divisor = torch.tensor(3.0, device=self.device)
+            for step in (0, 1):
+                set_gradients(plain, step)
+                set_gradients(divided, step)
+                if step == 0:
+                    gradients = [p.grad for p in plain.values() if p.grad is not None]
+                    torch._foreach_div_(gradients, divisor)
+                    other.divide_gradients(divisor)
+                one.step(self.gate())
+                other.step(self.gate())
+            changed = differing(bits(plain) | bits(one.state()), bits(divided) | bits(other.state()))
+            assert not changed, (
+                f"{dtype}: gradients that are divided in the step give other {changed} than gradients divided before; "
+                "divide each in its own dtype, in that step alone"
+            )
+
+    def test_evaluation_weights_are_there_inside_of_their_block_alone(self) -> None:
+        """Of optimizers that average weights: training goes on with the bits it had, after an exception too."""
+        for dtype in self.dtypes:
+            parameters, optimizer = self.made(dtype)
+            if not isinstance(optimizer, AveragesWeights):
+                pytest.skip("the optimizer does not average weights")
+            stepped(optimizer, parameters, [0, 1, 2], self.device)
+            before = bits(parameters) | bits(optimizer.state())
+            with suppress(_EarlyEndError), optimizer.evaluation_weights():
+                idle = sorted(parameters.keys() - set(differing(before, bits(parameters))))
+                raise _EarlyEndError
+            assert not idle, f"{dtype}: inside of evaluation_weights(), {idle} are what they are in training"
+            changed = differing(before, bits(parameters) | bits(optimizer.state()))
+            assert not changed, (
+                f"{dtype}: after evaluation_weights(), {changed} have other bits than before; keep a copy, and put it "
+                "back in a finally"
+            )
+
     # --- layouts
 
     def test_parameters_of_other_ranks_have_meta_state_and_change_nothing(self) -> None:
@@ -254,12 +303,16 @@ class OptimizerSuite(ComponentSuite):
 
     def first_update(self, factor: float) -> dict[str, Tensor]:
         """Parameter -> how the first step moves it."""
-        parameters, optimizer = self.made("float32")
+        parameters, optimizer = self.made("float32" if "float32" in self.dtypes else self.dtypes[0])
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         optimizer.set_lr_factor(0.3)
         optimizer.set_lr_factor(factor)
         stepped(optimizer, parameters, [0], self.device)
         return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}
+
+
+class _EarlyEndError(Exception):
+    """Ends a block early."""
 
 
 def _words(value: Any) -> set[str]:

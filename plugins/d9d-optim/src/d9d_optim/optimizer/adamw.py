@@ -2,48 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw
+from torch import nn
 
-from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, zeros
+from d9d_optim.optimizer.adam import FusedAdam
 from d9d_optim.optimizer.config import AdamWConfig
 
 
-class AdamW(NamedOptimizer):
+class AdamW(FusedAdam):
     """AdamW with the same bits as ``torch.optim.AdamW(fused=True)``, gated steps and state by name.
 
-    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, ``step`` (0-d float32, taken steps).
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, with ``amsgrad`` ``max_exp_avg_sq``, and ``step``
+    (0-d float32, taken steps).
     """
 
     def __init__(self, config: AdamWConfig, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(config, parameters)
-        self._betas = config.betas
-        self._eps = config.eps
-
-    @property
-    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The two moments and the count of taken steps."""
-        return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter}
-
-    def update(self, batch: Batch) -> None:
-        """One fused call for the whole batch."""
-        adamw(
-            batch.params,
-            batch.grads,
-            batch.slots["exp_avg"],
-            batch.slots["exp_avg_sq"],
-            [],
-            batch.slots["step"],
-            fused=True,
-            found_inf=batch.found_inf,
-            amsgrad=False,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            lr=batch.lr,
-            weight_decay=batch.weight_decay,
-            eps=self._eps,
-            maximize=False,
-        )
+        super().__init__(config, parameters, decoupled=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from d9d_core.extend import BuildError, local
@@ -22,6 +22,8 @@ class Batch:
     Of DTensors, the parts that this rank holds.
 
     Attributes:
+        names: parameter names.
+        layouts: the parameters themselves, DTensors where they are sharded.
         params: parameters, updated in place.
         grads: their gradients.
         slots: slot name -> state tensors, updated in place.
@@ -30,8 +32,11 @@ class Batch:
         gate: 0-d bool on the parameters' device; where it is false, nothing may change.
         found_inf: the same as torch's fused kernels want it, their flag for gradient scalers: float32, 1 where the gate
             is false.
+        divisor: 0-d float32 by which gradients are yet to be divided; ``None`` if they are final.
     """
 
+    names: list[str]
+    layouts: list[Tensor]
     params: list[Tensor]
     grads: list[Tensor]
     slots: Mapping[str, list[Tensor]]
@@ -39,6 +44,22 @@ class Batch:
     weight_decay: float
     gate: Tensor
     found_inf: Tensor
+    divisor: Tensor | None = None
+
+    def part(self, indices: Sequence[int]) -> Batch:
+        """Batch of some of the tensors."""
+
+        def chosen(tensors: list[Any]) -> list[Any]:
+            return [tensors[index] for index in indices]
+
+        return replace(
+            self,
+            names=chosen(self.names),
+            layouts=chosen(self.layouts),
+            params=chosen(self.params),
+            grads=chosen(self.grads),
+            slots={slot: chosen(tensors) for slot, tensors in self.slots.items()},
+        )
 
 
 class NamedOptimizer(ABC):
@@ -46,7 +67,12 @@ class NamedOptimizer(ABC):
 
     State is kept by parameter name rather than by position in a list, so it means the same in every layout. A subclass
     says which state a parameter has (:attr:`slots`) and how a group of tensors is updated (:meth:`update`); groups,
-    learning rates, wider state and everything about sharded parameters is done here. Updates are elementwise.
+    learning rates, wider state, the division that clips gradients and everything about sharded parameters is done here.
+    Updates are elementwise, on the parts that this rank holds; one that is not overrides :meth:`apply`.
+
+    Attributes:
+        takes_divisor: whether :meth:`update` divides float32 gradients by ``batch.divisor`` itself, as torch's fused
+            kernels do; else they are divided before, in a pass of its own.
 
     Args:
         config: learning rate, decay and groups.
@@ -56,10 +82,13 @@ class NamedOptimizer(ABC):
         BuildError: nothing is trainable, or a group's pattern decides about no parameter.
     """
 
+    takes_divisor: ClassVar[bool] = False
+
     def __init__(self, config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         self._base_lr = config.lr
         self._least_dtype = torch.float32 if config.state_dtype == "float32" else None
         self._factor = 1.0
+        self._divisor: Tensor | None = None
         self._groups = group_parameters(config, parameters)
         self._parameters = {name: parameters[name] for group in self._groups for name in group.names}
         self._state: dict[str, dict[str, Tensor]] | None = None
@@ -67,7 +96,7 @@ class NamedOptimizer(ABC):
     def init_state(self) -> None:
         """Set all state to zero. Call it once, when the parameters have their memory."""
         self._state = {
-            name: {slot: make(parameter, self._dtype(parameter)) for slot, make in self.slots.items()}
+            name: {slot: make(parameter, self._dtype(parameter)) for slot, make in self.slots_of(name).items()}
             for name, parameter in self._parameters.items()
         }
 
@@ -84,16 +113,19 @@ class NamedOptimizer(ABC):
         """
         state = self._materialised()
         found_inf = gate.logical_not().to(torch.float32)
+        divisor, self._divisor = self._divisor, None
         for group in self._groups:
             names = [name for name in group.names if self._parameters[name].grad is not None]
-            wide = [name for name in names if self._dtype(self._parameters[name]) != self._parameters[name].dtype]
-            if same := [name for name in names if name not in wide]:
-                batch = self._batch(group, same, state, gate, found_inf)
-                # Gradients may have added up in a wider format; the fused kernels take one.
-                grads = [grad.to(param.dtype) for param, grad in zip(batch.params, batch.grads, strict=True)]
-                self.update(replace(batch, grads=grads))
-            for name in wide:  # one by one, so that there is a wide copy of one parameter only
-                self._update_wide(self._batch(group, [name], state, gate, found_inf), self._parameters[name])
+            if names:
+                self.apply(self._batch(group, names, state, gate, found_inf, divisor))
+
+    def divide_gradients(self, divisor: Tensor) -> None:
+        """Divide the gradients of the coming step by a number, at the step.
+
+        Args:
+            divisor: 0-d float32 on the parameters' device.
+        """
+        self._divisor = divisor
 
     def set_lr_factor(self, factor: float) -> None:
         """Multiply the base learning rate of every group for the coming steps."""
@@ -125,6 +157,22 @@ class NamedOptimizer(ABC):
             f"{name}/{slot}": value for name, slots in self._materialised().items() for slot, value in slots.items()
         }
 
+    def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:  # noqa: ARG002
+        """Slots of the state of one parameter; by default the same for all."""
+        return self.slots
+
+    def apply(self, batch: Batch) -> None:
+        """Update the tensors of a group, of any dtypes; by default with :meth:`update`, in the dtype of the moments."""
+        wide = [self._dtype(param) != param.dtype for param in batch.params]
+        if same := [index for index, is_wide in enumerate(wide) if not is_wide]:
+            part = self._divided(batch.part(same))
+            # Gradients may have added up in a wider format; the fused kernels take one.
+            grads = [grad.to(param.dtype) for param, grad in zip(part.params, part.grads, strict=True)]
+            self.update(replace(part, grads=grads))
+        for index, is_wide in enumerate(wide):  # one by one, so that there is a wide copy of one parameter only
+            if is_wide:
+                self._update_wide(self._divided(batch.part([index])))
+
     @property
     @abstractmethod
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
@@ -148,8 +196,24 @@ class NamedOptimizer(ABC):
         """Dtype of the moments of a parameter, and of the computation of its update."""
         return parameter.dtype if self._least_dtype is None else torch.promote_types(parameter.dtype, self._least_dtype)
 
-    def _update_wide(self, narrow: Batch, parameter: Tensor) -> None:
-        dtype = self._dtype(parameter)
+    def _divided(self, batch: Batch) -> Batch:
+        """The batch with final gradients, or as it is where :meth:`update` divides with the same result.
+
+        A kernel divides before it rounds: narrow gradients, and wide ones of narrow parameters, are divided here.
+        """
+        if batch.divisor is None:
+            return batch
+        exact = all(
+            grad.dtype == self._dtype(param) == torch.float32
+            for param, grad in zip(batch.params, batch.grads, strict=True)
+        )
+        if exact and self.takes_divisor:
+            return batch
+        divide(batch.grads, batch.divisor)
+        return replace(batch, divisor=None)
+
+    def _update_wide(self, narrow: Batch) -> None:
+        dtype = self._dtype(narrow.params[0])
         params = [p.to(dtype) for p in narrow.params]
         self.update(replace(narrow, params=params, grads=[g.to(dtype) for g in narrow.grads]))
         narrow.params[0].copy_(params[0])
@@ -161,17 +225,20 @@ class NamedOptimizer(ABC):
         state: Mapping[str, Mapping[str, Tensor]],
         gate: Tensor,
         found_inf: Tensor,
+        divisor: Tensor | None,
     ) -> Batch:
         params = [self._parameters[name] for name in names]
-        # Updates are elementwise, so each rank's own part is all they need.
         return Batch(
+            names=names,
+            layouts=list(params),
             params=[local(parameter) for parameter in params],
             grads=[local(parameter.grad) for parameter in params if parameter.grad is not None],
-            slots={slot: [local(state[name][slot]) for name in names] for slot in self.slots},
+            slots={slot: [local(state[name][slot]) for name in names] for slot in self.slots_of(names[0])},
             lr=self._lr_of(group),
             weight_decay=group.weight_decay,
             gate=gate,
             found_inf=found_inf,
+            divisor=divisor,
         )
 
     def _materialised(self) -> dict[str, dict[str, Tensor]]:
@@ -188,3 +255,14 @@ def zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def counter(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
     """Initial step count: 0-d, float32 on the parameter's device, because the fused kernels count there."""
     return torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+
+def divide(gradients: list[Tensor], divisor: Tensor) -> None:
+    """Divide gradients in place by a 0-d tensor, each in its own dtype."""
+    if gradients:
+        torch._foreach_div_(gradients, divisor)
+
+
+def keep_if(gate: Tensor, tensor: Tensor, new: Tensor) -> None:
+    """Set ``tensor`` to ``new`` where the 0-d ``gate`` is true; else each bit stays, whatever ``new`` is."""
+    tensor.copy_(torch.where(gate, new.to(tensor.dtype), tensor))

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from d9d_core.extend import PluginConfig, Section
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
+
+
+def _is_share(beta: float) -> float:
+    if not 0 <= beta < 1:
+        raise ValueError(f"{beta} is not in [0, 1); a beta is the share of a running average kept per step")
+    return beta
+
+
+#: Share of a running average that is kept per step.
+Beta = Annotated[float, AfterValidator(_is_share)]
 
 
 class GroupRule(Section):
@@ -38,27 +48,37 @@ class OptimizerConfig(PluginConfig):
     """Number format of moments: each parameter's own, or float32 for narrower parameters, updated in float32 too."""
 
 
-class AdamWConfig(OptimizerConfig):
+class AdamFields(OptimizerConfig):
+    """Shared fields of the Adam family."""
+
+    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the root of the second moment."""
+    amsgrad: bool = False
+    """Divide by the root of the largest second moment so far (one more state tensor)."""
+    maximize: bool = False
+    """Climb instead of descend."""
+
+
+class AdamWConfig(AdamFields):
     """Optimizer AdamW."""
 
     name: Literal["adamw"] = "adamw"
     """Selects the plugin."""
-    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
-    """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Weight decay of parameters of two or more dimensions; biases and norm weights get none unless a group says so."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
-    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
-    """Added to the root of the second moment."""
 
-    @field_validator("betas")
-    @classmethod
-    def _fractions(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        for beta in betas:
-            if not 0 <= beta < 1:
-                raise ValueError(f"{beta} is not in [0, 1); a beta is the share of a running average kept per step")
-        return betas
+
+class AdamConfig(AdamFields):
+    """Optimizer Adam."""
+
+    name: Literal["adam"] = "adam"
+    """Selects the plugin."""
+    decoupled_weight_decay: bool = False
+    """Decay weights apart from the gradient, as ``adamw`` does, instead of adding the decay to it."""
 
 
 class SGDConfig(OptimizerConfig):
@@ -68,11 +88,120 @@ class SGDConfig(OptimizerConfig):
     """Selects the plugin."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Share of the velocity that is kept per step; 0 keeps no state."""
+    dampening: float = Field(default=0.0, ge=0, lt=1)
+    """Share of each gradient but the first that the velocity does not take; needs momentum."""
     nesterov: bool = False
-    """Look ahead along the velocity; needs momentum."""
+    """Look ahead along the velocity; needs momentum and no dampening."""
+    maximize: bool = False
+    """Climb instead of descend."""
 
     @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> SGDConfig:
+    def _need_momentum(self) -> SGDConfig:
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0; set momentum (0.9 is usual) or leave nesterov out")
+        if self.dampening and self.momentum == 0:
+            raise ValueError("dampening needs a momentum above 0; set momentum (0.9 is usual) or leave dampening out")
+        if self.nesterov and self.dampening:
+            raise ValueError("nesterov is defined without dampening only; leave one of them out")
         return self
+
+
+class LionConfig(OptimizerConfig):
+    """Optimizer Lion."""
+
+    name: Literal["lion"] = "lion"
+    """Selects the plugin."""
+    lr: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    """Base learning rate, by which each weight moves; a third to a tenth of AdamW's is usual."""
+    weight_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Weight decay of parameters of two or more dimensions; three to ten times AdamW's is usual."""
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    """How much of the average counts in the sign, and how much of it is kept per step, each in [0, 1)."""
+
+
+class StochasticAdamWConfig(OptimizerConfig):
+    """Optimizer AdamW with stochastic rounding of bfloat16 weights."""
+
+    name: Literal["stochastic_adamw"] = "stochastic_adamw"
+    """Selects the plugin."""
+    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Weight decay of parameters of two or more dimensions; biases and norm weights get none unless a group says so."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the root of the second moment."""
+    state_dtype: Literal["parameter", "float32"] = "float32"
+    """Number format of moments: float32, or each parameter's own, bfloat16 then rounded stochastically too."""
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Start of the generator of the rounding, whose state is saved in checkpoints."""
+
+
+class AdamWPart(Section):
+    """Settings of the parameters that Muon leaves to AdamW."""
+
+    match: tuple[str, ...] = ("*embed*", "*head.*", "*heads.*")
+    """Patterns of matrices that AdamW updates too: embeddings and heads; parameters of one dimension always are."""
+    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    """Base learning rate of these parameters; the schedule's factor and a group's ``lr_scale`` multiply it."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the root of the second moment."""
+
+
+class MuonConfig(OptimizerConfig):
+    """Optimizer Muon for matrices, AdamW for all other parameters."""
+
+    name: Literal["muon"] = "muon"
+    """Selects the plugin."""
+    lr: float = Field(default=0.02, gt=0, allow_inf_nan=False)
+    """Base learning rate of matrices; the schedule's factor and a group's ``lr_scale`` multiply it."""
+    weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    """Weight decay of parameters of two or more dimensions, times the learning rate of each."""
+    momentum: Beta = 0.95
+    """Share of the average of gradients that is kept per step."""
+    nesterov: bool = True
+    """Look ahead along the average."""
+    ns_steps: int = Field(default=5, ge=1, lt=100)
+    """Newton-Schulz iterations."""
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    """Coefficients of the iteration's polynomial of degree 5."""
+    eps: float = Field(default=1e-7, gt=0, allow_inf_nan=False)
+    """Least norm by which a matrix is divided before the iterations."""
+    adjust_lr: Literal["original", "match_rms_adamw", "spectral_unclamped"] = "original"
+    """Factor on the learning rate by shape, rows x columns: ``sqrt(max(1, rows / columns))``;
+    ``0.2 sqrt(max(rows, columns))``, with which AdamW's learning rate fits; or ``sqrt(rows / columns)``."""
+    adamw: AdamWPart = AdamWPart()
+    """Settings of the parameters that are no matrices of hidden layers."""
+
+
+class ScheduleFreeConfig(OptimizerConfig):
+    """Optimizer schedule-free AdamW. Use it with a warm-up and then a constant learning rate."""
+
+    name: Literal["schedule_free"] = "schedule_free"
+    """Selects the plugin."""
+    lr: float = Field(default=2.5e-3, ge=0, allow_inf_nan=False)
+    """Base learning rate, one to ten times that of AdamW with a schedule."""
+    betas: tuple[Annotated[float, Field(gt=0, lt=1)], Beta] = (0.9, 0.999)
+    """Share of the average in the point of the gradient, above 0, and of the squares' average that is kept per step."""
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the root of the second moment."""
+    weight_power: float = Field(default=2.0, ge=0, le=10)
+    """Power of the largest learning rate so far in the weight of a step in the average."""
+    state_dtype: Literal["parameter", "float32"] = "float32"
+    """Number format of the state: each parameter's own, or float32 for narrower parameters."""
+
+
+class TorchConfig(OptimizerConfig):
+    """Optimizer of any class that derives from ``torch.optim.Optimizer``."""
+
+    name: Literal["torch"] = "torch"
+    """Selects the plugin."""
+    lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
+    """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
+    target: str = Field(min_length=1)
+    """Import path of the class, such as ``torch.optim.RAdam``."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class by name, besides parameters, ``lr`` and ``weight_decay``."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.sgd import sgd
 
-from d9d_optim.optimizer.base import Batch, NamedOptimizer, zeros
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, keep_if, zeros
 from d9d_optim.optimizer.config import SGDConfig
 
 
@@ -17,41 +17,65 @@ class SGD(NamedOptimizer):
 
     State per parameter: ``momentum_buffer`` of its shape, or none at all without momentum. It starts as zeros
     instead of as a copy of the first gradient: the first update is the same (0 * momentum + gradient), the state can be
-    loaded into before any step, and a first step that the gate refuses needs no special case.
+    loaded into before any step, and a first step that the gate refuses needs no special case. With ``dampening`` the
+    first gradient counts in full, so taken steps are counted too (``step``), and the bits are those of
+    ``torch.optim.SGD(foreach=True)``.
     """
+
+    takes_divisor = True
 
     def __init__(self, config: SGDConfig, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__(config, parameters)
-        self._momentum = config.momentum
-        self._nesterov = config.nesterov
+        self._config = config
 
     @property
     def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
-        """The velocity, if there is momentum."""
-        return {"momentum_buffer": zeros} if self._momentum else {}
+        """The velocity, if there is momentum, and the count of taken steps, if it is dampened."""
+        if not self._config.momentum:
+            return {}
+        return {"momentum_buffer": zeros, **({"step": counter} if self._config.dampening else {})}
 
     def update(self, batch: Batch) -> None:
-        """One fused call for the whole batch."""
+        """One fused call for the whole batch; with dampening a few operations for each tensor."""
+        if self._config.dampening:
+            self._update_dampened(batch)
+            return
+        momentum = self._config.momentum
         params, grads = [_exact(p) for p in batch.params], [_exact(g) for g in batch.grads]
-        kept = batch.slots["momentum_buffer"] if self._momentum else []
+        kept = batch.slots["momentum_buffer"] if momentum else []
         velocities = [_exact(velocity) for velocity in kept]
-        buffers: list[Tensor | None] = [*velocities] if self._momentum else [None] * len(params)
+        buffers: list[Tensor | None] = [*velocities] if momentum else [None] * len(params)
         sgd(
             params,
             grads,
             buffers,
             fused=True,
+            grad_scale=batch.divisor,
             found_inf=batch.found_inf,
             weight_decay=batch.weight_decay,
-            momentum=self._momentum,
+            momentum=momentum,
             lr=batch.lr,
             dampening=0.0,
-            nesterov=self._nesterov,
-            maximize=False,
+            nesterov=self._config.nesterov,
+            maximize=self._config.maximize,
         )
         for own, computed in zip([*batch.params, *kept], [*params, *velocities], strict=True):
             if computed is not own:
                 own.copy_(computed)
+
+    def _update_dampened(self, batch: Batch) -> None:
+        config = self._config
+        slots = zip(batch.slots["momentum_buffer"], batch.slots["step"], strict=True)
+        for weight, gradient, (velocity, step) in zip(batch.params, batch.grads, slots, strict=True):
+            final = gradient if batch.divisor is None else gradient / batch.divisor
+            final = -final if config.maximize else final
+            if batch.weight_decay:
+                final = final.add(weight, alpha=batch.weight_decay)
+            later = velocity.mul(config.momentum).add(final, alpha=1 - config.dampening)
+            moved = torch.where(step > 0, later, final)
+            keep_if(batch.gate, velocity, moved)
+            keep_if(batch.gate, weight, weight.add(moved, alpha=-batch.lr))
+            keep_if(batch.gate, step, step + 1)
 
 
 def _exact(tensor: Tensor) -> Tensor:

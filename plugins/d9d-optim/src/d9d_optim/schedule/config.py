@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from d9d_core.extend import PluginConfig, Section
-from pydantic import Field, field_validator, model_validator
+from d9d_core.extend import PluginConfig, Section, closest
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-CurveName = Literal["linear", "cosine", "poly", "exponential"]
+#: Curves with a name.
+CURVES = ("linear", "cosine", "poly", "poly_late", "exponential", "inverse_sqrt")
+
+
+def _is_known(curve: str) -> str:
+    if curve in CURVES or "." in curve or ":" in curve:
+        return curve
+    near = closest(curve, CURVES)
+    raise ValueError(
+        f"'{curve}' is no curve{f'; did you mean {near!r}?' if near else ''} There are {', '.join(map(repr, CURVES))}; "
+        "or write the import path of a function, package.module:name"
+    )
+
+
+#: Name of a curve, or import path of one.
+CurveName = Annotated[str, Field(min_length=1), AfterValidator(_is_known)]
 
 
 class ConstantConfig(PluginConfig):
@@ -28,6 +43,61 @@ class CosineConfig(PluginConfig):
     """Factor of the last step."""
 
 
+class LinearConfig(PluginConfig):
+    """Schedule of a linear warm-up, then a straight way down."""
+
+    name: Literal["linear"] = "linear"
+    """Selects the plugin."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
+    min_factor: float = Field(default=0.0, ge=0, le=1)
+    """Factor of the last step."""
+
+
+class WarmupStableDecayConfig(PluginConfig):
+    """Schedule of a linear warm-up, a long stay at 1, and a decay at the end."""
+
+    name: Literal["warmup_stable_decay"] = "warmup_stable_decay"
+    """Selects the plugin."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the factor rises linearly to 1; the first uses 1/warmup_steps, the last 1."""
+    decay_steps: int | None = Field(default=None, ge=1)
+    """Steps of the decay; ``decay_fraction`` of the run if absent."""
+    decay_fraction: float = Field(default=0.1, gt=0, le=1)
+    """Share of all steps that decay."""
+    curve: Literal["linear", "cosine", "poly", "poly_late"] = "linear"
+    """Shape of the decay, as of a phase of ``piecewise``."""
+    min_factor: float = Field(default=0.0, ge=0, le=1)
+    """Factor of the last step."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> WarmupStableDecayConfig:
+        if self.decay_steps is not None and "decay_fraction" in self.model_fields_set:
+            raise ValueError("has decay_steps and decay_fraction; give one of them")
+        return self
+
+
+class InverseSqrtConfig(PluginConfig):
+    """Schedule of a linear warm-up, then the inverse square root of the step."""
+
+    name: Literal["inverse_sqrt"] = "inverse_sqrt"
+    """Selects the plugin."""
+    warmup_steps: int = Field(default=1000, ge=1)
+    """Steps in which the factor rises linearly to 1; four times as many steps into the run it is 1/2."""
+
+
+class TorchScheduleConfig(PluginConfig):
+    """Schedule of any class derived from ``torch.optim.lr_scheduler.LRScheduler`` that depends on the step alone."""
+
+    name: Literal["torch"] = "torch"
+    """Selects the plugin."""
+    target: str = Field(min_length=1)
+    """Import path of the class, such as ``torch.optim.lr_scheduler.OneCycleLR``."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class by name, besides the optimizer. Rates are factors on the base learning rate; text with a
+    colon, ``package.module:name``, is imported; ``total_steps`` and ``T_max`` are the run's steps if absent."""
+
+
 class Phase(Section):
     """Config of one phase of a piecewise schedule. Without ``steps`` and ``until`` it takes the rest."""
 
@@ -38,16 +108,25 @@ class Phase(Section):
     to: float = Field(ge=0, le=1e6, allow_inf_nan=False)
     """Factor that it reaches in its last step."""
     curve: CurveName = "linear"
-    """Shape of the way there: linear, cosine, poly or exponential."""
+    """Shape of the way there: ``linear``, ``cosine``, ``poly``, ``poly_late``, ``exponential``, ``inverse_sqrt``, or
+    the import path of a function of (begin, end, progress)."""
     power: float | None = Field(default=None, gt=0, le=100)
-    """Exponent of ``poly`` (2 if absent): above 1 it moves fast first and slowly at the end."""
+    """Exponent of ``poly`` and ``poly_late`` (2 if absent): above 1, the first moves fast first, the other late."""
+    floor: float | None = Field(default=None, gt=0, le=1e6)
+    """Least value of ``exponential`` on its way from or to a smaller one, such as 0, that it could not reach."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Phase:
         if self.steps is not None and self.until is not None:
             raise ValueError("has steps and until; give one of them, or neither to take the rest")
-        if self.power is not None and self.curve != "poly":
-            raise ValueError(f"power belongs to curve 'poly', not to '{self.curve}'; remove it or change the curve")
+        if self.power is not None and self.curve not in ("poly", "poly_late"):
+            raise ValueError(
+                f"power belongs to curve 'poly' or 'poly_late', not to '{self.curve}'; remove it or change the curve"
+            )
+        if self.floor is not None and self.curve != "exponential":
+            raise ValueError(
+                f"floor belongs to curve 'exponential', not to '{self.curve}'; remove it or change the curve"
+            )
         return self
 
 
@@ -72,13 +151,18 @@ class PiecewiseConfig(PluginConfig):
         return phases
 
     @model_validator(mode="after")
-    def _exponential_needs_positive_ends(self) -> PiecewiseConfig:
+    def _positive_ends(self) -> PiecewiseConfig:
         begin = self.start
         for index, phase in enumerate(self.phases):
-            if phase.curve == "exponential" and 0 in (begin, phase.to):
+            if phase.curve == "exponential" and phase.floor is None and 0 in (begin, phase.to):
                 raise ValueError(
                     f"phase {index} goes exponentially from {begin:g} to {phase.to:g}, but no exponential curve "
-                    "reaches zero; use a small positive factor or another curve"
+                    "reaches zero; give it a floor, or use a small positive factor or another curve"
+                )
+            if phase.curve == "inverse_sqrt" and 0 in (begin, phase.to):
+                raise ValueError(
+                    f"phase {index} goes as an inverse square root from {begin:g} to {phase.to:g}, but none reaches "
+                    "zero; use a small positive factor or another curve"
                 )
             begin = phase.to
         return self

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: constant, cosine and piecewise.
+"""Learning-rate schedules: piecewise, and presets made of its phases.
 
 Every phase reaches its value in its own last step: of a phase of n steps that goes from a to b, step k (0-based) uses
 the curve at (k + 1) / n. So a warm-up from 0 wastes no step at 0, and borders have no jump.
@@ -9,11 +9,19 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
-from typing import assert_never
 
 from d9d_core.extend import JobError, LrSchedule
 
-from d9d_optim.schedule.config import ConstantConfig, CosineConfig, CurveName, Phase, PiecewiseConfig
+from d9d_optim.schedule.config import (
+    ConstantConfig,
+    CosineConfig,
+    InverseSqrtConfig,
+    LinearConfig,
+    Phase,
+    PiecewiseConfig,
+    WarmupStableDecayConfig,
+)
+from d9d_optim.schedule.curves import Curve, curve_of
 
 
 def constant(config: ConstantConfig, total_steps: int) -> LrSchedule:  # noqa: ARG001 - the signature of LrScheduleSpec
@@ -29,31 +37,100 @@ def cosine(config: CosineConfig, total_steps: int) -> LrSchedule:
     Raises:
         JobError: the warm-up leaves no step for the decay.
     """
-    if config.warmup_steps >= total_steps:
+    return _warmed_up(config.warmup_steps, total_steps, Phase(to=config.min_factor, curve="cosine"))
+
+
+def linear(config: LinearConfig, total_steps: int) -> LrSchedule:
+    """Linear warm-up for ``warmup_steps``, then linear decay to ``min_factor``, which the last step uses.
+
+    Raises:
+        JobError: the warm-up leaves no step for the decay.
+    """
+    return _warmed_up(config.warmup_steps, total_steps, Phase(to=config.min_factor))
+
+
+def warmup_stable_decay(config: WarmupStableDecayConfig, total_steps: int) -> LrSchedule:
+    """Linear warm-up, a stay at 1, and a decay to ``min_factor``, which the last step uses.
+
+    Hu et al. 2024, MiniCPM, section 4.2.
+
+    Raises:
+        JobError: warm-up and decay are longer than the run.
+    """
+    decay = config.decay_steps or max(1, round(config.decay_fraction * total_steps))
+    if config.warmup_steps + decay > total_steps:
         raise JobError(
-            f"lr_schedule.warmup_steps is {config.warmup_steps}, but the run has {total_steps} steps; "
+            f"lr_schedule.warmup_steps is {config.warmup_steps} and the decay takes {decay} steps, but the run has "
+            f"{total_steps} steps; shorten one of them, or train longer"
+        )
+    bounds = (0, config.warmup_steps, total_steps - decay, total_steps)
+    phases = (Phase(to=1.0), Phase(to=1.0), Phase(to=config.min_factor, curve=config.curve))
+    begins = (0.0, 1.0, 1.0)
+    placed = zip(bounds, bounds[1:], begins, phases, strict=False)
+    return Chain(tuple(place(first, end, begin, phase) for first, end, begin, phase in placed if end > first))
+
+
+def inverse_sqrt(config: InverseSqrtConfig, total_steps: int) -> LrSchedule:
+    """Linear warm-up for ``warmup_steps``, then ``sqrt(warmup_steps / step)``, counted from 1.
+
+    Vaswani et al. 2017, Attention Is All You Need, equation 3, with the peak as base learning rate.
+
+    Raises:
+        JobError: the warm-up is longer than the run.
+    """
+    warmup = config.warmup_steps
+    if warmup > total_steps:
+        raise JobError(
+            f"lr_schedule.warmup_steps is {warmup}, but the run has {total_steps} steps; use at most {total_steps}, or "
+            "train longer"
+        )
+    return lambda step: min((step + 1) / warmup, math.sqrt(warmup / (step + 1)))
+
+
+def _warmed_up(warmup_steps: int, total_steps: int, decay: Phase) -> Chain:
+    """Linear rise from 0 to 1, then the decay over the rest."""
+    if warmup_steps >= total_steps:
+        raise JobError(
+            f"lr_schedule.warmup_steps is {warmup_steps}, but the run has {total_steps} steps; "
             f"use at most {total_steps - 1}, or train longer"
         )
-    decay = PlacedPhase(config.warmup_steps, total_steps, 1.0, Phase(to=config.min_factor, curve="cosine"))
-    if config.warmup_steps == 0:
-        return Chain((decay,))
-    return Chain((PlacedPhase(0, config.warmup_steps, 0.0, Phase(to=1.0)), decay))
+    falls = place(warmup_steps, total_steps, 1.0, decay)
+    if warmup_steps == 0:
+        return Chain((falls,))
+    return Chain((place(0, warmup_steps, 0.0, Phase(to=1.0)), falls))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPhase:
-    """Phase with its place in the run: steps ``first`` to ``end`` (exclusive), departing from ``begin``."""
+    """Phase with its place in the run: steps ``first`` to ``end`` (exclusive), from ``begin`` along a curve."""
 
     first: int
     end: int
     begin: float
-    phase: Phase
+    to: float
+    curve: Curve
 
     def at(self, step: int) -> float:
-        """Factor of a step inside the phase."""
-        progress = (step - self.first + 1) / (self.end - self.first)
-        power = 2.0 if self.phase.power is None else self.phase.power
-        return interpolate(self.phase.curve, self.begin, self.phase.to, progress, power)
+        """Factor of a step inside the phase; of the last one exactly ``to``."""
+        if step == self.end - 1:
+            return self.to
+        return self.curve(self.begin, self.to, (step - self.first + 1) / (self.end - self.first))
+
+
+def place(first: int, end: int, begin: float, phase: Phase, where: str = "lr_schedule") -> PlacedPhase:
+    """Place a phase in a run.
+
+    Args:
+        first: its first step.
+        end: its last step plus 1.
+        begin: factor from which it departs.
+        phase: its curve and the factor to reach.
+        where: field of the job file, for errors.
+
+    Raises:
+        JobError: a curve of one's own cannot be imported, or gives what is no learning rate.
+    """
+    return PlacedPhase(first, end, begin, phase.to, curve_of(phase, begin, end - first, where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +165,7 @@ def piecewise(config: PiecewiseConfig, total_steps: int) -> LrSchedule:
                 f"{where} gets no step: it begins at step {first} and ends at step {end} of {total_steps}; "
                 "shorten the phases before it, remove it, or train longer"
             )
-        pieces.append(PlacedPhase(first, end, begin, phase))
+        pieces.append(place(first, end, begin, phase, where))
         first, begin = end, phase.to
     if first < total_steps:
         raise JobError(
@@ -102,22 +179,3 @@ def _end(phase: Phase, first: int, total_steps: int) -> int:
     if phase.steps is not None:
         return first + phase.steps
     return total_steps if phase.until is None else round(phase.until * total_steps)
-
-
-def interpolate(curve: CurveName, begin: float, end: float, progress: float, power: float = 2.0) -> float:
-    """Value of a monotone curve at ``progress``, from ``begin`` (0) to ``end`` (1); both ends are exact.
-
-    With t for the progress: linear is straight in t, cosine in (1 - cos(pi t)) / 2, poly in 1 - (1 - t)**power, and
-    exponential is straight in the logarithm of the value, so both values must be positive.
-    """
-    if curve == "exponential":
-        return math.pow(begin, 1 - progress) * math.pow(end, progress)
-    if curve == "linear":
-        remaining = 1 - progress
-    elif curve == "cosine":
-        remaining = (1 + math.cos(math.pi * progress)) / 2
-    elif curve == "poly":
-        remaining = math.pow(1 - progress, power)
-    else:
-        assert_never(curve)
-    return end + (begin - end) * remaining

@@ -1,0 +1,38 @@
+"""Imports by the paths that job files name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from d9d_core.extend import FOREIGN_FAILURES, JobError, closest
+
+
+def import_path(where: str, path: str) -> Any:
+    """Import what a path names: ``package.module.name`` or ``package.module:name``.
+
+    Args:
+        where: field of the job file, for errors.
+        path: the path.
+
+    Raises:
+        JobError: it names no module, or nothing in it; or the module does not load.
+    """
+    module_name, _, name = path.replace(":", ".").rpartition(".")
+    if not name.isidentifier() or not all(module_name.split(".")) or " " in path:
+        raise JobError(f"{where}: {path!r} is no import path; write package.module.name")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise JobError(
+            f"{where}: {path!r} cannot be imported: there is no module {error.name!r}; install its package, or correct "
+            "the path"
+        ) from error
+    except FOREIGN_FAILURES as error:
+        raise JobError(f"{where}: the module {module_name!r} does not load: {error!r}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        near = closest(name, [other for other in dir(module) if not other.startswith("_")])
+        hint = f"; did you mean {module_name}.{near}?" if near else ""
+        raise JobError(f"{where}: the module {module_name!r} has no {name!r}{hint}") from None

@@ -1,0 +1,230 @@
+"""Adapter that makes any class derived from ``torch.optim.Optimizer`` an optimizer of jobs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from d9d_core.extend import FOREIGN_FAILURES, BuildError, JobError, closest, local
+from torch import Tensor, nn
+
+from d9d_optim.imports import import_path
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, divide, keep_if, zeros
+from d9d_optim.optimizer.config import TorchConfig
+
+#: Arguments that the adapter gives.
+_OWN = ("params", "lr", "weight_decay")
+
+
+class TorchOptimizer(NamedOptimizer):
+    """Optimizer of a class that the job names: gated, with state by name, over DTensors.
+
+    Classes make their state in their first step. So each parameter's is found out beforehand, by a step with a zero
+    gradient on a tensor of zeros like it; what a slot is first set to is its initial value. Parameters go to the class
+    as they are: sharded ones as DTensors, so that a class that needs more than single elements gets it, and its
+    operations may communicate.
+
+    The class knows no gate, so old and new values are chosen between on the device. That costs a copy of a group's
+    parameters and state for the time of the step.
+
+    State per parameter: whatever tensors the class keeps.
+
+    Args:
+        config: the class, its arguments, learning rate, decay and groups.
+        parameters: all parameters of the model by name.
+
+    Raises:
+        JobError: the path names no such class, or an argument does not fit.
+        BuildError: the class keeps something that no checkpoint can hold or no gate can keep.
+    """
+
+    def __init__(self, config: TorchConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(config, parameters)
+        self._class = _optimizer_class(config)
+        self._arguments = _arguments(self._class, config, self._parameters)
+        self._decays = "weight_decay" in _accepted(self._class)
+        self._where = f"optimizer 'torch' ({config.target})"
+        self._initial: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self._parameters.items():
+            self._initial[name] = self._probe(name, parameter)
+        here = {name: parameter for name, parameter in self._parameters.items() if not parameter.is_meta}
+        self._names = {id(parameter): name for name, parameter in here.items()}
+        groups = [[here[name] for name in group.names if name in here] for group in self._groups]
+        decays = [group.weight_decay for group in self._groups]
+        self._inner = [
+            self._made(params, decay, self._arguments) if params else None
+            for params, decay in zip(groups, decays, strict=True)
+        ]
+
+    def init_state(self) -> None:
+        """Give each parameter the state that the class starts with."""
+        self._state = self._initial
+        self._initial = {}
+        for optimizer in self._inner:
+            for parameter in [] if optimizer is None else optimizer.param_groups[0]["params"]:
+                optimizer.state[parameter] = dict(self._state[self._names[id(parameter)]])  # type: ignore[union-attr]
+
+    def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """Slots of a parameter, as the class names them."""
+        return dict.fromkeys(self._materialised()[name], zeros)
+
+    @property
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """Slots of the first parameter."""
+        return self.slots_of(next(iter(self._parameters)))
+
+    def apply(self, batch: Batch) -> None:
+        """One step of the class for a group."""
+        if batch.divisor is not None:
+            divide(batch.grads, batch.divisor)
+        self.update(batch)
+
+    def update(self, batch: Batch) -> None:
+        """One step of the class; then what was there before is put back where the gate is false."""
+        states = [self._materialised()[name] for name in batch.names]
+        kept = [(p, p.clone()) for p in batch.params]
+        kept += [(local(tensor), local(tensor).clone()) for state in states for tensor in state.values()]
+        optimizer = next(one for one in self._inner if one and any(p is batch.layouts[0] for p in _params(one)))
+        for group in optimizer.param_groups:
+            group["lr"] = batch.lr
+        optimizer.step()
+        for parameter, state in zip(batch.layouts, states, strict=True):
+            present = optimizer.state[parameter]
+            for slot, own in state.items():
+                if present[slot] is not own:  # the class has made a new tensor
+                    local(own).copy_(local(present[slot]))
+                    present[slot] = own
+        for tensor, before in kept:
+            keep_if(~batch.gate, tensor, before)
+
+    def _made(self, params: list[Any], weight_decay: float, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+        decay = {"weight_decay": weight_decay} if self._decays else {}
+        try:
+            return self._class(params, lr=self._base_lr, **decay, **arguments)
+        except FOREIGN_FAILURES as error:
+            raise JobError(f"optimizer.arguments: {self._class.__name__} refuses them: {error}") from error
+
+    def _probe(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Initial state of a parameter. Collective over its mesh, if the class communicates."""
+        stand_in = nn.Parameter(torch.zeros_like(parameter))
+        stand_in.grad = torch.zeros_like(stand_in)
+        # A meta tensor shows which state there is, if nothing asks for a device that computes.
+        plain: dict[str, Any] = {
+            key: False for key in ("fused", "capturable", "foreach") if key in _accepted(self._class)
+        }
+        optimizer = self._made([stand_in], 0.0, {**self._arguments, **(plain if parameter.is_meta else {})})
+        record = _Record()
+        optimizer.state[stand_in] = record
+        group_before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        try:
+            with torch.enable_grad():
+                optimizer.step()
+        except FOREIGN_FAILURES as error:
+            raise BuildError(f"{self._where}: a step with {name} fails: {error}") from error
+        group_after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        if changed := [key for key in group_after if group_after[key] is not group_before.get(key)]:
+            raise BuildError(
+                f"{self._where}: it keeps {', '.join(changed)} in its parameter group, which no checkpoint holds; use "
+                "a class whose state is tensors of each parameter"
+            )
+        if record.unfit:
+            raise BuildError(
+                f"{self._where}: its state {', '.join(sorted(record.unfit))} of {name} is no tensor, so it cannot "
+                "wait for the gate on the device; use a class that counts in tensors"
+            )
+        if parameter.is_meta:
+            return {slot: value.to("meta") for slot, value in record.first.items()}
+        elsewhere = [slot for slot, value in record.first.items() if value.device != parameter.device]
+        if elsewhere:
+            raise BuildError(
+                f"{self._where}: its state {', '.join(elsewhere)} of {name} is not on {parameter.device}, so each step "
+                "would wait for the device; set the argument 'fused' or 'capturable' to true, if it has them"
+            )
+        return record.first
+
+
+class _Record(dict[str, Any]):
+    """State of a parameter that remembers the first value of each slot.
+
+    Attributes:
+        first: slot -> copy of its first tensor.
+        unfit: slots with other values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, Tensor] = {}
+        self.unfit: set[str] = set()
+
+    def __setitem__(self, slot: str, value: Any) -> None:
+        super().__setitem__(slot, value)
+        if isinstance(value, Tensor):
+            self.first.setdefault(slot, value.detach().clone())
+        elif value is not None:
+            self.unfit.add(slot)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for slot, value in dict(*args, **kwargs).items():
+            self[slot] = value
+
+    def setdefault(self, slot: str, default: Any = None) -> Any:
+        if slot not in self:
+            self[slot] = default
+        return self[slot]
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _optimizer_class(config: TorchConfig) -> Callable[..., torch.optim.Optimizer]:
+    found = import_path("optimizer.target", config.target)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+        raise JobError(
+            f"optimizer.target: {config.target} is no class derived from torch.optim.Optimizer, but {_kind(found)}"
+        )
+    if "lr" not in _accepted(found):
+        raise JobError(f"optimizer.target: {config.target} takes no 'lr', so no schedule can set its learning rate")
+    step = list(inspect.signature(found.step).parameters.values())[1:]
+    if any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in step):
+        raise JobError(
+            f"optimizer.target: the step of {config.target} needs a closure that computes the loss again, which a "
+            "training step has not; use a class whose step() needs no arguments"
+        )
+    return found
+
+
+def _arguments(
+    found: Callable[..., torch.optim.Optimizer], config: TorchConfig, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Any]:
+    accepted = _accepted(found)
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in config.arguments.items()}
+    for key in arguments:
+        if key in _OWN:
+            raise JobError(f"optimizer.arguments.{key}: it is not an argument; set optimizer.{key}")
+        if key not in accepted and "**" not in accepted:
+            near = closest(key, accepted)
+            hint = f"did you mean '{near}'?" if near else f"it takes: {', '.join(k for k in accepted if k not in _OWN)}"
+            raise JobError(f"optimizer.arguments.{key}: {config.target} takes no such argument; {hint}")
+    decays = config.weight_decay or any(rule.weight_decay for rule in config.groups)
+    if decays and "weight_decay" not in accepted:
+        raise JobError(f"optimizer.weight_decay: {config.target} takes none; leave it out")
+    if config.state_dtype != "parameter":
+        raise JobError("optimizer.state_dtype: the class decides about the number format of its state; leave it out")
+    on_device = any(parameter.device.type not in ("cpu", "meta") for parameter in parameters.values())
+    if on_device and "capturable" in accepted and not arguments.get("fused"):
+        arguments.setdefault("capturable", True)  # counts steps on the device, where the gate is
+    return arguments
+
+
+def _accepted(found: Any) -> list[str]:
+    """Names of the arguments of a class; ``**`` if it takes any."""
+    parameters = inspect.signature(found).parameters.values()
+    return ["**" if p.kind is p.VAR_KEYWORD else p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+
+
+def _kind(found: Any) -> str:
+    return f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"

@@ -1,0 +1,36 @@
+"""Lion (Chen et al. 2023, Symbolic Discovery of Optimization Algorithms, algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, keep_if, zeros
+from d9d_optim.optimizer.config import LionConfig
+
+
+class Lion(NamedOptimizer):
+    """Lion: each weight moves by the learning rate, against the sign of an average of gradients.
+
+    State per parameter: ``exp_avg`` of its shape.
+    """
+
+    def __init__(self, config: LionConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(config, parameters)
+        self._betas = config.betas
+
+    @property
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The average of gradients."""
+        return {"exp_avg": zeros}
+
+    def update(self, batch: Batch) -> None:
+        """A few operations for each tensor."""
+        now, later = self._betas
+        for weight, gradient, average in zip(batch.params, batch.grads, batch.slots["exp_avg"], strict=True):
+            moved = weight.mul(1 - batch.lr * batch.weight_decay)
+            moved.add_(average.lerp(gradient, 1 - now).sign_(), alpha=-batch.lr)
+            keep_if(batch.gate, weight, moved)
+            keep_if(batch.gate, average, average.lerp(gradient, 1 - later))

@@ -1,0 +1,107 @@
+"""Muon for the matrices of hidden layers (Jordan et al. 2024; Liu et al. 2025), AdamW for everything else."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from d9d_core.extend import BuildError, closest
+from torch import Tensor, nn
+
+from d9d_optim.optimizer.adam import update_adam
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, keep_if, zeros
+from d9d_optim.optimizer.config import MuonConfig
+from d9d_optim.optimizer.newton_schulz import orthogonalize, rate_factor
+from d9d_optim.optimizer.whole_matrices import map_matrices
+
+
+class Muon(NamedOptimizer):
+    """Muon with the same bits as ``torch.optim.Muon``, for sharded matrices too, and AdamW for the rest.
+
+    A matrix is a parameter of two dimensions, or one of three, a bank of them (experts), unless it matches
+    ``adamw.match``. Its average of gradients is orthogonalized, so that all directions are learned alike.
+
+    State per matrix: ``momentum_buffer`` of its shape. Of the others, as of ``adamw``: ``exp_avg``, ``exp_avg_sq`` and
+    ``step``.
+
+    Collectives: a step gathers each matrix that is sharded through its rows or columns once, in bfloat16, on the one
+    rank that computes it, and scatters the result; see :func:`d9d_optim.optimizer.whole_matrices.map_matrices`.
+
+    Raises:
+        BuildError: no parameter is left for Muon, or a pattern for AdamW matches nothing.
+    """
+
+    takes_divisor = True  # the part of AdamW
+
+    def __init__(self, config: MuonConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(config, parameters)
+        self._config = config
+        self._matrices = frozenset(name for name, p in self._parameters.items() if self._is_matrix(name, p))
+        self._check()
+        kinds = {True: ("muon", 1.0), False: ("adamw", config.adamw.lr / config.lr)}
+        groups = []
+        for group in self._groups:
+            for is_matrix, (kind, ratio) in kinds.items():
+                names = tuple(name for name in group.names if (name in self._matrices) == is_matrix)
+                if names:
+                    label = f"{kind}, {group.label}"
+                    groups.append(replace(group, label=label, lr_scale=group.lr_scale * ratio, names=names))
+        self._groups = tuple(sorted(groups, key=lambda group: group.names[0] not in self._matrices))
+
+    def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The average of a matrix's gradients; or the moments and the count of taken steps."""
+        return self.slots if name in self._matrices else {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter}
+
+    @property
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The average of a matrix's gradients."""
+        return {"momentum_buffer": zeros}
+
+    def apply(self, batch: Batch) -> None:
+        """Update a group: of matrices all together, because ranks share the work. Collective over their meshes."""
+        if batch.names[0] not in self._matrices:
+            super().apply(batch)
+            return
+        if batch.divisor is not None:
+            divide(batch.grads, batch.divisor)
+        config = self._config
+        updates = []
+        for gradient, average in zip(batch.grads, batch.slots["momentum_buffer"], strict=True):
+            final = gradient.to(average.dtype)
+            moved = average.lerp(final, 1 - config.momentum)
+            # The iterations are in bfloat16, so that is what travels.
+            updates.append((final.lerp(moved, config.momentum) if config.nesterov else moved).bfloat16())
+            keep_if(batch.gate, average, moved)
+        function = partial(orthogonalize, coefficients=config.ns_coefficients, steps=config.ns_steps, eps=config.eps)
+        for index, update in enumerate(map_matrices(updates, batch.layouts, function)):
+            weight, average = batch.params[index], batch.slots["momentum_buffer"][index]
+            rate = batch.lr * rate_factor(config.adjust_lr, batch.layouts[index].shape)
+            moved = weight.to(average.dtype) * (1 - batch.lr * batch.weight_decay)
+            keep_if(batch.gate, weight, moved.add_(update, alpha=-rate))
+
+    def update(self, batch: Batch) -> None:
+        """One fused call of AdamW for the parameters that are no matrices."""
+        update_adam(batch, self._config.adamw.betas, self._config.adamw.eps, decoupled=True)
+
+    def _is_matrix(self, name: str, parameter: Tensor) -> bool:
+        patterns = self._config.adamw.match
+        return parameter.ndim in (2, 3) and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+    def _check(self) -> None:
+        if not self._matrices:
+            raise BuildError(
+                "optimizer 'muon': no trainable parameter is a matrix that optimizer.adamw.match leaves to it; narrow "
+                "the patterns, or use adamw"
+            )
+        if "match" not in self._config.adamw.model_fields_set:
+            return  # not every model has embeddings and heads that train
+        for index, pattern in enumerate(self._config.adamw.match):
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in self._parameters):
+                near = closest(pattern, list(self._parameters))
+                raise BuildError(
+                    f"optimizer.adamw.match[{index}]: the pattern {pattern!r} matches no trainable parameter"
+                    + (f"; a near name is {near}" if near else "")
+                )

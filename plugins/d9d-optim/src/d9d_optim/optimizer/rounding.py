@@ -1,0 +1,137 @@
+"""Stochastic rounding from float32 to bfloat16: up or down at random, so that the mean is the number itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from d9d_core.extend import is_dtensor
+from torch import Tensor
+
+_EXPONENT = 0x7F800000
+_KEPT_BITS = -0x10000  # sign, exponent and the seven bits of bfloat16's fraction
+
+
+@torch.no_grad()
+def copy_fp32_to_bf16_stochastic_(target: Tensor, source: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Copy float32 numbers into bfloat16, each rounded to one of its two neighbours, to the nearer one more often.
+
+    The expected value is the number. NaN stays NaN; infinities stay; numbers that bfloat16 has, its largest among them,
+    stay; larger finite ones become the largest. The host does not wait.
+
+    Args:
+        target: bfloat16, changed in place; of a DTensor, give the local part.
+        source: float32, of the same shape and device.
+        generator: of that device; the default one if absent. Ranks with a copy of the same numbers need generators in
+            the same state.
+
+    Returns:
+        The target.
+
+    Raises:
+        TypeError: dtypes are others.
+        ValueError: shapes are different.
+    """
+    if target.dtype != torch.bfloat16 or source.dtype != torch.float32:
+        raise TypeError(f"rounds float32 to bfloat16, but got {source.dtype} to {target.dtype}")
+    if target.shape != source.shape:
+        raise ValueError(f"the target has shape {tuple(target.shape)}, the source {tuple(source.shape)}")
+    noise = torch.randint(0, 1 << 16, source.shape, dtype=torch.int32, device=source.device, generator=generator)
+    return target.copy_(rounded(source, noise))
+
+
+def rounded(source: Tensor, noise: Tensor) -> Tensor:
+    """Round to bfloat16 by adding noise to the bits that are cut off.
+
+    Args:
+        source: float32.
+        noise: int32 of the same shape, uniform in [0, 2**16).
+    """
+    bits = source.contiguous().view(torch.int32)
+    up = (bits + noise).bitwise_and_(_KEPT_BITS)
+    # A carry into an exponent of ones would make infinity of a finite number.
+    overflows = up.bitwise_and(_EXPONENT) == _EXPONENT
+    chosen = torch.where(overflows, bits.bitwise_and(_KEPT_BITS), up).view(torch.float32)
+    # The fraction of a NaN may be in the bits that are cut off; the conversion of torch keeps it NaN.
+    return torch.where(source.isfinite(), chosen, source).to(torch.bfloat16)
+
+
+def first_key(seed: int, name: str) -> int:
+    """Initial state of a parameter's generator, a signed 64-bit number."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little", signed=True)
+
+
+def next_key(key: Tensor) -> Tensor:
+    """State of a generator after a step: a linear congruential generator of period 2**64 (Knuth's MMIX).
+
+    Args:
+        key: 0-d int64.
+    """
+    return key * 6364136223846793005 + 1442695040888963407
+
+
+def positions(parameter: Tensor) -> list[Tensor]:
+    """Position of each local element in the whole tensor, as one int32 tensor for each dimension that sum to it.
+
+    So an element meets the same noise in every layout, and copies of it on several ranks meet the same. Positions
+    wrap around beyond 2**32. No collectives.
+
+    Returns:
+        For dimension d a tensor of as many dimensions as the parameter, of size 1 in all but d.
+    """
+    device = parameter.device
+    shape: Sequence[int] = parameter.shape or (1,)
+    stride, found = 1, []
+    for dim in reversed(range(len(shape))):
+        form = [-1 if other == dim else 1 for other in range(len(shape))]
+        whole = (torch.arange(shape[dim], dtype=torch.int64, device=device) * stride).to(torch.int32).view(form)
+        found.append(_own_part(whole, parameter, dim))
+        stride *= shape[dim]
+    return found[::-1]
+
+
+def _own_part(whole: Tensor, parameter: Tensor, dim: int) -> Tensor:
+    """Part of a tensor that extends in one dimension, cut as the parameter is."""
+    if not is_dtensor(parameter):
+        return whole
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    placements = [
+        placement if getattr(placement, "dim", None) == dim else Replicate() for placement in parameter.placements
+    ]
+    return distribute_tensor(whole, parameter.device_mesh, placements, src_data_rank=None).to_local()
+
+
+def hashed(position: Tensor, key: Tensor) -> Tensor:
+    """Random 32 bits of each position: two rounds of a bijective mixer, between them another half of the key.
+
+    Mixer: Ellis' ``lowbias32`` (https://nullprogram.com/blog/2018/07/31). Integers only, so that every device
+    computes the same bits.
+
+    Args:
+        position: int32.
+        key: 0-d int64.
+
+    Returns:
+        int32 of the same shape.
+    """
+    mixed = _mix(position ^ key.to(torch.int32))
+    return _mix(mixed.add_((key >> 32).to(torch.int32)))
+
+
+def _mix(x: Tensor) -> Tensor:
+    # Shifts of int32 copy the sign, which the masks take away; products wrap around.
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
+
+
+def low_bits(random: Tensor) -> Tensor:
+    """Lower 16 of 32 random bits."""
+    return random.bitwise_and(0xFFFF)
+
+
+def high_bits(random: Tensor) -> Tensor:
+    """Upper 16 of 32 random bits."""
+    return (random >> 16).bitwise_and_(0xFFFF)

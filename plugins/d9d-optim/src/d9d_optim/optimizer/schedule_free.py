@@ -1,0 +1,77 @@
+"""Schedule-free AdamW (Defazio et al. 2024, The Road Less Scheduled, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from d9d_core.extend import local
+from torch import Tensor, nn
+
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, keep_if, zeros
+from d9d_optim.optimizer.config import ScheduleFreeConfig
+
+
+class ScheduleFree(NamedOptimizer):
+    """AdamW whose weights for evaluation are an average of its iterates, which makes a decay of the rate needless.
+
+    With z the iterates, x their average and ``y = (1 - beta1) z + beta1 x``, the parameters hold y, where gradients are
+    taken. :meth:`evaluation_weights` lets them hold x, which is computed from y and z.
+
+    State per parameter: ``z`` and ``exp_avg_sq`` of its shape; 0-d float32 ``step`` (taken steps), ``weight_sum`` (of
+    all weights in the average) and ``largest_lr``.
+    """
+
+    def __init__(self, config: ScheduleFreeConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(config, parameters)
+        self._config = config
+
+    @property
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The iterate, the second moment and three numbers."""
+        return {"z": _copy, "exp_avg_sq": zeros, "step": counter, "weight_sum": counter, "largest_lr": counter}
+
+    def update(self, batch: Batch) -> None:
+        """A few operations for each tensor."""
+        config = self._config
+        beta1, beta2 = config.betas
+        for index, (y, gradient) in enumerate(zip(batch.params, batch.grads, strict=True)):
+            z, square, step, weight_sum, largest = (batch.slots[slot][index] for slot in self.slots)
+            taken, rate = step + 1, largest.clamp(min=batch.lr)
+            new_square = square.mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            root = (new_square / (1 - beta2**taken)).sqrt_().add_(config.eps)
+            direction = (gradient / root).add_(y, alpha=batch.weight_decay)
+            weight = rate**config.weight_power
+            total = weight_sum + weight
+            share = torch.where(total > 0, weight / total, 0.0)  # of the new iterate in the average
+            # With z' = z - lr d and x' = x + share (z' - x), this is (1 - beta1) z' + beta1 x'.
+            new_y = torch.lerp(y, z, share.to(y.dtype)) + direction * (batch.lr * (beta1 * (1 - share) - 1)).to(y.dtype)
+            keep_if(batch.gate, y, new_y)
+            keep_if(batch.gate, z, z.add(direction, alpha=-batch.lr))
+            for kept, new in ((square, new_square), (step, taken), (weight_sum, total), (largest, rate)):
+                keep_if(batch.gate, kept, new)
+
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """Let the parameters hold the averages inside the block; afterwards each has its bits again.
+
+        Takes memory for a copy of this rank's parameters.
+        """
+        training = {}
+        state = self._materialised()
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                y, z = local(parameter), local(state[name]["z"])
+                training[name] = y.clone()
+                y.copy_(torch.lerp(y.to(z.dtype), z, 1 - 1 / self._config.betas[0]))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, y in training.items():
+                    local(self._parameters[name]).copy_(y)
+
+
+def _copy(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    return parameter.detach().to(dtype, copy=True)

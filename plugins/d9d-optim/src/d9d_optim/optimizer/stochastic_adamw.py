@@ -1,0 +1,114 @@
+"""AdamW of bfloat16 parameters with stochastic rounding (Zamirai et al. 2021, Revisiting BFloat16 Training)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from d9d_core.extend import BuildError
+from torch import Tensor, nn
+
+from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, keep_if, zeros
+from d9d_optim.optimizer.config import StochasticAdamWConfig
+from d9d_optim.optimizer.rounding import first_key, hashed, high_bits, low_bits, next_key, positions, rounded
+
+#: Most elements that are computed at once, which bounds the memory for their float32 copies.
+_PIECE = 1 << 24
+
+
+class StochasticAdamW(NamedOptimizer):
+    """AdamW that computes in float32 and rounds bfloat16 weights, and bfloat16 moments, stochastically.
+
+    An update below the precision of a weight is then taken with the probability of its share of a bit, so that weights
+    move as float32 ones do in the mean, without a float32 copy of them. Float32 parameters among the others are not
+    rounded at all.
+
+    State per parameter: ``exp_avg`` and ``exp_avg_sq`` of its shape, ``step`` (0-d float32, taken steps), ``generator``
+    (0-d int64). The noise of an element is a function of that number and of the element's place in the whole tensor: a
+    resumed run draws the same, so do ranks with a copy of the same weights, and every layout.
+
+    Raises:
+        BuildError: no trainable parameter is bfloat16, or one is narrower than float32 in another way.
+    """
+
+    def __init__(self, config: StochasticAdamWConfig, parameters: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(config, parameters)
+        self._config = config
+        self._positions: dict[str, list[Tensor]] = {}
+        known = (torch.bfloat16, torch.float32)
+        for name, parameter in self._parameters.items():
+            if parameter.dtype not in known:
+                raise BuildError(
+                    f"optimizer 'stochastic_adamw': {name} is {parameter.dtype}; it rounds bfloat16 and lets float32 be"
+                )
+        if all(parameter.dtype == torch.float32 for parameter in self._parameters.values()):
+            raise BuildError(
+                "optimizer 'stochastic_adamw': every trainable parameter is float32, so there is nothing to round; set "
+                "precision.parameters to bfloat16, or use adamw"
+            )
+
+    def init_state(self) -> None:
+        """Set moments to zero, and each parameter's generator to a start that depends on the seed and its name."""
+        super().init_state()
+        for name, slots in self._materialised().items():
+            slots["generator"].fill_(first_key(self._config.seed, name))
+
+    @property
+    def slots(self) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:
+        """The moments, the count of taken steps and the generator's state."""
+        return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter, "generator": _generator}
+
+    def apply(self, batch: Batch) -> None:
+        """A few operations for each piece of each tensor."""
+        if batch.divisor is not None:
+            divide(batch.grads, batch.divisor)
+        self.update(batch)
+
+    def update(self, batch: Batch) -> None:
+        """A few operations for each piece of each tensor."""
+        for index in range(len(batch.params)):
+            self._update_tensor(batch, index)
+
+    def _update_tensor(self, batch: Batch, index: int) -> None:
+        name, key, step = batch.names[index], batch.slots["generator"][index], batch.slots["step"][index]
+        tensors = [batch.params[index], batch.grads[index], batch.slots["exp_avg"][index]]
+        tensors.append(batch.slots["exp_avg_sq"][index])
+        taken = step + 1
+        if name not in self._positions:
+            self._positions[name] = positions(batch.layouts[index])
+        first, *others = self._positions[name]
+        tensors = [tensor.view(1) if tensor.ndim == 0 else tensor for tensor in tensors]
+        rows = max(1, _PIECE // max(1, tensors[0][:1].numel()))
+        for at in range(0, len(first), rows):
+            place = first[at : at + rows]
+            for other in others:
+                place = place + other
+            self._update_piece(batch, [tensor[at : at + rows] for tensor in tensors], taken, place, key)
+        keep_if(batch.gate, step, taken)
+        keep_if(batch.gate, key, next_key(key))
+
+    def _update_piece(self, batch: Batch, tensors: list[Tensor], taken: Tensor, place: Tensor, key: Tensor) -> None:
+        weight, gradient, average, square = tensors
+        (beta1, beta2), config = self._config.betas, self._config
+        gradient = gradient.float()
+        new_average = average.float().lerp(gradient, 1 - beta1)
+        new_square = square.float().mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        root = (new_square / (1 - beta2**taken)).sqrt_().add_(config.eps)
+        update = (new_average / root).mul_(batch.lr / (1 - beta1**taken))
+        new_weight = weight.float().mul(1 - batch.lr * batch.weight_decay).sub_(update)
+        random = hashed(place, key)
+        keep_if(batch.gate, weight, _in_format(new_weight, weight, low_bits(random)))
+        if average.dtype == torch.bfloat16:
+            new_average = rounded(new_average, high_bits(random))
+            # The squares need bits of their own: another position, which no element of the tensor has.
+            new_square = rounded(new_square, low_bits(hashed(random, ~key)))
+        keep_if(batch.gate, average, new_average)
+        keep_if(batch.gate, square, new_square)
+
+
+def _in_format(wide: Tensor, like: Tensor, noise: Tensor) -> Tensor:
+    return rounded(wide, noise) if like.dtype == torch.bfloat16 else wide
+
+
+def _generator(parameter: Tensor, _dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=parameter.device)

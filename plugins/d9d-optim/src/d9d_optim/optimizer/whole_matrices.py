@@ -1,0 +1,155 @@
+"""Functions of whole matrices that are sharded over ranks: each is gathered once, by the one rank that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from d9d_core.extend import is_dtensor
+from torch import Tensor
+from torch import distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def map_matrices(
+    parts: Sequence[Tensor], layouts: Sequence[Tensor], function: Callable[[Tensor], Tensor]
+) -> list[Tensor]:
+    """Apply a function to whole matrices, or banks of them, of which ranks hold parts.
+
+    Collective over the ranks that shard a tensor: two all-to-alls for as many matrices as there are ranks, each of
+    which gathers one, computes it, and scatters the result. All ranks must give the same tensors in the same order.
+    Matrices that are whole here need no communication: replicated ones, which each rank computes, and banks that are
+    cut between their matrices. Those that are cut in several mesh dimensions are gathered and computed by every rank.
+
+    Args:
+        parts: local parts of equal dtype, [rows, columns] or [matrices, rows, columns].
+        layouts: plain tensors, or DTensors whose shapes and placements the parts have.
+        function: of a whole tensor, to one of its shape; of a bank, each matrix for itself.
+
+    Returns:
+        The local parts of the results.
+    """
+    results: list[Tensor | None] = [None] * len(parts)
+    shared: dict[tuple[object, int, int], list[int]] = {}
+    for index, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
+        cuts = list(_cuts(layout))
+        if not cuts:
+            results[index] = function(part) if part.numel() else part
+        elif len(cuts) == 1 and cuts[0].plain:
+            shared.setdefault((cuts[0].group, cuts[0].dim, part.ndim), []).append(index)
+        else:
+            results[index] = _map_everywhere(part, layout, function)
+    for (group, dim, _), indices in shared.items():
+        assert isinstance(group, dist.ProcessGroup)
+        # Large ones first, so that the ranks of one round have about the same to do.
+        indices.sort(key=lambda index: (-layouts[index].numel(), index))
+        ranks = group.size()
+        for first in range(0, len(indices), ranks):
+            chosen = indices[first : first + ranks]
+            shapes = [tuple(layouts[index].shape) for index in chosen]
+            mapped = _map_round([parts[index] for index in chosen], shapes, dim, group, function)
+            for index, result in zip(chosen, mapped, strict=True):
+                results[index] = result
+    return [result for result in results if result is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Cut of a tensor along one mesh dimension.
+
+    Attributes:
+        group: the ranks of the mesh dimension.
+        dim: dimension of the tensor.
+        plain: whether parts follow each other in the order of the ranks.
+    """
+
+    group: dist.ProcessGroup
+    dim: int
+    plain: bool
+
+
+def _cuts(layout: Tensor) -> Iterable[_Cut]:
+    """Cuts through matrices: over more than one rank, in one of the last two dimensions."""
+    if not is_dtensor(layout):
+        return
+    from torch.distributed.tensor import Shard
+
+    mesh = layout.device_mesh
+    for mesh_dim, placement in enumerate(layout.placements):
+        dim = getattr(placement, "dim", None)
+        if dim is not None and mesh.size(mesh_dim) > 1 and not (layout.ndim == 3 and dim == 0):
+            yield _Cut(mesh.get_group(mesh_dim), dim, type(placement) is Shard)
+
+
+def _map_everywhere(part: Tensor, layout: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Gather a matrix on all ranks of its mesh and compute it on each. Collective over the mesh."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert is_dtensor(layout)
+    sharded: DTensor = DTensor.from_local(
+        part, layout.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride()
+    )
+    whole = function(sharded.full_tensor())
+    return distribute_tensor(whole.contiguous(), layout.device_mesh, layout.placements, src_data_rank=None).to_local()
+
+
+def _map_round(
+    parts: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dim: int,
+    group: dist.ProcessGroup,
+    function: Callable[[Tensor], Tensor],
+) -> list[Tensor]:
+    """Map at most as many tensors as there are ranks: rank r of the group computes tensor r. Collective: group.
+
+    Args:
+        parts: local parts, cut along ``dim`` as ``torch.chunk`` does.
+        shapes: of the whole tensors.
+        dim: which dimension is cut.
+        group: the ranks, in the order of the parts.
+        function: of a whole tensor.
+    """
+    ranks, here = group.size(), group.rank()
+    own = shapes[here] if here < len(shapes) else None
+    own_parts = [] if own is None else [_with(own, dim, size) for size in _sizes(own[dim], ranks)]
+    sent = [part.numel() for part in parts] + [0] * (ranks - len(parts))
+    received = [torch.Size(shape).numel() for shape in own_parts] or [0] * ranks
+    rows = _exchange([part.reshape(-1) for part in parts], sent, received, group, parts[0])
+    returned: list[Tensor] = []
+    if own_parts:
+        pieces = [row.view(shape) for row, shape in zip(torch.split(rows, received), own_parts, strict=True)]
+        result = function(torch.cat(pieces, dim))
+        returned = [piece.reshape(-1) for piece in torch.split(result, [shape[dim] for shape in own_parts], dim)]
+    back = _exchange(returned, received, sent, group, parts[0])
+    return [row.view(part.shape) for row, part in zip(torch.split(back, sent), parts, strict=False)]
+
+
+def _exchange(
+    rows: Sequence[Tensor], sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup, like: Tensor
+) -> Tensor:
+    """All-to-all of flat tensors of given lengths. As bytes, because not every backend knows every number format."""
+    outgoing = torch.cat(list(rows)) if rows else like.new_empty(0)
+    incoming = like.new_empty(sum(received))
+    size = like.element_size()
+    dist.all_to_all_single(
+        incoming.view(torch.uint8),
+        outgoing.view(torch.uint8),
+        [length * size for length in received],
+        [length * size for length in sent],
+        group=group,
+    )
+    return incoming
+
+
+def _sizes(length: int, ranks: int) -> list[int]:
+    """Lengths of the parts of a dimension, as DTensor cuts: equal ones, then a shorter one, then empty ones."""
+    step = -(-length // ranks)
+    return [max(0, min(step, length - rank * step)) for rank in range(ranks)]
+
+
+def _with(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])

@@ -1,0 +1,115 @@
+"""Any optimizer of torch in a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import BuildError, D9dError
+from d9d_optim.optimizer.any_torch import TorchOptimizer
+from d9d_optim.optimizer.config import GroupRule, TorchConfig
+from torch import nn
+
+SHAPES = {"embed.weight": (7, 5), "layer.weight": (5, 5), "layer.bias": (5,)}
+
+
+class CountsOnTheHost(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["calls"] = self.state[parameter].get("calls", 0) + 1
+
+
+class CountsInItsGroup(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in named.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("RAdam", {}),
+        ("NAdam", {"momentum_decay": 0.01}),
+        ("Adagrad", {"initial_accumulator_value": 0.5}),
+        ("Adamax", {}),
+        ("Rprop", {"step_sizes": [1e-5, 1.0]}),
+        ("Adafactor", {}),
+    ],
+)
+def test_steps_equal_those_of_the_class_bit_for_bit(name: str, arguments: dict[str, Any]) -> None:
+    mine, other = parameters(), parameters()
+    optimizer = TorchOptimizer(TorchConfig(target=f"torch.optim.{name}", lr=0.01, arguments=arguments), mine)
+    optimizer.init_state()
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+    decay = {} if name == "Rprop" else {"weight_decay": 0.0}
+    reference = getattr(torch.optim, name)(list(other.values()), lr=0.01, **decay, **given)
+    for step in range(4):
+        set_gradients(mine, step)
+        set_gradients(other, step)
+        if step == 1:
+            optimizer.step(torch.tensor(False))  # leaves no trace
+            set_gradients(mine, step)
+        optimizer.step(torch.tensor(True))
+        reference.step()
+    assert [torch.equal(mine[name], other[name]) for name in mine] == [True] * 3
+
+
+def test_groups_have_their_own_rate_and_decay() -> None:
+    mine, other = parameters(), parameters()
+    rules = (GroupRule(match="embed.*", lr_scale=0.1, weight_decay=0.0),)
+    config = TorchConfig(target="torch.optim.RMSprop", lr=0.01, weight_decay=0.5, groups=rules)
+    optimizer = TorchOptimizer(config, mine)
+    optimizer.init_state()
+    groups = [
+        {"params": [other["embed.weight"]], "lr": 0.001},
+        {"params": [other["layer.weight"]], "lr": 0.01, "weight_decay": 0.5},
+        {"params": [other["layer.bias"]], "lr": 0.01},
+    ]
+    reference = torch.optim.RMSprop(groups)
+    for step in range(2):
+        for named in (mine, other):
+            set_gradients(named, step)
+        optimizer.step(torch.tensor(True))
+        reference.step()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"target": "torch.optim.RAdm"}, "optimizer.target: .*has no 'RAdm'; did you mean torch.optim.RAdam"),
+        ({"target": "no_such_package.Adam"}, "there is no module 'no_such_package'"),
+        ({"target": "torch.nn.Linear"}, "is no class derived from torch.optim.Optimizer, but the class Linear"),
+        ({"target": "torch.optim.Optimizer"}, "is no class derived"),
+        ({"target": "torch.optim.LBFGS"}, "needs a closure"),
+        ({"target": "torch.optim.RAdam", "arguments": {"beta": 1}}, "arguments.beta: .*did you mean 'betas'"),
+        ({"target": "torch.optim.RAdam", "arguments": {"lr": 1}}, "not an argument; set optimizer.lr"),
+        ({"target": "torch.optim.RAdam", "arguments": {"betas": [2, 2]}}, "RAdam refuses them: .*beta"),
+        ({"target": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay: .*takes none"),
+        ({"target": "torch.optim.RAdam", "state_dtype": "float32"}, "state_dtype: the class decides"),
+        ({"target": f"{__name__}.CountsOnTheHost"}, "its state calls of embed.weight is no tensor"),
+        ({"target": f"{__name__}.CountsInItsGroup"}, "keeps calls in its parameter group"),
+    ],
+)
+def test_what_is_no_optimizer_is_an_error(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(D9dError, match=text):
+        TorchOptimizer(TorchConfig.model_validate({"lr": 0.1, **fields}), parameters())
+
+
+def test_state_is_needed_before_a_step() -> None:
+    optimizer = TorchOptimizer(TorchConfig(target="torch.optim.RAdam", lr=0.1), parameters())
+    with pytest.raises(BuildError, match="init_state"):
+        optimizer.step(torch.tensor(True))

@@ -1,0 +1,62 @@
+"""Command ``d9d lr show``."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from d9d_core.extend import JobError
+from d9d_optim.cli.commands import app
+from d9d_optim.cli.picture import svg_plot, text_plot
+from typer.testing import CliRunner
+
+JOB = """
+steps: 10
+batch: {size: 1}
+model:
+  {name: qwen3, vocab_size: 8, hidden_size: 8, intermediate_size: 8, num_layers: 1, max_positions: 8,
+   num_attention_heads: 1, num_key_value_heads: 1}
+task: causal_lm
+data: {name: text, sources: [nothing], sequence_length: 8}
+optimizer: {name: adamw, lr: 0.5}
+lr_schedule: {name: linear, warmup_steps: 2}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    pytest.importorskip("d9d_qwen3")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def test_it_draws_in_the_terminal_and_writes_a_picture(job: Path) -> None:
+    result = CliRunner().invoke(app, ["show", str(job)], catch_exceptions=False)
+    assert "linear, 10 steps" in result.output
+    assert "first 0.25, highest 0.5 in step 1, last 0" in result.output
+    assert ET.fromstring(Path("job-lr.svg").read_text("utf-8")).tag.endswith("svg")
+
+
+def test_it_prints_the_rate_of_each_step_as_json(job: Path) -> None:
+    result = CliRunner().invoke(app, ["show", str(job), "--json", "--steps", "4"], catch_exceptions=False)
+    assert json.loads(result.output)["lr"] == [0.25, 0.5, 0.25, 0.0]
+
+
+def test_a_job_without_a_number_of_steps_needs_one(job: Path) -> None:
+    job.write_text(JOB.replace("steps: 10", "epochs: 1", 1))
+    with pytest.raises(JobError, match="give it with --steps"):
+        CliRunner().invoke(app, ["show", str(job)], catch_exceptions=False)
+
+
+def test_a_plot_shows_the_highest_rate_of_each_column() -> None:
+    lines = text_plot([0.0, 0.5, 1.0, 0.5], width=2, height=2).splitlines()
+    assert lines[0].endswith("│ █")
+    assert lines[1].endswith("│██")
+
+
+def test_a_picture_of_a_long_run_stays_small() -> None:
+    assert len(svg_plot([1.0] * 1_000_000, "long")) < 100_000

@@ -1,0 +1,78 @@
+"""torch's schedulers as schedules of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import JobError
+from d9d_optim.schedule.config import TorchScheduleConfig
+from d9d_optim.schedule.torch_scheduler import torch_scheduler
+
+WHERE = "torch.optim.lr_scheduler"
+
+
+def halved(step: int) -> float:
+    return 0.5**step
+
+
+def climbing(step: int) -> float:
+    return -float(step)
+
+
+def factors(name: str, total: int, **arguments: Any) -> list[float]:
+    schedule = torch_scheduler(TorchScheduleConfig(target=f"{WHERE}.{name}", arguments=arguments), total)
+    return [schedule(step) for step in range(total)]
+
+
+def stepped(name: str, total: int, **arguments: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = getattr(torch.optim.lr_scheduler, name)(optimizer, **arguments)
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("CosineAnnealingLR", {"T_max": 7, "eta_min": 0.1}), ("StepLR", {"step_size": 3}), ("LinearLR", {})],
+)
+def test_factors_are_the_rates_of_a_loop_over_the_scheduler(name: str, arguments: dict[str, Any]) -> None:
+    assert factors(name, 12, **arguments) == stepped(name, 12, **arguments)
+
+
+def test_functions_are_named_by_their_import_path() -> None:
+    assert factors("LambdaLR", 4, lr_lambda=f"{__name__}:halved") == [1.0, 0.5, 0.25, 0.125]
+
+
+def test_the_length_of_the_run_is_filled_in() -> None:
+    known = stepped("OneCycleLR", 9, max_lr=2.0, total_steps=10, cycle_momentum=False)
+    assert factors("OneCycleLR", 10, max_lr=2.0) == [*known, pytest.approx(2.0 / 25 / 1e4)]
+    assert factors("CosineAnnealingLR", 10) == stepped("CosineAnnealingLR", 10, T_max=10)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "text"),
+    [
+        (f"{WHERE}.ReduceLROnPlateau", {}, "depends on metrics, not on the step alone"),
+        (f"{WHERE}.StepLr", {"step_size": 2}, "has no 'StepLr'; did you mean .*StepLR"),
+        ("torch.optim.SGD", {}, "no class derived from .*LRScheduler"),
+        ("nowhere.at_all", {}, "there is no module 'nowhere'"),
+        ("StepLR", {}, "is no import path; write package.module.name"),
+        (f"{WHERE}.StepLR", {"step_sise": 2}, "arguments.step_sise: .*did you mean 'step_size'"),
+        (f"{WHERE}.StepLR", {}, "refuses them: .*step_size"),
+        (f"{WHERE}.OneCycleLR", {"max_lr": 1.0, "cycle_momentum": True}, "sets the learning rate alone"),
+    ],
+)
+def test_what_is_no_schedule_is_an_error(target: str, arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(JobError, match=text):
+        torch_scheduler(TorchScheduleConfig(target=target, arguments=arguments), 10)
+
+
+def test_a_negative_learning_rate_is_an_error() -> None:
+    with pytest.raises(JobError, match="gives -1.0 in step 1"):
+        factors("LambdaLR", 4, lr_lambda=f"{__name__}:climbing")
