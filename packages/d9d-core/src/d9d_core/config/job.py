@@ -122,6 +122,9 @@ class Batch(Section):
     """Samples per optimizer step, over all processes."""
     microbatch: PositiveInt | None = None
     """Samples per forward pass on one process; all of a process's share by default."""
+    prefetch: NonNegativeInt = 2
+    """Batches that are taken and copied to the device ahead of their step; 0 takes each when its step begins, as where
+    the data of a step depends on the step before."""
 
 
 class GradientClipping(Section):

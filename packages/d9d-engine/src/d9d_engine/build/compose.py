@@ -159,7 +159,9 @@ def build(
     check_series(job, selection, evaluator, {**task.coefficients, **auxiliary_losses.coefficients})
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
-    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    prefetcher = DevicePrefetcher(
+        stream, topology.device, job.batch.prefetch, waiting_for=topology.watchdog.waiting_for
+    )
     checkpointer = Checkpointer(
         store=store,
         stage=model,
