@@ -24,8 +24,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 PLUGINS = [
-    "d9d_nn.plugin", "d9d_optim.plugin", "d9d_metrics.plugin", "d9d_parallel.plugin", "d9d_pipeline.plugin",
-    "d9d_qwen3.plugin", "d9d_testing.toy.plugin",
+    "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_metrics.plugin", "d9d_parallel.plugin",
+    "d9d_pipeline.plugin", "d9d_qwen3.plugin", "d9d_testing.toy.plugin",
 ]  # fmt: skip
 LOSS = {"values": "token_loss", "mask": "targets"}
 #: One of each kind that a language model can have.
@@ -150,6 +150,51 @@ def test_classes_of_a_classification_are_series(tmp_path: Path) -> None:
     computed = statistics.compute()
     assert list(computed) == [f"f1/{name}" for name in "abcde"] + ["f1_macro"]
     assert all(isinstance(value, Tensor) and value.ndim == 0 for value in computed.values())
+
+
+@pytest.mark.thorough
+def test_d9d_evaluate_measures_what_training_does(d9d: Any, small_job: Any, tmp_path: Path) -> None:
+    data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 32}
+    evaluation = {"every": 2, "packs": "all", "data": data, "metrics": METRICS}
+    job = small_job(steps=2, evaluation=evaluation, export=False, lr_schedule=None)
+    status, _, err = d9d("train", str(job))
+    assert status == 0, err
+    (logged,) = [line for line in read_log(tmp_path / "runs" / "small") if "eval/loss" in line]
+    status, out, err = d9d("evaluate", str(job), "--json", "-")
+    assert status == 0, err
+    found = json.loads(out)["sets"]["evaluation"]
+    names = [name for name in logged if name.startswith("eval/")]
+    assert len(names) >= 9
+    for name in names:
+        assert found[name.removeprefix("eval/")] == pytest.approx(logged[name], rel=1e-5), name
+
+
+def test_classes_are_measured_as_scikit_learn_does(tmp_path: Path) -> None:
+    sk = pytest.importorskip("sklearn.metrics")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n * 7}", "label": n * n % 3}) + "\n" for n in range(21)))
+    data = {"name": "labelled", "sources": [str(texts)], "sequence_length": 8}
+    problem = {"kind": "multiclass", "num_classes": 3}
+    metric = {"name": "confusion", "problem": problem, "statistics": ["f1", "accuracy"], "averages": ["macro", "micro"]}
+    model = {
+        **tiny().model_dump(),
+        "vocab_size": 257,
+        "heads": {"classes": {"kind": "classification", "num_classes": 3}},
+    }
+    trainer = trained(
+        tmp_path, model=model, task="classification", data=data, metrics=[metric],
+        evaluation={"every": 2, "packs": "all", "data": data, "metrics": [metric]},
+    )  # fmt: skip
+    assert trainer.evaluator is not None
+    seen: list[tuple[Tensor, Tensor]] = []
+    trainer.evaluator._seen = lambda _set, outputs, batch: seen.append((outputs["class_logits"], batch["labels"]))
+    found = trainer.evaluator.run()
+    logits, labels = (torch.cat(column) for column in zip(*seen, strict=True))
+    assert len(labels) == 21
+    predicted = logits.argmax(-1)
+    assert found["eval/accuracy_micro"] == pytest.approx(sk.accuracy_score(labels, predicted))
+    assert found["eval/f1_macro"] == pytest.approx(sk.f1_score(labels, predicted, average="macro"))
+    assert {"f1_macro", "f1_micro", "accuracy_macro", "accuracy_micro"} <= read_log(tmp_path / "run")[0].keys()
 
 
 # --- several processes

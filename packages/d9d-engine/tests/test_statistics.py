@@ -122,6 +122,30 @@ def test_twins_compute_and_the_metrics_keep_their_state(monkeypatch: pytest.Monk
     assert statistics.compute()["count"] == 0
 
 
+class Stays(Range):
+    """Loads in place, into what it was made with."""
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in self._state.items():
+            tensor.copy_(state[name])
+
+    def compute(self) -> Mapping[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.state().items()}
+
+
+def test_a_twin_that_stays_on_another_device_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_reduction.dist, "all_reduce", lambda buffer, *_: buffer.mul_(3))
+    twin = Stays()
+    twin._state = {name: tensor.to("meta") for name, tensor in twin.state().items()}
+    metrics, twins = {"a": Stays(), "b": Range()}, {"a": twin, "b": Range()}
+    statistics = Statistics(metrics, False, object(), twins=twins)  # type: ignore[arg-type]
+    for total in (9, 18):
+        statistics.update({"x": torch.ones(3)})
+        computed = statistics.compute()
+        assert computed["a/total"] == computed["b/total"] == total
+    assert metrics["a"].state()["total"] == 6
+
+
 def test_packed_copies_do_not_change_with_what_was_packed() -> None:
     tensors = {"a": torch.ones(2, 2), "b": torch.zeros(()), "c": torch.ones(3)}
     packed = PackedReduction.of(tensors, {"a": "sum", "b": "sum", "c": "max"}, None)
@@ -166,6 +190,7 @@ def test_peaks_are_known_by_name(name: str, peak: float | None) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpus(1)
 def test_on_a_gpu_peaks_of_memory_are_logged() -> None:
     device = torch.device("cuda", 0)
     torch.empty(1 << 28, dtype=torch.uint8, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from d9d_testing.suites.metric import MetricSuite
 from torch import Tensor
@@ -16,6 +17,7 @@ class Suite(MetricSuite):
     plugin = "d9d_metrics.plugin"
 
 
+@pytest.mark.thorough
 class TestSum(Suite):
     target = "sum"
     config = {"values": "token_loss"}
@@ -26,6 +28,7 @@ class TestMean(Suite):
     config = {"values": "token_loss", "mask": "targets"}
 
 
+@pytest.mark.thorough
 class TestMeanOfAll(Suite):
     target = "mean"
     config = {"values": "absolute", "series": "error"}
@@ -36,11 +39,13 @@ class TestWeightedMean(Suite):
     config = {"values": "token_loss", "weights": "weights"}
 
 
+@pytest.mark.thorough
 class TestMax(Suite):
     target = "max"
     config = {"values": "absolute"}
 
 
+@pytest.mark.thorough
 class TestMin(Suite):
     target = "min"
     config = {"values": "token_loss", "mask": "targets"}
@@ -64,6 +69,7 @@ class TestMulticlass(Suite):
     }
 
 
+@pytest.mark.thorough
 class TestTopK(Suite):
     target = "confusion"
     config = {"problem": {"kind": "multiclass", "num_classes": CLASSES, "top_k": 2}, "averages": ["micro"]}
@@ -76,6 +82,7 @@ class OfBits(Suite):
         return {"class_logits": (numbers * 1.7).sin().unsqueeze(1) * 3, "labels": labels}
 
 
+@pytest.mark.thorough
 class TestBinary(OfBits):
     target = "confusion"
     config = {"problem": {"kind": "binary", "threshold": 0.4}, "statistics": ALL, "beta": 0.5}
@@ -86,6 +93,7 @@ class TestAuroc(OfBits):
     config = {"num_bins": 20}
 
 
+@pytest.mark.thorough
 class TestMultilabel(Suite):
     target = "confusion"
     config = {

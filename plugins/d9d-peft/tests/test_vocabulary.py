@@ -106,6 +106,17 @@ def test_the_loss_with_the_term_has_a_slot_of_its_own_size() -> None:
     assert list(model.head.op_slots()) == ["linear_cross_entropy"]
 
 
+def test_ranks_of_targets_are_those_of_the_logits_with_the_term() -> None:
+    model, _, named = adapted()
+    randomise(model, named)
+    model.head.observe("token_ranks", "training")
+    hidden = model.layer(model.embedding(TOKENS))
+    logits = model.head(hidden)["logits"]
+    own = logits.gather(-1, TARGETS.clamp(min=0).unsqueeze(-1))
+    expected = (logits > own).sum(-1).masked_fill(TARGETS < 0, -1)
+    assert torch.equal(model.head(hidden, TARGETS)["token_ranks"], expected)
+
+
 def test_they_are_no_linear_layers_and_a_tied_embedding_has_no_term() -> None:
     assert adapted(targets="all-linear")[2] == {"layer.lora_A.weight", "layer.lora_B.weight"}
     with pytest.raises(BuildError, match="the weight of 'embedding' is also that of a tied head, which would not see"):

@@ -13,5 +13,9 @@ def read_log(run: Path) -> list[dict[str, Any]]:
 
 
 def read_log_without_times(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's ``metrics.jsonl`` without the one series that another run of the same job may not repeat."""
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in read_log(run)]
+    """Lines of a run's ``metrics.jsonl`` without the series that another run of the same job may not repeat."""
+    of_time = ("tokens_per_second", "mfu")
+    return [
+        {name: value for name, value in line.items() if name not in of_time and not name.startswith("memory/")}
+        for line in read_log(run)
+    ]

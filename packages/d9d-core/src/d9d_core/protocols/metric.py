@@ -83,7 +83,7 @@ class Metric(Protocol):
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a (merged or saved) state."""
+        """Continue from a (merged or saved) state, on the device where it is."""
         ...
 
     def compute(self) -> Mapping[str, Tensor | Vector | Table]:

@@ -40,7 +40,8 @@ class Statistics:
             there are none. A state that was never updated changes nothing when it is merged.
         device: where merged states are.
         twins: a second instance of each metric, for a stream of its own: they are never updated, and compute the values
-            of merged states. Without them, nothing runs beside the step.
+            of merged states. One that does not take the tensors it loads where they are is left out after its first
+            values. Without twins, nothing runs beside the step.
     """
 
     def __init__(
@@ -128,7 +129,17 @@ class Statistics:
             packed = self._packed()
             with self.beside():
                 merged = self._reduced(packed)
-                computed = {name: self._computed(name, merged[name]) for name in self._metrics}
+                for name, twin in self._twins.items():
+                    twin.load_state(merged[name])
+                strangers = [name for name, twin in self._twins.items() if _elsewhere(twin.state(), merged[name])]
+                self._twins = {name: twin for name, twin in self._twins.items() if name not in strangers}
+                of_twins = {name: twin.compute() for name, twin in self._twins.items()}
+            if self._stream is not None and len(of_twins) < len(self._metrics):
+                torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+            computed = {
+                name: of_twins[name] if name in of_twins else _computed(metric, merged[name])
+                for name, metric in self._metrics.items()
+            }
         with self.beside():
             expanded = {name: _expanded(name, values) for name, values in computed.items()}
         series = [key for values in expanded.values() for key in values]
@@ -196,23 +207,25 @@ class Statistics:
             name: {key: merged[f"{name}/{key}"] for key in metric.reductions} for name, metric in self._metrics.items()
         }
 
-    def _computed(self, name: str, merged: dict[str, Tensor]) -> Mapping[str, Tensor | Vector | Table]:
-        """Values of a merged state; afterwards the metric has its own again."""
-        if name in self._twins:
-            self._twins[name].load_state(merged)
-            return self._twins[name].compute()
-        metric = self._metrics[name]
-        own = {key: tensor.clone() for key, tensor in metric.state().items()}  # a metric may load in place
-        metric.load_state(merged)
-        values = metric.compute()
-        metric.load_state(own)
-        return values
-
     def _take(self, metric: Metric, merged: Mapping[str, Tensor]) -> None:
         if self._group is None or dist.get_rank(self._group) == 0:
             metric.load_state(dict(merged))
         else:
             metric.reset()
+
+
+def _elsewhere(state: Mapping[str, Tensor], merged: Mapping[str, Tensor]) -> bool:
+    """Whether a metric copied what it was to load to another device: it loads in place, and was never updated."""
+    return any(tensor.device != merged[key].device for key, tensor in state.items())
+
+
+def _computed(metric: Metric, merged: dict[str, Tensor]) -> Mapping[str, Tensor | Vector | Table]:
+    """Values of a merged state; afterwards the metric has its own again."""
+    own = {key: tensor.clone() for key, tensor in metric.state().items()}  # it may load in place
+    metric.load_state(merged)
+    values = metric.compute()
+    metric.load_state(own)
+    return values
 
 
 def _expanded(metric: str, values: object) -> dict[str, Tensor | Table]:
