@@ -90,6 +90,13 @@ class Score(_Part):
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
+class Average(_Part):
+    """Slot of the optimizer's state and its weight, with which the weights to evaluate are made of those that train."""
+
+    slot: str
+    weight: Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
 class ManifestModel(_Part):
     """Contents of ``manifest.json``, its own checksum compared already."""
 
@@ -103,6 +110,7 @@ class ManifestModel(_Part):
     plugins: dict[str, Plugin] | None = None
     left_out: tuple[str, ...] = ()
     score: Score | None = None
+    average: Average | None = None
 
     @model_validator(mode="after")
     def _pieces_are_where_they_are_written(self) -> Self:

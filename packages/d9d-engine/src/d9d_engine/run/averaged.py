@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from d9d_core.protocols.optimizer import AveragesWeights
+from d9d_core.protocols.optimizer import AveragesWeights, Optimizer
 
 from d9d_engine.step.step import TrainStep
 
@@ -21,3 +22,11 @@ def evaluation_weights(step: TrainStep) -> Iterator[None]:
         step.ties.copy_values()
         yield
     step.ties.copy_values()
+
+
+def average_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Facts for a checkpoint's manifest: how its readers make the weights to evaluate, if they are not those saved."""
+    if not isinstance(optimizer, AveragesWeights):
+        return {}
+    slot, weight = optimizer.average
+    return {"average": {"slot": slot, "weight": weight}}

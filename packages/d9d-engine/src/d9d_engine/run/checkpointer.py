@@ -27,6 +27,7 @@ from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.run.averaged import average_of
 from d9d_engine.run.ending import clear_ending, write_ending
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.metrics import Statistics
@@ -185,6 +186,7 @@ class Checkpointer:
             "job": self._job.resolved(),
             "plugins": self._manifest.to_json(),
             "left_out": self._left_out_anywhere(),
+            **average_of(self._optimizer),
         }
         tensors = self.tensors()
         return self.store.save(
