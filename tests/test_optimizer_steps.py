@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.extend import AveragesWeights
-from d9d_engine.api import Job, Trainer
+from d9d_engine.api import Job, Trainer, evaluate
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -76,6 +77,14 @@ def test_averaged_weights_are_evaluated_and_exported(small_job: Write, tmp_path:
         averaged = weights(trainer)
         at_averages = trainer.evaluator.run()["eval/loss"]
     assert trainer.progress.logged["eval/loss"] == at_averages != at_training_weights
+    run = trainer.job.run.directory
+    (of_run,), (of_export,) = (
+        evaluate(subject, like=like, note=lambda _line: None).first.sets.values()
+        for subject, like in ((run, None), (run / "model", path))
+    )
+    assert of_run["loss"] == pytest.approx(of_export["loss"], rel=1e-6)  # of the checkpoint, and of what was exported
+    follower = weights(built(path, run__name="follower", model__pretrained=str(run), optimizer__name="schedule_free"))
+    assert all(torch.equal(follower[name], averaged[name]) for name in averaged)
     exported = load_file(next((trainer.job.run.directory / "model").glob("*.safetensors")))
     name = "model.norm.weight"
     (own,) = [

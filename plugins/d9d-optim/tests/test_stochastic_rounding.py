@@ -119,7 +119,7 @@ def test_another_seed_rounds_otherwise() -> None:
 def test_large_tensors_are_rounded_in_pieces_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = StochasticAdamWConfig(lr=1e-4)
     whole = small_updates(StochasticAdamW, settings, 3)
-    monkeypatch.setattr("d9d_optim.optimizer.stochastic_adamw._PIECE", 1000)
+    monkeypatch.setattr("d9d_optim.optimizer.stochastic_adamw._PIECE_OF_CPU", 1000)
     assert torch.equal(small_updates(StochasticAdamW, settings, 3), whole)
 
 

@@ -8,7 +8,7 @@ Everything a component itself needs is here; importing this module imports no to
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
-| tensors, state | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor`` |
+| tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
@@ -141,9 +141,15 @@ from d9d_core.protocols.subscriber import (
     subscribe,
 )
 from d9d_core.protocols.task import (
+    FinishesTraining,
     LanguageModelTask,
+    OwnsMetrics,
+    SeesSteps,
     StageInputs,
+    StatefulTask,
     Task,
+    UsesTopology,
+    WeighsOutputs,
 )
 from d9d_core.protocols.topology import Topology
 from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
@@ -234,6 +240,7 @@ __all__ = [
     "EvaluationEnds",
     "EvaluationStarts",
     "EventsReady",
+    "FinishesTraining",
     "FirstPass",
     "Forward",
     "ForwardBackwardEnds",
@@ -281,6 +288,7 @@ __all__ = [
     "OptimizerStepStarts",
     "Overlap",
     "OwnEvent",
+    "OwnsMetrics",
     "Pack",
     "PackEnds",
     "PackStarts",
@@ -304,6 +312,7 @@ __all__ = [
     "Schedule",
     "ScheduleConfig",
     "Section",
+    "SeesSteps",
     "SendActivation",
     "SendGradient",
     "SleepEnds",
@@ -315,6 +324,7 @@ __all__ = [
     "StartsFromWeights",
     "State",
     "StatefulSubscriber",
+    "StatefulTask",
     "StepEnds",
     "StepResult",
     "StepStarts",
@@ -339,11 +349,13 @@ __all__ = [
     "TrainingStopped",
     "Transfer",
     "TwoPassTask",
+    "UsesTopology",
     "ValuesLogged",
     "Vector",
     "Visit",
     "WakeEnds",
     "WakeStarts",
+    "WeighsOutputs",
     "WeightBackward",
     "Writer",
     "WritesText",

@@ -188,6 +188,8 @@ class DividesLaterStepsToo(Faulty):
 class KeepsEvaluationWeights(Faulty):
     """Half of the weights are the average, and they stay it after an exception."""
 
+    average = ("momentum", 0.0)
+
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         for p in self._parameters.values():
@@ -198,6 +200,8 @@ class KeepsEvaluationWeights(Faulty):
 
 
 class EvaluatesTrainingWeights(Faulty):
+    average = ("momentum", 0.0)
+
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         yield

@@ -75,6 +75,14 @@ class DividesGradients(Optimizer, Protocol):
 class AveragesWeights(Optimizer, Protocol):
     """Optimizer whose trained weights are not those that it takes gradients at."""
 
+    @property
+    def average(self) -> tuple[str, float]:
+        """Slot s of the state and number w with which the weights to evaluate are ``(1 - w) parameter + w s``.
+
+        So readers of a checkpoint compute them, in the slot's dtype.
+        """
+        ...
+
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Let the parameters hold the weights to evaluate and to export inside the block.
 

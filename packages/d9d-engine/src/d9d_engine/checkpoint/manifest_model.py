@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 import torch
 from d9d_core.errors import CheckpointError
+from d9d_core.protocols.optimizer import AveragesWeights, Optimizer
 from d9d_weights.files.safetensors import DTYPE_NAMES, is_possible
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -90,6 +91,13 @@ class Score(_Part):
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
+class Average(_Part):
+    """Slot of the optimizer's state and its weight, with which the weights to evaluate are made of those that train."""
+
+    slot: str
+    weight: Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
 class ManifestModel(_Part):
     """Contents of ``manifest.json``, its own checksum compared already."""
 
@@ -103,6 +111,7 @@ class ManifestModel(_Part):
     plugins: dict[str, Plugin] | None = None
     left_out: tuple[str, ...] = ()
     score: Score | None = None
+    average: Average | None = None
 
     @model_validator(mode="after")
     def _pieces_are_where_they_are_written(self) -> Self:
@@ -162,3 +171,11 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
 
 def _meet(offset: Sequence[int], shape: Sequence[int], other: Sequence[int], size: Sequence[int]) -> bool:
     return all(a < b + m and b < a + n for a, n, b, m in zip(offset, shape, other, size, strict=True))
+
+
+def average_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Facts from which readers of a checkpoint make the weights to evaluate, if these are not the saved ones."""
+    if not isinstance(optimizer, AveragesWeights):
+        return {}
+    slot, weight = optimizer.average
+    return {"average": {"slot": slot, "weight": weight}}

@@ -52,20 +52,27 @@ class Checkpoint:
         values: dict[str, Any] = on_main(lambda: read_state(self._storage, self.name), self._group)
         return values
 
-    def load_into(self, tensors: Mapping[str, Tensor], scope: str = "", optional: Collection[str] = ()) -> None:
+    def load_into(
+        self, tensors: Mapping[str, Tensor], scope: str = "", optional: Collection[str] = (), only: bool = False
+    ) -> None:
         """Copy every tensor whose name begins with ``scope`` into the one of the same name. Collective over all ranks.
 
         Args:
             tensors: of any layout; each rank reads what its shards need.
             scope: only names that begin so are compared.
             optional: names that the checkpoint may lack; such tensors stay as they are.
+            only: whether the checkpoint may have others besides.
 
         Raises:
             CheckpointError: names, shapes or dtypes differ, on any rank; nothing is copied then, on none.
         """
         from d9d_engine.checkpoint import load as dcp_load  # with all of torch's checkpoints; a new run needs none
 
-        table = {name: entry for name, entry in self.manifest["tensors"].items() if name.startswith(scope)}
+        table = {
+            name: entry
+            for name, entry in self.manifest["tensors"].items()
+            if name.startswith(scope) and (not only or name in tensors)
+        }
         local_shards = on_all(lambda: describe(tensors), self._group)
         planner = dcp_load.WindowPlanner(local_shards, frozenset(optional), table)
         try:

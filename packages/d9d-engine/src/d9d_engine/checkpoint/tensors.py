@@ -22,6 +22,7 @@ from torch import Tensor
 from d9d_engine.checkpoint.manifest import read_manifest, read_state
 from d9d_engine.checkpoint.prune import folder, steps_in
 
+_MODEL = "model/"
 _FOLDER = re.compile(r"step-\d+")
 
 
@@ -51,6 +52,9 @@ class CheckpointTensors:
         self.location = self._storage.location(name)
         self.manifest: dict[str, Any] = read_manifest(self._storage, name)
         table: Mapping[str, Any] = self.manifest["tensors"]
+        self._everything = table
+        # Who reads the model alone wants the weights to evaluate.
+        self._average = self.manifest.get("average") if scope == _MODEL else None
         self._table = {key.removeprefix(scope): entry for key, entry in table.items() if key.startswith(scope)}
         self.specs = {
             key: TensorSpec(tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in self._table.items()
@@ -65,7 +69,17 @@ class CheckpointTensors:
         Raises:
             CheckpointError: the checkpoint is damaged there.
         """
-        for piece in self._table[name]["pieces"]:
+        slot = None if self._average is None else self._everything.get(f"optimizer/{name}/{self._average['slot']}")
+        if slot is None or self._average is None:
+            self._fill(self._table[name], offset, into)
+            return
+        own, other = (torch.empty(into.shape, dtype=getattr(torch, e["dtype"])) for e in (self._table[name], slot))
+        self._fill(self._table[name], offset, own)
+        self._fill(slot, offset, other)
+        into.copy_(torch.lerp(own.to(other.dtype), other, self._average["weight"]).to(own.dtype))
+
+    def _fill(self, entry: Mapping[str, Any], offset: Sequence[int], into: Tensor) -> None:
+        for piece in entry["pieces"]:
             begin, end = piece["offset"], [o + n for o, n in zip(piece["offset"], piece["shape"], strict=True)]
             first = [max(o, b) for o, b in zip(offset, begin, strict=True)]
             last = [min(o + n, e) for o, n, e in zip(offset, into.shape, end, strict=True)]
@@ -75,7 +89,7 @@ class CheckpointTensors:
             for dim, (a, z, o) in enumerate(zip(first, last, offset, strict=True)):
                 part = part.narrow(dim, a - o, z - a)
             inside = [a - b for a, b in zip(first, begin, strict=True)]
-            dtype = self.specs[name].dtype
+            dtype = getattr(torch, entry["dtype"])
             here = part if part.dtype == dtype else torch.empty(part.shape, dtype=dtype)
             try:
                 with self._lock:  # files have one position

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Part, Selection
@@ -13,7 +14,9 @@ from d9d_core.errors import CheckpointError
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric, Table
 from d9d_core.protocols.task import Task
+from d9d_core.tensors import local
 from d9d_weights.sharding.model_tensors import model_tensors
+from torch import Tensor
 from torch import distributed as dist
 
 from d9d_engine.build.first_pass.build import build_first_pass
@@ -180,7 +183,26 @@ def _load(checkpoint: Checkpoint, forward: ForwardModel, topology: Topology) -> 
     tensors = {_MODEL + name: tensor for name, tensor in model_tensors(forward.model).items()}
     left_out = set(checkpoint.manifest.get("left_out", ()))
     checkpoint.load_into(tensors, _MODEL, left_out & tensors.keys())
+    if (average := checkpoint.manifest.get("average")) is not None:
+        _average(checkpoint, tensors, average["slot"], average["weight"])
     find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology).copy_values()
+
+
+@torch.no_grad()
+def _average(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], slot: str, weight: float) -> None:
+    """Make the weights to evaluate of those that were trained. Collective over all ranks."""
+    table = checkpoint.manifest["tensors"]
+    slots = {name: f"optimizer/{name.removeprefix(_MODEL)}/{slot}" for name in tensors}
+    others = {
+        saved: torch.empty_like(tensors[name], dtype=getattr(torch, table[saved]["dtype"]))
+        for name, saved in slots.items()
+        if saved in table
+    }
+    checkpoint.load_into(others, "optimizer/", only=True)
+    for name, saved in slots.items():
+        if saved in others:
+            own, other = local(tensors[name]), local(others[saved])
+            own.copy_(torch.lerp(own.to(other.dtype), other, weight))
 
 
 def _origin(subject: Subject, checkpoint: Checkpoint | None) -> str:

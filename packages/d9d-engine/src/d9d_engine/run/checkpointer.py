@@ -23,6 +23,7 @@ from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor, nn
 
+from d9d_engine.checkpoint.manifest_model import average_of
 from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
@@ -185,6 +186,7 @@ class Checkpointer:
             "job": self._job.resolved(),
             "plugins": self._manifest.to_json(),
             "left_out": self._left_out_anywhere(),
+            **average_of(self._optimizer),
         }
         tensors = self.tensors()
         return self.store.save(

@@ -206,15 +206,15 @@ class OptimizerSuite(ComponentSuite):
         for dtype in self.dtypes:
             plain, one = self.made(dtype)
             divided, other = self.made(dtype)
-            if not isinstance(other, DividesGradients):
+            divides = isinstance(other, DividesGradients)
+            if not divides:
                 pytest.skip("the optimizer does not divide gradients")
             divisor = torch.tensor(3.0, device=self.device)
             for step in (0, 1):
                 set_gradients(plain, step)
                 set_gradients(divided, step)
                 if step == 0:
-                    gradients = [p.grad for p in plain.values() if p.grad is not None]
-                    torch._foreach_div_(gradients, divisor)
+                    torch._foreach_div_([p.grad for p in plain.values() if p.grad is not None], divisor)
                     other.divide_gradients(divisor)
                 one.step(self.gate())
                 other.step(self.gate())
@@ -228,7 +228,8 @@ class OptimizerSuite(ComponentSuite):
         """Of optimizers that average weights: training goes on with the bits it had, after an exception too."""
         for dtype in self.dtypes:
             parameters, optimizer = self.made(dtype)
-            if not isinstance(optimizer, AveragesWeights):
+            averages = isinstance(optimizer, AveragesWeights)
+            if not averages:
                 pytest.skip("the optimizer does not average weights")
             stepped(optimizer, parameters, [0, 1, 2], self.device)
             before = bits(parameters) | bits(optimizer.state())

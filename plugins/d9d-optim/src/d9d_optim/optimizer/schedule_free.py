@@ -52,6 +52,11 @@ class ScheduleFree(NamedOptimizer):
             for kept, new in ((square, new_square), (step, taken), (weight_sum, total), (largest, rate)):
                 keep_if(batch.gate, kept, new)
 
+    @property
+    def average(self) -> tuple[str, float]:
+        """Slot and weight with which ``x`` is ``lerp(y, z, 1 - 1 / beta1)``."""
+        return "z", 1 - 1 / self._config.betas[0]
+
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """Let the parameters hold the averages inside the block; afterwards each has its bits again.
@@ -59,12 +64,12 @@ class ScheduleFree(NamedOptimizer):
         Takes memory for a copy of this rank's parameters.
         """
         training = {}
-        state = self._materialised()
+        state, (slot, weight) = self._materialised(), self.average
         with torch.no_grad():
             for name, parameter in self._parameters.items():
-                y, z = local(parameter), local(state[name]["z"])
+                y, z = local(parameter), local(state[name][slot])
                 training[name] = y.clone()
-                y.copy_(torch.lerp(y.to(z.dtype), z, 1 - 1 / self._config.betas[0]))
+                y.copy_(torch.lerp(y.to(z.dtype), z, weight))
         try:
             yield
         finally:

@@ -12,8 +12,8 @@ from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, kee
 from d9d_optim.optimizer.config import StochasticAdamWConfig
 from d9d_optim.optimizer.rounding import first_key, hashed, high_bits, low_bits, next_key, positions, rounded
 
-#: Most elements that are computed at once, which bounds the memory for their float32 copies.
-_PIECE = 1 << 24
+#: Most elements that are computed at once: on a CPU what caches hold, else what bounds the memory for float32 copies.
+_PIECE_OF_CPU, _PIECE = 1 << 16, 1 << 24
 
 
 class StochasticAdamW(NamedOptimizer):
@@ -78,7 +78,8 @@ class StochasticAdamW(NamedOptimizer):
             self._positions[name] = positions(batch.layouts[index])
         first, *others = self._positions[name]
         tensors = [tensor.view(1) if tensor.ndim == 0 else tensor for tensor in tensors]
-        rows = max(1, _PIECE // max(1, tensors[0][:1].numel()))
+        piece = _PIECE_OF_CPU if tensors[0].device.type == "cpu" else _PIECE
+        rows = max(1, piece // max(1, tensors[0][:1].numel()))
         for at in range(0, len(first), rows):
             place = first[at : at + rows]
             for other in others:

@@ -1,0 +1,131 @@
+"""Bandwidth of optimizer steps on a device, and the price of clipping before the step against inside of it.
+
+    python tools/bench/optimizer_step.py --parameters 2.0
+
+Prints JSON: of each optimizer the milliseconds of a step, the bytes that it has to move, and its bandwidth as a share
+of that of torch's fused AdamW; and the milliseconds of AdamW's step with the clipping divisor in a pass before it,
+inside of it, and without one. Blocks of these steps alternate, so that clocks and neighbours disturb all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from d9d_optim.optimizer.adamw import AdamW
+from d9d_optim.optimizer.base import NamedOptimizer
+from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
+from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
+from timing import timed
+from torch import nn
+
+#: Shapes of a layer of a model of hidden size 4096, repeated until there are enough parameters.
+LAYER = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096,), (4096,))
+
+
+def parameters(billions: float, dtype: torch.dtype, device: str) -> dict[str, nn.Parameter]:
+    """Parameters with gradients, by name."""
+    made: dict[str, nn.Parameter] = {}
+    total = 0
+    while total < billions * 1e9:
+        for shape in LAYER:
+            parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+            parameter.grad = torch.full_like(parameter, 1e-3)
+            made[f"{len(made)}"] = parameter
+            total += parameter.numel()
+    return made
+
+
+def moved(named: Mapping[str, nn.Parameter], bytes_of_state: int) -> int:
+    """Bytes of a step: parameters and state are read and written, gradients read."""
+    return sum(p.numel() * (3 * p.element_size() + 2 * bytes_of_state) for p in named.values())
+
+
+def stepper(optimizer: NamedOptimizer, device: str) -> Callable[[], None]:
+    """One step with an open gate."""
+    optimizer.init_state()
+    gate = torch.tensor(True, device=device)
+    return lambda: optimizer.step(gate)
+
+
+def milliseconds(runs: Mapping[str, Callable[[], Any]], steps: int, rounds: int) -> dict[str, float]:
+    """Median over rounds in which every run has its turn."""
+    for run in runs.values():
+        timed(run, 2)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            found[name].append(timed(run, steps) * 1e3)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def bandwidths(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Of each optimizer alone, because the state of several would not fit."""
+    results: dict[str, dict[str, float]] = {}
+    for name, dtype, state, make in (
+        ("torch fused adamw", torch.float32, 8, None),
+        ("adamw", torch.float32, 8, lambda named: AdamW(AdamWConfig(), named)),
+        ("stochastic_adamw", torch.bfloat16, 8, lambda named: StochasticAdamW(StochasticAdamWConfig(), named)),
+        (
+            "stochastic_adamw, bfloat16 moments",
+            torch.bfloat16,
+            4,
+            lambda named: StochasticAdamW(StochasticAdamWConfig(state_dtype="parameter"), named),
+        ),
+    ):
+        named = parameters(options.parameters, dtype, options.device)
+        if make is None:
+            run: Callable[[], Any] = torch.optim.AdamW(list(named.values()), fused=True).step
+        else:
+            run = stepper(make(named), options.device)
+        time = milliseconds({name: run}, options.steps, options.rounds)[name]
+        results[name] = {"milliseconds": time, "gigabytes": moved(named, state) / 1e9}
+        results[name]["gigabytes_per_second"] = results[name]["gigabytes"] / time * 1e3
+        del named, run
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    reference = results["torch fused adamw"]["gigabytes_per_second"]
+    for result in results.values():
+        result["share_of_fused"] = result["gigabytes_per_second"] / reference
+    return results
+
+
+def clipping(options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of AdamW's step with and without a divisor. It is 1, so that gradients stay as they are."""
+    named = parameters(options.parameters, torch.float32, options.device)
+    optimizer = AdamW(AdamWConfig(), named)
+    step = stepper(optimizer, options.device)
+    divisor = torch.ones((), device=options.device)
+    gradients = [p.grad for p in named.values() if p.grad is not None]
+
+    def before() -> None:
+        torch._foreach_div_(gradients, divisor)
+        step()
+
+    def inside() -> None:
+        optimizer.divide_gradients(divisor)
+        step()
+
+    runs = {"no clipping": step, "a pass before": before, "inside of the step": inside}
+    return milliseconds(runs, options.steps, options.rounds)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=float, default=2.0, help="billions")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=10, help="of a block")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    result = {"optimizers": bandwidths(options), "clipping_milliseconds": clipping(options)}
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
