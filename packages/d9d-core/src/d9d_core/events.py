@@ -43,6 +43,7 @@ from d9d_core.config.job import BaseJob
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.optimizer import Optimizer
+from d9d_core.protocols.run_log import RunLog
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.topology import Topology
 from d9d_core.types import Pack
@@ -152,10 +153,17 @@ class ForwardReady:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStarts:
-    """Training starts or continues; ``step`` steps are done already."""
+    """Training starts or continues; ``step`` steps are done already.
+
+    Attributes:
+        step: steps that are done.
+        total_steps: of the whole run.
+        log: takes values of the subscriber's own from now on, until training ends.
+    """
 
     step: int
     total_steps: int
+    log: RunLog
 
 
 @dataclass(frozen=True, slots=True)

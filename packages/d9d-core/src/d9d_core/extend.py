@@ -18,7 +18,8 @@ Everything a component itself needs is here; importing this module imports no to
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``StageMetric``, ``Table`` |
-| tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
+| tracker | ``Tracker``, ``TrackerRun``, ``RunInfo``, ``TakesTables`` and its like, ``Histogram``, ``split_tags`` |
+| log of a run | ``RunLog``, ``LogsValues`` |
 | subscriber | ``Subscriber``, ``StatefulSubscriber``, ``EndsTraining``, the events and ``ForwardPass`` |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
@@ -82,6 +83,7 @@ from d9d_core.events import (
 from d9d_core.grid import AXES, Grid
 from d9d_core.job import JobFile
 from d9d_core.ops import Decision, OpSignature, OpSlot
+from d9d_core.pictures import encode_png
 from d9d_core.plugin.entries import plugin_error
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.program.actions import (
@@ -127,11 +129,25 @@ from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
+from d9d_core.protocols.run_log import LogsValues, RunLog
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import LanguageModelTask, StageInputs, Task
 from d9d_core.protocols.topology import Topology
-from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
+from d9d_core.protocols.tracker import (
+    Histogram,
+    RunInfo,
+    SeriesName,
+    TakesFiles,
+    TakesHistograms,
+    TakesPictures,
+    TakesTables,
+    TakesTexts,
+    Tracker,
+    TrackerRun,
+    flatten,
+    split_tags,
+)
 from d9d_core.traits import (
     TRAITS,
     Adapts,
@@ -224,6 +240,7 @@ __all__ = [
     "HasOps",
     "HasTallies",
     "Health",
+    "Histogram",
     "InferenceFailed",
     "InferenceFinished",
     "InferenceStarts",
@@ -237,6 +254,7 @@ __all__ = [
     "LanguageModelTask",
     "LateInit",
     "LayoutDependent",
+    "LogsValues",
     "LossTerm",
     "LrSchedule",
     "Metric",
@@ -272,6 +290,7 @@ __all__ = [
     "Routing",
     "RowsWritten",
     "RunInfo",
+    "RunLog",
     "SaveError",
     "SaveReport",
     "Schedule",
@@ -279,6 +298,7 @@ __all__ = [
     "Section",
     "SendActivation",
     "SendGradient",
+    "SeriesName",
     "Stage",
     "StageInputs",
     "StageMetric",
@@ -294,7 +314,11 @@ __all__ = [
     "Subscriber",
     "SwitchesOff",
     "Table",
+    "TakesFiles",
+    "TakesHistograms",
+    "TakesPictures",
     "TakesTables",
+    "TakesTexts",
     "Task",
     "TensorParallelizable",
     "TensorSpec",
@@ -319,7 +343,9 @@ __all__ = [
     "compute_parts",
     "count_stages",
     "diff_programs",
+    "encode_png",
     "find_deadlock",
+    "flatten",
     "format_programs",
     "forward_only",
     "full",
@@ -333,6 +359,7 @@ __all__ = [
     "problems_of",
     "read_regular",
     "single_stage",
+    "split_tags",
     "validate",
     "wide_dtype",
 ]

@@ -15,6 +15,7 @@ from d9d_core.config.resolve import resolve
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
+from d9d_core.protocols.run_log import LogsValues
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
@@ -165,22 +166,31 @@ def build(
         manifest=Manifest.of(registry),
         note=note,
     )
-    return Trainer(
-        job=job,
-        topology=topology,
-        model=model,
-        step=step,
-        total_steps=total_steps,
-        prefetcher=prefetcher,
-        trackers=trackers,
-        evaluator=evaluator,
-        checkpointer=checkpointer,
-        export=exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
-        interrupts=interrupts,
-        events=events,
-        ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
-        note=note,
+    return _logging(
+        own_task,
+        Trainer(
+            job=job,
+            topology=topology,
+            model=model,
+            step=step,
+            total_steps=total_steps,
+            prefetcher=prefetcher,
+            trackers=trackers,
+            evaluator=evaluator,
+            checkpointer=checkpointer,
+            export=exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
+            interrupts=interrupts,
+            events=events,
+            ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
+            note=note,
+        ),
     )
+
+
+def _logging(task: Task, trainer: Trainer) -> Trainer:
+    if isinstance(task, LogsValues):
+        task.take_log(trainer.log)
+    return trainer
 
 
 def _parameters(assembly: Assembly, topology: Topology) -> str:

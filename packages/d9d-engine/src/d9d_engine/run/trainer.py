@@ -22,12 +22,13 @@ from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.evaluation import Evaluator
 from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.interrupt import Interrupts
-from d9d_engine.run.logbook import Logbook
+from d9d_engine.run.logbook import MAX_PENDING, Logbook
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.progress import ProgressBar
 from d9d_engine.step.randomness import generators_kept
 from d9d_engine.step.step import TrainStep
 from d9d_engine.trackers.hub import TrackerHub
+from d9d_engine.trackers.run_log import HubLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ class Trainer:
         self._ends = dict(ends or {})
         self._saved: int | None = None  # the step of the last save
         self._between_steps = True
+        lag = 0 if topology.device.type == "cpu" else MAX_PENDING
+        self.log = HubLog(trackers, lambda: self.progress.step + (not self._between_steps), lag)
 
     @property
     def stage(self) -> nn.Module:
@@ -146,12 +149,15 @@ class Trainer:
         try:
             with self.interrupts, ProgressBar(total, progress.step, shown=self.topology.is_main) as bar:
                 status = self._run_and_rescue(progress, bar)
+                self.log.drain()
                 self.trackers.close(status)
                 done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
                 self.events.emit(done(progress.step))
                 if status == "finished":
                     self.checkpointer.record_end(progress.step, total, self._reason_to_end())
         except BaseException as error:
+            with suppress(Exception):  # the device may be what failed
+                self.log.drain()
             self.trackers.close("failed")
             try:
                 self.events.emit(ev.TrainingFailed(progress.step, error))
@@ -201,7 +207,7 @@ class Trainer:
         job, total = self.job, self.total_steps
         clock = _Clock()
         retry: int | None = None
-        self.events.emit(ev.TrainingStarts(progress.step, total))
+        self.events.emit(ev.TrainingStarts(progress.step, total, self.log))
         reason = self._reason_to_end()
         while progress.step < total and not logbook.stop and reason is None:
             self.topology.watchdog.phase("step", progress.step)
@@ -255,12 +261,14 @@ class Trainer:
             logbook.record(progress.step, result, None)
         else:
             logbook.record(progress.step, result, {"lr": lr}, self.step.statistics.compute(), clock.take())
+        self.log.deliver()
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         if due:  # else the period goes on, should the run be prolonged
             self.step.statistics.reset()
 
     def _save(self, progress: Progress, logbook: Logbook, wait: bool = False) -> bool:
         logbook.drain()  # no checkpoint from a step whose finiteness is unread
+        self.log.drain()
         progress.skipped, progress.tokens = logbook.skipped, logbook.tokens
         self.topology.watchdog.phase("checkpoint", progress.step)
         self.events.emit(ev.CheckpointStarts(progress.step))
@@ -299,7 +307,16 @@ class Trainer:
 
     def _run_info(self, step: int) -> RunInfo:
         run = self.job.run
-        return RunInfo(run.name, run.directory, run.description, self.job.resolved(), self.total_steps, step)
+        return RunInfo(
+            run.name,
+            run.directory,
+            run.description,
+            self.job.resolved(),
+            self.total_steps,
+            step,
+            run.hparams,
+            tuple(run.tags),
+        )
 
 
 class _Clock:

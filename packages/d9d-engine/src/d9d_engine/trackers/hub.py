@@ -7,13 +7,25 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from d9d_core.plugin.entries import shown
 from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
+from d9d_core.protocols.tracker import (
+    Histogram,
+    RunInfo,
+    TakesFiles,
+    TakesHistograms,
+    TakesPictures,
+    TakesTables,
+    TakesTexts,
+    Tracker,
+    TrackerRun,
+)
 from d9d_core.types import State
+from torch import Tensor
 
 #: Entries that may wait for one tracker; later ones are left out until it has caught up.
 ROOM = 1000
@@ -36,6 +48,11 @@ class TrackerHub:
         self._threads: list[_TrackerThread] = []
         self._states: dict[str, State] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no tracker, as on all ranks but the first."""
+        return not self._trackers
+
     def open(self, run: RunInfo, states: Mapping[str, Any]) -> None:
         """Open every tracker, continuing those whose state a checkpoint kept. Does not wait."""
         self._states = dict(states)
@@ -55,8 +72,37 @@ class TrackerHub:
             if isinstance(run, TakesTables):
                 run.write_tables(step, tables)
 
+        self._write(write)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms, where a tracker takes any. Does not wait."""
+        self._write(lambda run: run.write_histograms(step, histograms) if isinstance(run, TakesHistograms) else None)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Log texts, where a tracker takes any. Does not wait."""
+        self._write(lambda run: run.write_texts(step, texts) if isinstance(run, TakesTexts) else None)
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        """Log pictures, where a tracker takes any. Does not wait."""
+        self._write(lambda run: run.write_pictures(step, pictures) if isinstance(run, TakesPictures) else None)
+
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        """Log files, where a tracker takes any; one that is gone by then is left out, with a warning."""
+
+        def write(run: TrackerRun) -> None:
+            if not isinstance(run, TakesFiles):
+                return
+            found = {name: path for name, path in files.items() if path.is_file()}
+            if found:
+                run.write_files(step, found)
+            for name in files.keys() - found.keys():
+                self._warn(f"warning: file '{name}' of step {step} is gone: {files[name]}; no tracker has it")
+
+        self._write(write)
+
+    def _write(self, call: Callable[[TrackerRun], None]) -> None:
         for thread in self._threads:
-            thread.write(write)
+            thread.write(call)
 
     def flush(self) -> None:
         """Flush every tracker, so that what was written survives a crash; waits for a limited time."""
