@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 #: Seconds after which wandb's own process has written what it was given, and those that a flush waits at most.
-_WRITTEN_AFTER, _PATIENCE = 0.5, 8.0
+_WRITTEN_AFTER, _PATIENCE = 0.2, 8.0
 #: Series of the step: rows come in any order, which wandb's own step does not allow.
 STEP = "step"
 
