@@ -2,8 +2,8 @@
 
     uv run python tools/tracker_campaign.py [--kills 20] [--seed 0] [--trackers jsonl,tensorboard,wandb,mlflow,aim]
 
-A small run logs in each step, and is killed with SIGKILL (itself, or with all its processes) after a random step, mostly
-between two checkpoints; the last process may finish. Each series must then have each step exactly once in each tracker,
+A small run logs in each step, and is killed with SIGKILL (itself, or with all its processes) after a random step,
+mostly between two checkpoints; the last process may finish. Each series must then have each step exactly once in each tracker,
 with the value that `metrics.jsonl` has, and so must histograms and texts where a tracker takes any. Exit status 1: one
 has not. Trackers whose library is not installed are left out, and named.
 """

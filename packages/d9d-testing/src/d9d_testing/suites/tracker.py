@@ -341,11 +341,11 @@ class TrackerSuite(ComponentSuite):
         (file := tmp_path / "notes.txt").write_text("first")
         run.write_files(1, {"notes": file})
         run.flush()
+        assert file.is_file(), "write_files() moves the file; copy it"
         file.write_text("second")
         run.close("finished")
         logged = self.logged_file(tmp_path, "notes")
         assert logged in (None, b"first"), f"a file that was logged and changed afterwards reads {logged!r}; copy it"
-        assert file.read_text() == "second", "write_files() changes or moves the file; copy it"
 
     # --- what subclasses may use
 
