@@ -29,7 +29,7 @@ DECLARED = (
     *("d9d_data.config", "d9d_data.dataset.config", "d9d_data.mixture.config", "d9d_data.stream.text"),
     *("d9d_data.library.bucketing", "d9d_data.library.packing", "d9d_data.library.padding"),
     *("d9d_data.library.pooling", "d9d_data.library.sharding"),
-    "d9d_deepep.config",
+    *("d9d_aim.config", "d9d_deepep.config", "d9d_mlflow.config", "d9d_tensorboard.config", "d9d_wandb.config"),
     *("d9d_moe.balancing.balancers", "d9d_moe.balancing.config"),
     *("d9d_moe.dispatch.async_exchange", "d9d_moe.dispatch.local", "d9d_moe.dispatch.permutation"),
     *("d9d_moe.expert_parallel.config", "d9d_moe.expert_parallel.dispatchers"),

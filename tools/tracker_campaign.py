@@ -3,9 +3,9 @@
     uv run python tools/tracker_campaign.py [--kills 20] [--seed 0] [--trackers jsonl,tensorboard,wandb,mlflow,aim]
 
 A small run logs in each step, and is killed with SIGKILL (itself, or with all its processes) after a random step,
-mostly between two checkpoints; the last process may finish. Each series must then have each step exactly once in each tracker,
-with the value that `metrics.jsonl` has, and so must histograms and texts where a tracker takes any. Exit status 1: one
-has not. Trackers whose library is not installed are left out, and named.
+mostly between two checkpoints; the last process may finish. Each series must then have each step exactly once in each
+tracker, with the value that `metrics.jsonl` has, and so must histograms and texts where a tracker takes any. Exit
+status 1: one has not. Trackers whose library is not installed are left out, and named.
 """
 
 from __future__ import annotations
@@ -273,12 +273,10 @@ def read_aim(directory: Path) -> Iterator[Point]:
         steps, (values, *_) = one.data.items_list()
         name = "/".join([*one.context.to_dict().values(), one.name])
         yield from ((step, name, value) for step, value in zip(steps, values, strict=True))
-    for name, sequence, read in (
-        ("sizes", run.get_distribution_sequence("sizes", Context({})), lambda value: float(value.weights[1])),
-        ("said", run.get_text_sequence("said", Context({})), lambda value: _told(value.data)),
-    ):
-        steps, (values, *_) = sequence.data.items_list()
-        yield from ((step, name, read(value)) for step, value in zip(steps, values, strict=True))
+    steps, (values, *_) = run.get_distribution_sequence("sizes", Context({})).data.items_list()
+    yield from ((step, "sizes", float(value.weights[1])) for step, value in zip(steps, values, strict=True))
+    steps, (values, *_) = run.get_text_sequence("said", Context({})).data.items_list()
+    yield from ((step, "said", _told(value.data)) for step, value in zip(steps, values, strict=True))
 
 
 def _told(text: Any) -> float:

@@ -3,9 +3,9 @@
     python tools/bench/trackers.py
     python tools/bench/trackers.py --rounds 9 --steps 60 --hidden 512
 
-Rounds alternate between the three kinds of runs in one process, each with a trainer of its own that has taken its first
-steps and whose trackers are open. A line per round, then the median of the ratios within rounds. Where processes of other
-people share the machine, single rounds differ by more than what is measured: that of none against none is shown too.
+Rounds alternate between the kinds of runs in one process, each with a trainer of its own that has taken its first steps
+and whose trackers are open. A line per round, then the median of the ratios within rounds. Where processes of other
+people share the machine, single rounds differ by more than what is measured: none against none is shown too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from d9d_core.extend import PluginConfig, RunInfo, State, StepEnds, TrainingStarts
@@ -118,12 +117,8 @@ class Clock:
 def run(kind: str, options: argparse.Namespace) -> float:
     """Mean seconds per step of one run."""
     present = [n for n in ALL if n in ("console", "jsonl") or importlib.util.find_spec(n)]
-    trackers: list[Any] = {
-        "none": [],
-        "again": [],
-        "sleepy": ["sleepy"],
-        "all": [{"name": n, **ALL[n]} for n in present],
-    }[kind]
+    sections: dict[str, list[Any]] = {"sleepy": ["sleepy"], "all": [{"name": name, **ALL[name]} for name in present]}
+    trackers = sections.get(kind, [])
     registry = Registry.of(
         *map(importlib.import_module, MODULES),
         *(importlib.import_module(f"d9d_{name}.plugin") for name in present if name not in ("console", "jsonl")),
@@ -145,8 +140,6 @@ def run(kind: str, options: argparse.Namespace) -> float:
         clock = Clock(options.warm)
         trainer = Job.from_values(values, registry=registry).build(lambda _: None, observers=[clock])
         clock.of(trainer)
-        if not Path(directory, "run").exists():
-            Path(directory, "run").mkdir()
         trainer.train()
     return (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.protocols.metric import Table
-from d9d_core.protocols.run_log import RunLog
-from d9d_core.protocols.tracker import Histogram, RunInfo, SeriesName, flatten, split_tags
+from d9d_core.protocols.tracker import Histogram, RunInfo, RunLog, SeriesName, flatten, split_tags
 from d9d_engine.job import Job
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog

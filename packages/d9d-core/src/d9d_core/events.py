@@ -43,9 +43,9 @@ from d9d_core.config.job import BaseJob
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.optimizer import Optimizer
-from d9d_core.protocols.run_log import RunLog
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_core.protocols.topology import Topology
+from d9d_core.protocols.tracker import RunLog
 from d9d_core.types import Pack
 
 if TYPE_CHECKING:

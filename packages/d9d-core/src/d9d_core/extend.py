@@ -83,7 +83,6 @@ from d9d_core.events import (
 from d9d_core.grid import AXES, Grid
 from d9d_core.job import JobFile
 from d9d_core.ops import Decision, OpSignature, OpSlot
-from d9d_core.pictures import encode_png
 from d9d_core.plugin.entries import plugin_error
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.program.actions import (
@@ -129,14 +128,16 @@ from d9d_core.protocols.metric import Metric, StageMetric, Table
 from d9d_core.protocols.model import Stage
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
-from d9d_core.protocols.run_log import LogsValues, RunLog
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import LanguageModelTask, StageInputs, Task
 from d9d_core.protocols.topology import Topology
 from d9d_core.protocols.tracker import (
     Histogram,
+    LogsValues,
+    Picture,
     RunInfo,
+    RunLog,
     SeriesName,
     TakesFiles,
     TakesHistograms,
@@ -177,12 +178,13 @@ from d9d_core.untrusted import parse_json, read_regular
 
 if TYPE_CHECKING:
     from d9d_core.deferral import Deferral, DeferredWeights
-    from d9d_core.tensors import full, local, wide_dtype
+    from d9d_core.tensors import encode_png, full, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
     "Deferral": "d9d_core.deferral",
     "DeferredWeights": "d9d_core.deferral",
+    "encode_png": "d9d_core.tensors",
     "full": "d9d_core.tensors",
     "local": "d9d_core.tensors",
     "wide_dtype": "d9d_core.tensors",
@@ -277,6 +279,7 @@ __all__ = [
     "PackStarts",
     "PassModel",
     "PeftMethod",
+    "Picture",
     "PipelineStage",
     "PluginConfig",
     "PluginError",

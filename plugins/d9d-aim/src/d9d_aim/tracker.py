@@ -6,16 +6,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import aim
 from aim.sdk.errors import MissingRunError
-from d9d_core.extend import Histogram, PluginError, RunInfo, State, split_tags
+from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, split_tags
 
 from d9d_aim.config import AimConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class AimTracker:
@@ -106,7 +103,7 @@ class AimRun:
         """Write texts."""
         self._track(step, {name: aim.Text(text) for name, text in texts.items()})
 
-    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+    def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Write pictures."""
         self._track(step, {name: aim.Image(picture.numpy()) for name, picture in pictures.items()})
 

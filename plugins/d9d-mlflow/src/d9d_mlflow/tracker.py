@@ -10,17 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from d9d_core.extend import Json, PluginError, RunInfo, State, Table, encode_png, flatten
+from d9d_core.extend import Json, Picture, PluginError, RunInfo, State, Table, encode_png, flatten
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from d9d_mlflow.config import MlflowConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Limits of MLflow's interface: metrics and parameters of one call, and characters of a parameter.
 _METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
@@ -151,7 +148,7 @@ class MlflowRun:
             content = {"columns": [table.row, *(f"{table.column} {index}" for index in range(columns))], "data": data}
             self._client.log_text(self._run_id, json.dumps(content), f"tables/{_name(name)}/{step}.json")
 
-    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+    def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Keep each as the artifact ``pictures/<name>/<step>.png``."""
         self._check()
         for name, picture in pictures.items():

@@ -9,17 +9,14 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import wandb
-from d9d_core.extend import Histogram, PluginError, RunInfo, State, Table
+from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, Table
 
 from d9d_wandb.config import WandbConfig
 from d9d_wandb.segments import Segment, find_segments, wait_until_settled
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Seconds after which wandb's own process has written what it was given, and those that a flush waits at most.
 _WRITTEN_AFTER, _PATIENCE = 0.2, 8.0
@@ -143,7 +140,7 @@ class WandbRun:
         """Write texts as they are."""
         self._write(step, texts)
 
-    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+    def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         """Write pictures."""
         self._write(step, {name: wandb.Image(picture.numpy()) for name, picture in pictures.items()})
 

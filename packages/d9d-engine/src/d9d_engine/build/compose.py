@@ -15,9 +15,9 @@ from d9d_core.config.resolve import resolve
 from d9d_core.plugin.manifest import Manifest
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.run_log import LogsValues
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import Task
+from d9d_core.protocols.tracker import LogsValues
 from d9d_core.tensors import local
 
 from d9d_engine.build.assemble import Assembly, assemble

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from d9d_core.errors import PluginError
-from d9d_core.pictures import encode_png
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import Histogram, RunInfo
+from d9d_core.tensors import encode_png
 from d9d_core.types import State
 from torch import Tensor
 

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import Histogram, SeriesName
-from d9d_core.tensors import wide_dtype
+from d9d_core.tensors import is_dtensor, wide_dtype
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from d9d_engine.trackers.hub import TrackerHub
 
@@ -31,7 +30,7 @@ class _Entry:
 
 
 class HubLog:
-    """Log of a run (:class:`d9d_core.protocols.run_log.RunLog`) that hands what has arrived to the trackers.
+    """Log of a run (:class:`d9d_core.protocols.tracker.RunLog`) that hands what has arrived to the trackers.
 
     Args:
         hub: the trackers; without any, such as on other ranks than the first, nothing is copied.
@@ -113,7 +112,7 @@ class HubLog:
         tensors: list[Tensor],
         read: Callable[..., Any],
     ) -> None:
-        if any(isinstance(tensor, DTensor) for tensor in tensors):
+        if any(map(is_dtensor, tensors)):
             raise ValueError(f"'{name}' is spread over ranks; log its full_tensor(), taken on all ranks")
         if self._hub.is_empty:
             return
