@@ -112,7 +112,9 @@ class TrackerRun(Protocol):
     """Open run of a tracker. A failing tracker is reported once and never ends the training.
 
     Each tracker has a thread, in which all calls to it are made, in order. Training waits for them only before a
-    checkpoint, at most ten seconds each for ``flush`` and ``state``, and at most thirty at the end of the run.
+    checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty at
+    the end of the run. What a tracker has not flushed by then, the checkpoint keeps: numbers, texts and histograms. A
+    resumed run then opens it with an earlier ``resumed_step``, and writes them again.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
