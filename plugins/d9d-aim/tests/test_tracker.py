@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,6 +45,19 @@ def points(run: Any) -> Iterator[tuple[int, str, float]]:
 
 def info(directory: Path, resumed_step: int = 0, **facts: Any) -> RunInfo:
     return RunInfo("mine", directory, "of a test", {"steps": 10}, 10, resumed_step, **facts)
+
+
+@pytest.fixture(autouse=True)
+def prepared(tmp_path: Path, empty: Path) -> None:
+    """A repository in the directory of the run: making one takes seconds."""
+    shutil.copytree(empty, tmp_path / "aim")
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("aim")
+    aim.Repo.from_path(str(folder), init=True).close()
+    return folder
 
 
 class TestAim(TrackerSuite):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,8 +40,21 @@ def info(directory: Path, resumed_step: int = 0, **facts: Any) -> RunInfo:
     return RunInfo("mine", directory, "of a test", {"steps": 10, "data": {"name": "x"}}, 10, resumed_step, **facts)
 
 
+@pytest.fixture(autouse=True)
+def prepared(tmp_path: Path, empty: Path) -> None:
+    """A store in the directory of the run: making its tables takes seconds."""
+    shutil.copyfile(empty / "mlflow.db", tmp_path / "mlflow.db")
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mlflow")
+    client(folder)
+    return folder
+
+
 class TestMlflow(TrackerSuite):
-    pytestmark = pytest.mark.thorough  # each case makes a database, in seconds
+    pytestmark = pytest.mark.thorough
 
     target = "mlflow"
     patience: ClassVar = 10.0
