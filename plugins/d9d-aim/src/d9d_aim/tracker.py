@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import aim
+from aim.sdk.configs import get_aim_repo_name
 from aim.sdk.errors import MissingRunError
 from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, split_tags
 
@@ -33,7 +34,9 @@ class AimTracker:
         try:
             if not remote:
                 Path(place).mkdir(parents=True, exist_ok=True)
-            repo = aim.Repo.from_path(place, init=not remote)
+            # Written at the end of making one, which takes seconds and is done again if it was cut short.
+            made = remote or (Path(place) / get_aim_repo_name() / "VERSION").is_file()
+            repo = aim.Repo.from_path(place, init=not made)
         except Exception as error:  # of several libraries
             raise PluginError(
                 f"the Aim repository {place} cannot be opened ({error}); set repo of the tracker 'aim' to one that can"
