@@ -32,7 +32,7 @@ FENCE = re.compile(r"^```(\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^`
 SCREEN = 48
 JOURNEYS = {
     "pretrain", "continue", "resume-elsewhere", "sft", "lora", "dpo", "evaluate", "infer", "generate", "export",
-    "sweep", "notebook", "several-gpus", "slurm", "plugin",
+    "track", "sweep", "notebook", "several-gpus", "slurm", "plugin",
 }  # fmt: skip
 
 

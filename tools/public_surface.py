@@ -29,7 +29,7 @@ DECLARED = (
     *("d9d_data.config", "d9d_data.dataset.config", "d9d_data.mixture.config", "d9d_data.stream.text"),
     *("d9d_data.library.bucketing", "d9d_data.library.packing", "d9d_data.library.padding"),
     *("d9d_data.library.pooling", "d9d_data.library.sharding"),
-    "d9d_deepep.config",
+    *("d9d_aim.config", "d9d_deepep.config", "d9d_mlflow.config", "d9d_tensorboard.config", "d9d_wandb.config"),
     *("d9d_metrics.aggregate.config", "d9d_metrics.auroc.config", "d9d_metrics.compose.config"),
     *("d9d_metrics.confusion.config", "d9d_metrics.token_accuracy.config"),
     *("d9d_moe.balancing.balancers", "d9d_moe.balancing.config"),

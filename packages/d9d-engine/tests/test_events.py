@@ -65,7 +65,7 @@ def test_what_a_subscriber_raised_is_told_beside_what_ends_the_block() -> None:
 
     def block() -> None:
         with events.deferring():
-            events.emit(ev.TrainingStarts(0, 4))
+            events.emit(ev.TrainingStarts(0, 4, None))
             raise OSError("disk")
 
     with pytest.raises(OSError, match="disk") as caught:

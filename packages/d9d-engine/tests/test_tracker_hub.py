@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from d9d_core.protocols.tracker import RunInfo
+import torch
+from d9d_core.protocols.tracker import Histogram, RunInfo, SeriesName, split_tags
 from d9d_engine.job import Job
 from d9d_engine.trackers import hub as hub_module
 from d9d_engine.trackers.hub import TrackerHub
@@ -69,6 +73,46 @@ def test_a_tracker_that_waits_holds_nobody_up_and_is_reported_once(tmp_path: Pat
     assert len([text for text in said if "'slow' has not written everything" in text]) == 1
     blocked.may_go_on.set()
     hub.close("finished")
+
+
+def test_what_a_tracker_had_not_taken_at_a_checkpoint_comes_again_after_a_crash(
+    tmp_path: Path, blocked: Blocked
+) -> None:
+    hub = TrackerHub({"slow": blocked}, lambda _: None, patience=0.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    histogram = Histogram(torch.tensor([1.0, math.nan]), 0.0, 2.0)
+    hub.write(3, {"loss": math.nan, SeriesName("loss", {"stage": "eval"}): 2.0})
+    hub.write_texts(4, {"said": "four"})
+    hub.write_histograms(4, {"sizes": histogram})
+    hub.flush()
+    saved = json.loads(json.dumps(hub.state(), allow_nan=False))
+    assert saved["(behind)"]["slow"]["step"] == 0
+    blocked.may_go_on.set()
+    hub.close("failed")
+
+    class Keeps(Blocked):
+        def open(self, run: RunInfo, state: Any) -> Keeps:
+            self.calls.append((run.resumed_step, state))
+            return self
+
+        def write(self, step: int, values: Mapping[str, Any]) -> None:
+            self.calls.append((step, values))
+
+        write_texts = write_histograms = write
+
+    again = TrackerHub({"slow": (kept := Keeps()), "new": (other := Keeps())}, print, patience=60.0)  # type: ignore[dict-item]
+    again.open(replace(info(tmp_path), resumed_step=4), saved)
+    again.flush()
+    again.write(5, {"loss": 1.0})
+    again.flush()
+    assert "(behind)" not in again.state()
+    again.close("finished")
+    (opened, (step, values), *texts, (_, sizes), flushed, last, _, _) = kept.calls
+    assert (opened, step, texts, flushed) == ((0, None), 3, [(4, {"said": "four"})], "flush")
+    assert math.isnan(values["loss"])
+    assert [split_tags(name) for name in values] == [("loss", {}), ("loss", {"stage": "eval"})]
+    assert sizes["sizes"].counts.nan_to_num(-1).tolist() == [1.0, -1.0]
+    assert (last, other.calls[0]) == ((5, {"loss": 1.0}), (4, None))
 
 
 def test_values_are_flushed_before_a_checkpoint_and_its_state_counts_them(tmp_path: Path, blocked: Blocked) -> None:

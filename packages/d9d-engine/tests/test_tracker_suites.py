@@ -6,14 +6,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 from d9d_engine.job import print_note
 from d9d_engine.trackers import lines
 from d9d_engine.trackers.console import ConsoleRun
 from d9d_engine.trackers.lines import LineFile, read_lines
-from d9d_testing.suites.tracker import TrackerSuite
+from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 
 
 class TestConsole(TrackerSuite):
@@ -24,16 +24,25 @@ class TestJsonl(TrackerSuite):
     target = "jsonl"
     config: ClassVar = {"picture": False}
 
-    def logged(self, directory: Path) -> Mapping[int, Mapping[str, float | None]]:
-        found: dict[int, dict[str, Any]] = {}
-        for line in read_lines(directory / "metrics.jsonl"):
-            found.setdefault(line.pop("step"), {}).update(line)
-        return found
+    def logged(self, directory: Path) -> Logged:
+        lines = read_lines(directory / "metrics.jsonl")
+        return by_step((line["step"], name, line[name]) for line in lines for name in line if name != "step")
 
     def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]]:
         found: dict[int, list[str]] = {}
         for line in read_lines(directory / "tables.jsonl"):
             found.setdefault(line["step"], []).append(line["table"])
+        return found
+
+    def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]]:
+        found: dict[int, list[str]] = {}
+        if kind == "pictures":
+            for path in directory.glob("pictures/*/*.png"):
+                assert path.read_bytes().startswith(b"\x89PNG")
+                found.setdefault(int(path.stem), []).append(path.parent.name.replace("-", "/"))
+            return found
+        for line in read_lines(directory / f"{kind}.jsonl"):
+            found.setdefault(line["step"], []).append(line["name" if kind == "texts" else "histogram"])
         return found
 
 

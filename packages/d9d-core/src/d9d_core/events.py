@@ -45,6 +45,7 @@ from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import OwnEvent
 from d9d_core.protocols.topology import Topology
+from d9d_core.protocols.tracker import RunLog
 from d9d_core.types import Pack
 
 if TYPE_CHECKING:
@@ -163,10 +164,17 @@ class ForwardReady:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStarts:
-    """Training starts or continues; ``step`` steps are done already."""
+    """Training starts or continues; ``step`` steps are done already.
+
+    Attributes:
+        step: steps that are done.
+        total_steps: of the whole run.
+        log: takes values of the subscriber's own from now on, until training ends.
+    """
 
     step: int
     total_steps: int
+    log: RunLog
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ Everything a component itself needs is here; importing this module imports no to
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``AccumulatedMetric`` of ``Accumulator``, ``StageMetric``, ``Vector``, ``Table`` |
-| tracker | ``Tracker``, ``TrackerRun``, ``TakesTables``, ``RunInfo`` |
+| tracker | ``Tracker``, ``TrackerRun``, ``RunInfo``, ``TakesTables`` and its like, ``Histogram``, ``split_tags`` |
+| log of a run | ``RunLog``, ``LogsValues`` |
 | subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
 
@@ -152,7 +153,23 @@ from d9d_core.protocols.task import (
     WeighsOutputs,
 )
 from d9d_core.protocols.topology import Topology
-from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
+from d9d_core.protocols.tracker import (
+    Histogram,
+    LogsValues,
+    Picture,
+    RunInfo,
+    RunLog,
+    SeriesName,
+    TakesFiles,
+    TakesHistograms,
+    TakesPictures,
+    TakesTables,
+    TakesTexts,
+    Tracker,
+    TrackerRun,
+    flatten,
+    split_tags,
+)
 from d9d_core.traits import (
     TRAITS,
     Adapts,
@@ -184,10 +201,11 @@ from d9d_core.untrusted import parse_json, read_regular
 if TYPE_CHECKING:
     from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
-    from d9d_core.tensors import full, is_dtensor, local, wide_dtype
+    from d9d_core.tensors import encode_png, full, is_dtensor, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
+    "encode_png": "d9d_core.tensors",
     "AccumulatedMetric": "d9d_core.components.accumulators",
     "Accumulator": "d9d_core.components.accumulators",
     "Deferral": "d9d_core.deferral",
@@ -256,6 +274,7 @@ __all__ = [
     "HasOps",
     "HasTallies",
     "Health",
+    "Histogram",
     "InferenceFailed",
     "InferenceFinished",
     "InferenceStarts",
@@ -269,6 +288,7 @@ __all__ = [
     "LanguageModelTask",
     "LateInit",
     "LayoutDependent",
+    "LogsValues",
     "LossTerm",
     "LrSchedule",
     "Metric",
@@ -294,6 +314,7 @@ __all__ = [
     "PackStarts",
     "PassModel",
     "PeftMethod",
+    "Picture",
     "PipelineStage",
     "PluginConfig",
     "PluginError",
@@ -307,6 +328,7 @@ __all__ = [
     "Routing",
     "RowsWritten",
     "RunInfo",
+    "RunLog",
     "SaveError",
     "SaveReport",
     "Schedule",
@@ -315,6 +337,7 @@ __all__ = [
     "SeesSteps",
     "SendActivation",
     "SendGradient",
+    "SeriesName",
     "SleepEnds",
     "SleepStarts",
     "Stage",
@@ -334,7 +357,11 @@ __all__ = [
     "Subscribes",
     "SwitchesOff",
     "Table",
+    "TakesFiles",
+    "TakesHistograms",
+    "TakesPictures",
     "TakesTables",
+    "TakesTexts",
     "Task",
     "TensorParallelizable",
     "TensorSpec",
@@ -364,7 +391,9 @@ __all__ = [
     "compute_parts",
     "count_stages",
     "diff_programs",
+    "encode_png",
     "find_deadlock",
+    "flatten",
     "format_programs",
     "forward_only",
     "full",
@@ -379,6 +408,7 @@ __all__ = [
     "problems_of",
     "read_regular",
     "single_stage",
+    "split_tags",
     "subscribe",
     "validate",
     "wide_dtype",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from d9d_core.extend import RunInfo, State, Table
-from d9d_testing.suites.tracker import TrackerSuite
+from d9d_core.extend import Histogram, RunInfo, State, Table, split_tags
+from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
+from torch import Tensor
 
 
 class Tracker:
@@ -40,6 +42,22 @@ class Tracker:
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         self.lines += [{"step": step, "table": name} for name in tables]
         self.save()
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        self.lines += [{"step": step, "texts": name, "value": text} for name, text in texts.items()]
+        self.save()
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self.lines += [{"step": step, "histograms": name} for name in histograms]
+        self.save()
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        self.lines += [{"step": step, "pictures": name} for name in pictures]
+        self.save()
+
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        for name, path in files.items():
+            shutil.copyfile(path, self.run.directory / f"{name}.copy")
 
     def flush(self) -> None:
         self.save()
@@ -151,6 +169,51 @@ class ChangesTables(Tracker):
         super().write_tables(step, tables)
 
 
+class ChangesHistograms(Tracker):
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        for histogram in histograms.values():
+            histogram.counts.cumsum_(0)
+        super().write_histograms(step, histograms)
+
+
+class LosesPictures(Tracker):
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        self.picture = pictures
+
+
+class KeepsTextsOfLaterSteps(Tracker):
+    def open(self, run: RunInfo, state: State | None) -> Tracker:
+        self.path = run.directory / "log"
+        texts = [line for line in self.read() if "texts" in line] if run.resumed_step else []
+        super().open(run, state)
+        self.lines += [line for line in texts if line not in self.lines]
+        self.save()
+        return self
+
+
+class DropsTags(Tracker):
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        super().write(step, {split_tags(name)[0]: value for name, value in values.items()})
+
+
+class MovesFiles(Tracker):
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        for name, path in files.items():
+            path.rename(self.run.directory / f"{name}.copy")
+
+
+class LinksFiles(Tracker):
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        for name, path in files.items():
+            (self.run.directory / f"{name}.copy").symlink_to(path)
+
+
+class WritesTwice(Tracker):
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        super().write(step, values)
+        super().write(step, values)
+
+
 class ChangesValues(Tracker):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         super().write(step, {name.replace("/", "_"): value for name, value in values.items()})
@@ -166,12 +229,19 @@ class Sound(TrackerSuite):
     def build(self, *arguments: Any, **fields: Any) -> Tracker:
         return self.made_of(**fields)
 
-    def logged(self, directory: Path) -> Mapping[int, Mapping[str, float | None]]:
-        found: dict[int, dict[str, Any]] = {}
+    def logged(self, directory: Path) -> Logged:
+        lines = [line for line in _lines(directory) if "values" in line]
+        return by_step((line["step"], name, value) for line in lines for name, value in line["values"].items())
+
+    def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]]:
+        found: dict[int, list[str]] = {}
         for line in _lines(directory):
-            if "values" in line:
-                found.setdefault(line["step"], {}).update(line["values"])
+            if kind in line:
+                found.setdefault(line["step"], []).append(line[kind])
         return found
+
+    def logged_file(self, directory: Path, name: str) -> bytes:
+        return (directory / f"{name}.copy").read_bytes()
 
     def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]]:
         found: dict[int, list[str]] = {}
@@ -200,4 +270,11 @@ FAULTS = {
     "waits for a backend that fails": ({"made_of": WaitsForever}, "the run waits for it at its end"),
     "changes tables": ({"made_of": ChangesTables}, "changes the table"),
     "changes values": ({"made_of": ChangesValues}, "changes the values it is given"),
+    "changes histograms": ({"made_of": ChangesHistograms}, "changes what it is given"),
+    "loses pictures": ({"made_of": LosesPictures}, "pictures are {}"),
+    "keeps texts of later steps": ({"made_of": KeepsTextsOfLaterSteps}, "texts are"),
+    "drops tags": ({"made_of": DropsTags}, "logged are"),
+    "moves files": ({"made_of": MovesFiles}, "moves the file"),
+    "links to files": ({"made_of": LinksFiles}, "copy it"),
+    "writes each value twice": ({"made_of": WritesTwice}, "has step 1 twice"),
 }

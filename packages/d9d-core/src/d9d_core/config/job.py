@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
+    JsonValue,
     NonNegativeInt,
     PositiveInt,
     ValidationInfo,
@@ -43,6 +44,17 @@ class Run(Section):
     """Parent of the run's directory, relative to where the command is started."""
     description: str = ""
     """Free text for the trackers."""
+    hparams: dict[str, JsonValue] = {}
+    """Hyperparameters for the trackers, for example what a sweep varies: any names, and values that may be nested."""
+    tags: list[Annotated[str, Field(min_length=1)]] = []
+    """Words for the trackers, by which runs are found."""
+
+    @field_validator("tags")
+    @classmethod
+    def _each_tag_once(cls, tags: list[str]) -> list[str]:
+        if twice := next((tag for tag in tags if tags.count(tag) > 1), None):
+            raise ValueError(f"'{twice}' stands there twice; remove one")
+        return tags
 
     @property
     def directory(self) -> Path:
@@ -332,6 +344,13 @@ class BaseJob(Section):
                 first = parts.index(part)
                 if first != index:
                     raise ValueError(f"{section}[{index}] is the same as {section}[{first}]; remove one")
+        names = [tracker.selector for tracker in getattr(self, "trackers", [])]
+        for index, name in enumerate(names):
+            if (first := names.index(name)) != index:
+                raise ValueError(
+                    f"trackers[{index}] is '{name}' like trackers[{first}]: both would write to one place and continue "
+                    "one saved run; keep one of them, with the fields of both"
+                )
         return self
 
     def resolved(self) -> dict[str, Any]:

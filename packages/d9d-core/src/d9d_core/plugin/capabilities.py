@@ -16,6 +16,7 @@ import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, requires
 
 from d9d_core.plugin.entries import Entry
 from d9d_core.plugin.records import ANCHORS, POSITIONS, Spec, StrategySpec
@@ -101,6 +102,18 @@ def missing_modules(spec: Spec) -> list[str]:
     return [name for name in modules if importlib.util.find_spec(name.partition(".")[0]) is None]
 
 
+def _how_to_get(distribution: str | None, module: str) -> str:
+    """Advice on getting a module: by installing the plugin anew, if it depends on the library."""
+    try:
+        lines = requires(distribution or "") or []
+    except (PackageNotFoundError, ValueError):
+        lines = []
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
+    if any(name == module or name.startswith(f"{module}-") for name in names):
+        return f"'pip install {distribution}' brings it"
+    return f"the documentation of {distribution} says how to get it"
+
+
 def judge(chosen: Sequence[Chosen], registry: Registry, circumstances: Circumstances) -> list[Verdict]:
     """Check what every chosen record requires, refuses and provides."""
     judge_ = Judge(chosen, registry, circumstances)
@@ -176,11 +189,7 @@ class Judge:
                 f"{c.spec.name} ({c.entry.origin}) has: {', '.join(t) or 'none'}" for c, t in traits.items()
             )
             return f"{subject} needs model trait '{word}'; {has or 'the job has no model'}"
-        how = (
-            f"; the documentation of {item.entry.origin.distribution} says how to get it"
-            if namespace == "import"
-            else ""
-        )
+        how = f"; {_how_to_get(item.entry.origin.distribution, word)}" if namespace == "import" else ""
         return f"{subject} needs {token}: {reason}{how}"
 
     def _holds(self, token: str) -> tuple[bool | None, str]:

@@ -18,6 +18,7 @@ from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
 from d9d_core.protocols.task import Task, UsesTopology
+from d9d_core.protocols.tracker import LogsValues
 from d9d_core.tensors import local
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
 from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
+from d9d_engine.run.logbook import MAX_PENDING
 from d9d_engine.run.open_run import Collaborators
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
@@ -49,6 +51,7 @@ from d9d_engine.step.tied import find_ties
 from d9d_engine.step.totals import Clipper, division_of
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
+from d9d_engine.trackers.run_log import HubLog
 from d9d_engine.trackers.utilisation import Utilisation
 
 
@@ -184,6 +187,7 @@ def build(
             total_steps=total_steps,
             prefetcher=prefetcher,
             trackers=trackers,
+            log=_log(trackers, own_task, topology),
             evaluator=evaluator,
             checkpointer=checkpointer,
             export=Exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
@@ -221,6 +225,13 @@ def _subscribers(selection: Selection, observers: Sequence[object], task: Task) 
     found = {unique_name(c, selection.subscribers): instantiate(c, config) for c, config in selection.subscribers}
     found |= {f"observers[{index}]": observer for index, observer in enumerate(observers)}
     return {**found, "task": task} if isinstance(task, Subscriber) else found
+
+
+def _log(trackers: TrackerHub, task: Task, topology: Topology) -> HubLog:
+    log = HubLog(trackers, lambda: 0, lag=0 if topology.device.type == "cpu" else MAX_PENDING)
+    if isinstance(task, LogsValues):
+        task.take_log(log)
+    return log
 
 
 def _with_state(parts: Mapping[str, object]) -> dict[str, StatefulSubscriber]:

@@ -123,6 +123,7 @@ class LifeCycle:
         with self.guarded(run):
             status = run.settle()
             run.deferred.close()
+            parts.log.drain()
             parts.trackers.close(status)
             done = ev.TrainingFinished if status == "finished" else ev.TrainingStopped
             parts.events.emit(done(self.progress.step))
@@ -136,6 +137,8 @@ class LifeCycle:
         """Close the run as failed."""
         self.run = None
         run.deferred.__exit__(type(error), error, error.__traceback__)
+        with suppress(Exception):  # the device may be what failed
+            self._parts.log.drain()
         self._parts.trackers.close("failed")
         try:
             self._parts.events.emit(ev.TrainingFailed(self.progress.step, error))
@@ -155,5 +158,6 @@ class LifeCycle:
         self._parts.prefetcher.load_state(self._parts.prefetcher.state())
 
     def _run_info(self, step: int) -> RunInfo:
-        job, total = self._parts.job, self._parts.total_steps
-        return RunInfo(job.run.name, job.run.directory, job.run.description, job.resolved(), total, step)
+        job, run, total = self._parts.job, self._parts.job.run, self._parts.total_steps
+        facts = (run.name, run.directory, run.description, job.resolved(), total, step)
+        return RunInfo(*facts, run.hparams, tuple(run.tags))

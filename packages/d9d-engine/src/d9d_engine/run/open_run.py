@@ -27,6 +27,7 @@ from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.step import TrainStep
 from d9d_engine.subscribers.event_bus import Events
 from d9d_engine.trackers.hub import TrackerHub
+from d9d_engine.trackers.run_log import HubLog
 
 #: Writes the model, see :class:`d9d_engine.build.export.Exporter`.
 Export = Callable[[Progress, Literal["model", "adapter"] | None, Path | None], list[Path]]
@@ -44,6 +45,7 @@ class Collaborators:
         total_steps: how many steps the whole run has.
         prefetcher: packs on the device.
         trackers: where logged values go.
+        log: takes values of tasks and subscribers.
         evaluator: measures the loss on other data.
         checkpointer: checkpoints.
         export: writes the trained model.
@@ -62,6 +64,7 @@ class Collaborators:
     total_steps: int
     prefetcher: DevicePrefetcher
     trackers: TrackerHub
+    log: HubLog
     evaluator: Evaluator | None
     checkpointer: Checkpointer
     export: Export
@@ -117,11 +120,12 @@ class OpenRun:
         self._saved = progress.step or None  # the step of the last save
         self._retry: int | None = None  # the step after which a save that failed is tried again
         self._between_steps = True
+        parts.log.follow(lambda: progress.step + (not self._between_steps))
 
     def begin(self) -> None:
         """Tell subscribers that training starts."""
         self.deferred.enter_context(self.parts.events.deferring())
-        self.parts.events.emit(ev.TrainingStarts(self.progress.step, self.parts.total_steps))
+        self.parts.events.emit(ev.TrainingStarts(self.progress.step, self.parts.total_steps, self.parts.log))
 
     @property
     def stops(self) -> bool:
@@ -235,6 +239,7 @@ class OpenRun:
         else:
             values = statistics.compute()
             self._logbook.record(progress.step, result, {"lr": lr}, values, self.clock.take(), statistics.beside)
+        self.parts.log.deliver()
         progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
         if due:  # else the period goes on, should the run be prolonged
             statistics.reset()
@@ -242,6 +247,7 @@ class OpenRun:
     def _save(self, wait: bool = False) -> bool:
         progress = self.progress
         self._logbook.drain()  # no checkpoint from a step whose finiteness is unread
+        self.parts.log.drain()
         progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))

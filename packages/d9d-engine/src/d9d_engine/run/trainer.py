@@ -10,6 +10,7 @@ from typing import Literal, Self
 from d9d_core import events as ev
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import BuildError, TrainingError
+from d9d_core.protocols.tracker import RunLog
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
@@ -86,6 +87,11 @@ class Trainer:
     def trackers(self) -> TrackerHub:
         """Trackers of the run."""
         return self._parts.trackers
+
+    @property
+    def log(self) -> RunLog:
+        """Log for values of one's own, which the trackers get."""
+        return self._parts.log
 
     @property
     def evaluator(self) -> Evaluator | None:

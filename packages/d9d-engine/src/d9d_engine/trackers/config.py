@@ -19,7 +19,8 @@ class ConsoleConfig(PluginConfig):
 class JsonlConfig(PluginConfig):
     """JSON lines: one object per logged step in <run>/metrics.jsonl, and the loss curve <run>/loss.svg.
 
-    Tables of metrics, such as the load of each expert, go to <run>/tables.jsonl and become one heat map each.
+    Tables of metrics, such as the load of each expert, go to <run>/tables.jsonl and become one heat map each. What else
+    a task or a subscriber logs goes to histograms.jsonl, texts.jsonl and pictures/<name>/<step>.png.
     """
 
     name: Literal["jsonl"] = "jsonl"

@@ -5,18 +5,46 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from d9d_core.plugin.entries import shown
 from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import RunInfo, TakesTables, Tracker, TrackerRun
+from d9d_core.protocols.tracker import (
+    Histogram,
+    RunInfo,
+    TakesFiles,
+    TakesHistograms,
+    TakesPictures,
+    TakesTables,
+    TakesTexts,
+    Tracker,
+    TrackerRun,
+)
 from d9d_core.types import State
+from torch import Tensor
+
+from d9d_engine.trackers.backlog import Backlog
 
 #: Entries that may wait for one tracker; later ones are left out until it has caught up.
 ROOM = 1000
+#: Name beside those of trackers, under which a checkpoint keeps what some had not taken yet.
+BEHIND = "(behind)"
+
+
+#: Kind of values, by the method that writes it -> the protocol of runs that take it.
+_TAKES: Mapping[str, type] = {
+    "write": object,
+    "write_tables": TakesTables,
+    "write_histograms": TakesHistograms,
+    "write_texts": TakesTexts,
+    "write_pictures": TakesPictures,
+    "write_files": TakesFiles,
+}
 
 
 class TrackerHub:
@@ -25,8 +53,8 @@ class TrackerHub:
     Args:
         trackers: by a name that is unique within the job.
         warn: prints a line; called in any thread.
-        patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; :meth:`close` waits three
-            times as long.
+        patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; three times as long while
+            one opens, as :meth:`close` does.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
@@ -36,43 +64,101 @@ class TrackerHub:
         self._threads: list[_TrackerThread] = []
         self._states: dict[str, State] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no tracker, as on all ranks but the first."""
+        return not self._trackers
+
     def open(self, run: RunInfo, states: Mapping[str, Any]) -> None:
-        """Open every tracker, continuing those whose state a checkpoint kept. Does not wait."""
-        self._states = dict(states)
-        self._threads = [
-            _TrackerThread(name, tracker, run, states.get(name), self._warn) for name, tracker in self._trackers.items()
-        ]
+        """Open every tracker, continuing those whose state a checkpoint kept. Does not wait.
+
+        One that was behind at that checkpoint continues from the last step that it had for sure, and gets again what
+        followed.
+        """
+        self._states = {name: state for name, state in states.items() if name != BEHIND}
+        behind = states.get(BEHIND, {})
+        self._threads = []
+        for name, tracker in self._trackers.items():
+            step = behind[name]["step"] if name in behind else run.resumed_step
+            info = replace(run, resumed_step=step)
+            self._threads.append(_TrackerThread(name, tracker, info, self._states.get(name), self._warn))
+            for kind, at, values in Backlog.read(behind[name]["entries"]) if name in behind else ():
+                self._hand(kind, at, values, self._threads[-1:])
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log values after ``step`` steps. Does not wait."""
-        for thread in self._threads:
-            thread.write(lambda run: run.write(step, dict(values)))
+        self._hand("write", step, dict(values))
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         """Log tables after ``step`` steps, where a tracker takes any. Does not wait."""
+        self._hand("write_tables", step, tables)
 
-        def write(run: TrackerRun) -> None:
-            if isinstance(run, TakesTables):
-                run.write_tables(step, tables)
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms, where a tracker takes any. Does not wait."""
+        self._hand("write_histograms", step, histograms)
 
-        for thread in self._threads:
-            thread.write(write)
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Log texts, where a tracker takes any. Does not wait."""
+        self._hand("write_texts", step, texts)
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        """Log pictures, where a tracker takes any. Does not wait."""
+        self._hand("write_pictures", step, pictures)
+
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        """Log files, where a tracker takes any; one that is gone by then is left out, with a warning."""
+        self._hand("write_files", step, files)
+
+    def _hand(
+        self, kind: str, step: int, values: Mapping[str, Any], threads: Sequence[_TrackerThread] | None = None
+    ) -> None:
+        """Queue values of one kind, which has the name of a tracker's method."""
+
+        def call(run: TrackerRun) -> None:
+            if isinstance(run, _TAKES[kind]):
+                there = self._still_there(step, values) if kind == "write_files" else values
+                if there or not values:
+                    getattr(run, kind)(step, dict(there))
+
+        for thread in self._threads if threads is None else threads:
+            thread.write(kind, step, values, call)
+
+    def _still_there(self, step: int, files: Mapping[str, Path]) -> Mapping[str, Path]:
+        for name, path in files.items():
+            if not path.is_file():
+                self._warn(f"warning: file '{name}' of step {step} is gone: {path}; no tracker has it")
+        return {name: path for name, path in files.items() if path.is_file()}
 
     def flush(self) -> None:
         """Flush every tracker, so that what was written survives a crash; waits for a limited time."""
-        self._ask(lambda _: lambda run: run.flush())
+
+        def flush(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
+            done = thread.backlog.mark()
+
+            def call(run: TrackerRun) -> None:
+                run.flush()
+                done()
+
+            return call
+
+        self._ask(flush)
 
     def state(self) -> dict[str, State]:
-        """States of the trackers by name; of one that failed or is behind, the last that is known."""
+        """States of the trackers by name; of one that failed or is behind, the last that is known.
 
-        def keep(name: str) -> Callable[[TrackerRun], None]:
+        Of those that are behind, also what they have not written for sure, as far as JSON can hold it.
+        """
+
+        def keep(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
             def call(run: TrackerRun) -> None:
-                self._states[name] = json.loads(json.dumps(run.state(), allow_nan=False))
+                self._states[thread.name] = json.loads(json.dumps(run.state(), allow_nan=False))
 
             return call
 
         self._ask(keep)
-        return dict(self._states)
+        waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
+        behind = {name: state for name, state in waiting.items() if state["entries"]}
+        return {**self._states, **({BEHIND: behind} if behind else {})}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End every run; waits for a limited time."""
@@ -88,13 +174,15 @@ class TrackerHub:
                 )
         self._threads = []
 
-    def _ask(self, call: Callable[[str], Callable[[TrackerRun], None]]) -> None:
+    def _ask(self, call: Callable[[_TrackerThread], Callable[[TrackerRun], None]]) -> None:
         """Have all trackers run a call after all before it, and wait for those that were not late the last time."""
-        asked = [(thread, thread.ask(call(thread.name))) for thread in self._threads if not thread.is_late]
-        deadline = time.monotonic() + self._patience
+        asked = [(thread, thread.ask(call(thread))) for thread in self._threads if not thread.is_late]
+        begin = time.monotonic()
         for thread, done in asked:
-            if not done.wait(max(0.0, deadline - time.monotonic())):
-                thread.say_late(f"has not written everything within {self._patience:g} s, and is not waited for")
+            # Libraries are imported while a run opens, and a run that no checkpoint knows cannot be continued.
+            patience = self._patience if thread.opened.is_set() else 3 * self._patience
+            if not done.wait(max(0.0, begin + patience - time.monotonic())):
+                thread.say_late(f"has not written everything within {patience:g} s, and is not waited for")
 
 
 class _TrackerThread:
@@ -102,14 +190,18 @@ class _TrackerThread:
 
     Attributes:
         name: of the tracker.
+        opened: the run of the tracker is open, or failed.
         ended: the run of the tracker is closed, or failed.
+        backlog: what it has not written for sure.
     """
 
     def __init__(
         self, name: str, tracker: Tracker, run: RunInfo, state: State | None, warn: Callable[[str], None]
     ) -> None:
         self.name = name
+        self.opened = threading.Event()
         self.ended = threading.Event()
+        self.backlog = Backlog(run.resumed_step, ROOM)
         self._warn = warn
         self._calls: SimpleQueue[Callable[[TrackerRun], None] | None] = SimpleQueue()
         self._asked = threading.Event()
@@ -124,14 +216,15 @@ class _TrackerThread:
         """Whether the tracker has not come yet to what it was asked last."""
         return not self._asked.is_set()
 
-    def write(self, call: Callable[[TrackerRun], None]) -> None:
-        """Queue a call, or leave it out if there is no room."""
+    def write(self, kind: str, step: int, values: Mapping[str, Any], call: Callable[[TrackerRun], None]) -> None:
+        """Queue a call with values, or leave it out if there is no room."""
         if self.ended.is_set():
             return
         if self._calls.qsize() >= ROOM:
             self._left_out += 1
             self.say_late(f"is {ROOM} entries behind; entries are left out until it has caught up")
             return
+        self.backlog.add(kind, step, values)
         self._calls.put(call)
 
     def ask(self, call: Callable[[TrackerRun], None]) -> threading.Event:
@@ -163,12 +256,14 @@ class _TrackerThread:
     def _work(self, tracker: Tracker, info: RunInfo, state: State | None) -> None:
         try:
             run = _opened(tracker, info, state)
+            self.opened.set()
             while (call := self._calls.get()) is not None:
                 call(run)
         except BaseException as error:  # SystemExit, too, ends this tracker only
             with suppress(Exception):
                 self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")
         finally:
+            self.opened.set()
             self.ended.set()
             self._asked.set()
 

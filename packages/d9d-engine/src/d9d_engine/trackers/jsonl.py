@@ -1,8 +1,9 @@
-"""JSON lines tracker: logged values as lines of JSON, and pictures of them."""
+"""JSON lines tracker: logged values as lines of JSON, pictures as PNG, and drawings of the curves."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,8 +12,10 @@ from typing import Literal
 
 from d9d_core.errors import PluginError
 from d9d_core.protocols.metric import Table
-from d9d_core.protocols.tracker import RunInfo
+from d9d_core.protocols.tracker import Histogram, RunInfo
+from d9d_core.tensors import encode_png
 from d9d_core.types import State
+from torch import Tensor
 
 from d9d_engine.trackers.config import JsonlConfig
 from d9d_engine.trackers.lines import LineFile, read_lines
@@ -20,7 +23,7 @@ from d9d_engine.trackers.tables import read_tables, table_line
 
 
 class JsonlTracker:
-    """Tracker that writes ``<run>/metrics.jsonl`` and ``loss.svg``; of tables, ``tables.jsonl`` and a picture each."""
+    """Tracker that writes ``<run>/metrics.jsonl`` and ``loss.svg``, and files for all other kinds of values."""
 
     def __init__(self, config: JsonlConfig) -> None:
         self._config = config
@@ -37,7 +40,18 @@ class JsonlRun:
         self._run = run
         self._picture = picture
         self._metrics = LineFile(run.directory / "metrics.jsonl", run.resumed_step)
-        self._tables = LineFile(run.directory / "tables.jsonl", run.resumed_step, lazy=True)
+        self._tables, self._histograms, self._texts = (
+            LineFile(run.directory / f"{kind}.jsonl", run.resumed_step, lazy=True)
+            for kind in ("tables", "histograms", "texts")
+        )
+        self._pictures = run.directory / "pictures"
+        for path in self._pictures.glob("*/*.png"):
+            if path.stem.isdecimal() and int(path.stem) > run.resumed_step:
+                path.unlink()
+
+    @property
+    def _files(self) -> tuple[LineFile, ...]:
+        return self._metrics, self._tables, self._histograms, self._texts
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append one line; a value that is not finite becomes null, as JSON has no other word for it."""
@@ -49,10 +63,30 @@ class JsonlRun:
         for name, table in tables.items():
             self._tables.append(table_line(step, name, table))
 
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Append one line per histogram."""
+        for name, histogram in histograms.items():
+            counts = [value if math.isfinite(value) else None for value in histogram.counts.tolist()]
+            bounds = [value if math.isfinite(value) else None for value in map(float, (histogram.low, histogram.high))]
+            line = {"step": step, "histogram": name, "low": bounds[0], "high": bounds[1], "counts": counts}
+            self._histograms.append(line)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Append one line per text."""
+        for name, text in texts.items():
+            self._texts.append({"step": step, "name": name, "text": text})
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        """Write ``pictures/<name>/<step>.png`` for each."""
+        for name, picture in pictures.items():
+            path = self._pictures / re.sub(r"[^\w.-]", "-", name).strip(".") / f"{step}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(encode_png(picture))
+
     def flush(self) -> None:
         """Sync all lines to the disk."""
-        self._metrics.sync()
-        self._tables.sync()
+        for file in self._files:
+            file.sync()
 
     def state(self) -> State:
         """No state: the files themselves are cut back on resume."""
@@ -60,8 +94,8 @@ class JsonlRun:
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002
         """Close the files and draw the pictures."""
-        self._metrics.close()
-        self._tables.close()
+        for file in self._files:
+            file.close()
         if not self._picture:
             return
         try:

@@ -1,17 +1,27 @@
-"""Conformance suite of trackers: a run's life cycle, resume, tables, and backends that fail."""
+"""Conformance suite of trackers: a run's life cycle, resume, all kinds of values, and backends that fail."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import RunInfo, Table, TakesTables
+from d9d_core.extend import (
+    Histogram,
+    RunInfo,
+    SeriesName,
+    Table,
+    TakesFiles,
+    TakesHistograms,
+    TakesPictures,
+    TakesTables,
+    TakesTexts,
+)
 from d9d_engine.testing import TrackerHub
 
 from d9d_testing.suites.support.component import ComponentSuite, plain_json
@@ -19,6 +29,29 @@ from d9d_testing.suites.support.component import ComponentSuite, plain_json
 _VALUES = {"loss": 1.5, "lr": 1e-3, "eval/loss": math.nan, "grad_norm": math.inf}
 #: Step -> series -> value, as a backend gives them back.
 Logged = Mapping[int, Mapping[str, float | None]]
+#: Kinds of values besides numbers and tables, with the protocol of a run that takes them, and two examples.
+_KINDS: Mapping[str, tuple[type, Callable[[], Any]]] = {
+    "histograms": (TakesHistograms, lambda: Histogram(torch.tensor([1.0, 0.0, 3.0]), -1.0, 2.0)),
+    "texts": (TakesTexts, lambda: "a text\nof two *lines*"),
+    "pictures": (TakesPictures, lambda: torch.arange(36, dtype=torch.uint8).reshape(4, 3, 3)),
+}
+
+
+def by_step(points: Iterable[tuple[int, str, float | None]]) -> Logged:
+    """Sort the points of a backend (step, series, value) by step.
+
+    Raises:
+        AssertionError: a series has a step twice.
+    """
+    found: dict[int, dict[str, float | None]] = {}
+    for step, name, value in points:
+        values = found.setdefault(step, {})
+        assert name not in values, (
+            f"series '{name}' has step {step} twice; a resumed run removes steps after RunInfo.resumed_step, or passes "
+            "over those that the backend has"
+        )
+        values[name] = value
+    return found
 
 
 class TrackerSuite(ComponentSuite):
@@ -39,11 +72,14 @@ class TrackerSuite(ComponentSuite):
 
     Attributes:
         patience: seconds that a call may take, also when the backend does not answer.
+        rewinds: whether the backend can remove what came after a checkpoint; where not, it stays, and no step of a
+            series is written twice.
     """
 
     kind = "tracker"
 
     patience: ClassVar[float] = 2.0
+    rewinds: ClassVar[bool] = True
 
     # --- what subclasses may say
 
@@ -59,12 +95,32 @@ class TrackerSuite(ComponentSuite):
         return self.fields(directory)
 
     def logged(self, directory: Path) -> Logged | None:  # noqa: ARG002 - for subclasses
-        """What the backend has of the run, by step; ``None`` if it keeps nothing that can be read."""
+        """What the backend has of the run, by step; ``None`` if it keeps nothing that can be read.
+
+        :func:`by_step` makes it of single points, and finds duplicates. Of several runs in one place, the last counts.
+        """
         return None
 
     def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]] | None:  # noqa: ARG002 - for subclasses
         """Names of the tables that the backend has of the run, by step; ``None`` if they cannot be read."""
         return None
+
+    def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]] | None:  # noqa: ARG002
+        """Names of the ``histograms``, ``texts`` or ``pictures`` that the backend has of the run, by step.
+
+        ``None`` if they cannot be read.
+        """
+        return None
+
+    def logged_file(self, directory: Path, name: str) -> bytes | None:  # noqa: ARG002 - for subclasses
+        """Content of a file that the backend has of the run; ``None`` if it cannot be read."""
+        return None
+
+    def crash(self, run: Any) -> None:
+        """Do to a run what the death of its process does; by default nothing.
+
+        For backends that let no second run continue one that this process still has.
+        """
 
     # --- what holds for all
 
@@ -115,6 +171,7 @@ class TrackerSuite(ComponentSuite):
         state = plain_json(run.state(), "state()")
         for step in (5, 6):
             run.write(step, {"loss": 1.0})
+        self.crash(run)
         again = self.opened(tmp_path, resumed_step=4, state=state)
         assert plain_json(again.state(), "state()") == state, (
             f"a resumed run has state {again.state()!r}, saved was {state!r}; continue the run whose state open() gets"
@@ -125,6 +182,11 @@ class TrackerSuite(ComponentSuite):
         _bury(run)
         if logged is None:
             pytest.skip(f"{type(self).__name__}.logged does not say how to read back what was logged")
+        if not self.rewinds:
+            assert [logged.get(step) for step in (1, 2, 3, 4)] == [{"loss": 1.0}] * 4, f"resumed, logged are {logged}"
+            assert 5 in logged, f"resumed at step 4 and written after step 5, logged are {logged}"
+            assert not logged.keys() - {1, 2, 3, 4, 5, 6}, f"logged are steps nobody has written: {logged}"
+            return
         expected = {step: {"loss": 2.0 if step == 5 else 1.0} for step in (1, 2, 3, 4, 5)}
         assert logged == expected, (
             f"resumed at step 4, logged are {logged}, expected {expected}; remove entries after RunInfo.resumed_step"
@@ -215,6 +277,7 @@ class TrackerSuite(ComponentSuite):
             run.write_tables(step, {"router/load": table, "other": Table(torch.ones(1, 3))})
         run.flush()
         state = plain_json(run.state(), "state()")
+        self.crash(run)
         again = self.opened(tmp_path, resumed_step=1, state=state)
         again.write(2, {"loss": 1.0})
         again.write_tables(2, {"router/load": table})
@@ -227,7 +290,62 @@ class TrackerSuite(ComponentSuite):
                 {k: sorted(v) for k, v in logged.items()},
                 {1: ["other", "router/load"], 2: ["router/load"]},
             )
+            expected = expected if self.rewinds else {1: expected[1], 2: expected[1]}
             assert found == expected, f"resumed at step 1, tables are {found}, expected {expected}"
+
+    def test_series_with_tags_are_told_apart(self, tmp_path: Path) -> None:
+        """Backends without tags join them to the name."""
+        run = self.opened(tmp_path)
+        run.write(1, {"loss": 1.0, SeriesName("loss", {"stage": "train"}): 2.0})
+        run.write(1, {SeriesName("loss", {"stage": "eval"}): 3.0})
+        run.close("finished")
+        expected = {1: {"loss": 1.0, "train/loss": 2.0, "eval/loss": 3.0}}
+        assert (logged := self.read(tmp_path)) == expected, f"logged are {logged}, written were {expected}"
+
+    @pytest.mark.parametrize("kind", _KINDS)
+    def test_other_kinds_are_taken_as_they_are(self, tmp_path: Path, kind: str) -> None:
+        """Histograms, texts and pictures are not changed; those of later steps are dropped or replaced on resume."""
+        protocol, make = _KINDS[kind]
+        run: Any = self.opened(tmp_path)
+        takes_any = isinstance(run, protocol)
+        if not takes_any:
+            run.close("finished")
+            pytest.skip(f"the tracker takes no {kind}")
+        given, expected = make(), make()
+        name = SeriesName("other", {"stage": "train"})
+        for step in (1, 2):
+            run.write(step, {"loss": 1.0})
+            getattr(run, f"write_{kind}")(step, {"one": given, name: make()})
+        run.flush()
+        state = plain_json(run.state(), "state()")
+        self.crash(run)
+        again: Any = self.opened(tmp_path, resumed_step=1, state=state)
+        again.write(2, {"loss": 1.0})
+        getattr(again, f"write_{kind}")(2, {"one": given, name: make()})
+        again.close("finished")
+        assert _bytes(given) == _bytes(expected), f"write_{kind}() changes what it is given"
+        logged = self.logged_kind(tmp_path, kind)
+        _bury(run)
+        if logged is not None:
+            found = {step: sorted(names) for step, names in logged.items() if names}
+            both = {1: ["one", "train/other"], 2: ["one", "train/other"]}
+            assert found == both, f"resumed at step 1, {kind} are {found}, expected {both}"
+
+    def test_files_are_copied(self, tmp_path: Path) -> None:
+        """The backend has them as they were, when the file has changed since."""
+        run: Any = self.opened(tmp_path)
+        takes_files = isinstance(run, TakesFiles)
+        if not takes_files:
+            run.close("finished")
+            pytest.skip("the tracker takes no files")
+        (file := tmp_path / "notes.txt").write_text("first")
+        run.write_files(1, {"notes": file})
+        run.flush()
+        assert file.is_file(), "write_files() moves the file; copy it"
+        file.write_text("second")
+        run.close("finished")
+        logged = self.logged_file(tmp_path, "notes")
+        assert logged in (None, b"first"), f"a file that was logged and changed afterwards reads {logged!r}; copy it"
 
     # --- what subclasses may use
 
@@ -256,6 +374,12 @@ def _bury(run: Any) -> None:
     """Close a run whose process is meant to have died, for the sake of its open files; only once all was read."""
     with suppress(Exception):
         run.close("failed")
+
+
+def _bytes(value: Any) -> Any:
+    if isinstance(value, Histogram):
+        return value.counts.tolist(), value.low, value.high
+    return value if isinstance(value, str) else value.tolist()
 
 
 def _table() -> Table:

@@ -1,0 +1,163 @@
+"""Log of a run for tasks and subscribers, over the hub of trackers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.protocols.metric import Table
+from d9d_core.protocols.tracker import Histogram, SeriesName
+from d9d_core.tensors import is_dtensor, wide_dtype
+from torch import Tensor
+
+from d9d_engine.trackers.hub import TrackerHub
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    step: int
+    kind: str  # of the hub's method that takes it
+    name: str
+    tensors: tuple[Tensor, ...]  # on the host once `copied` has passed
+    copied: torch.Event | None
+    read: Callable[..., Any]  # from the tensors to what the hub takes
+
+
+class HubLog:
+    """Log of a run (:class:`d9d_core.protocols.tracker.RunLog`) that hands what has arrived to the trackers.
+
+    Args:
+        hub: the trackers; without any, such as on other ranks than the first, nothing is copied.
+        step: the present step, 1-based; see :meth:`follow`.
+        lag: steps after which values are handed over; by then, the device has copied them.
+    """
+
+    def __init__(self, hub: TrackerHub, step: Callable[[], int], lag: int) -> None:
+        self._hub = hub
+        self._step = step
+        self._lag = lag
+        self._pending: deque[_Entry] = deque()
+
+    def follow(self, step: Callable[[], int]) -> None:
+        """Take the present step from somebody else, such as a run that is opened."""
+        self._step = step
+
+    def scalar(self, name: str, value: float | Tensor, tags: Mapping[str, str] | None = None) -> None:
+        """Log a number, or a tensor with one element.
+
+        Raises:
+            ValueError: it has more than one element.
+        """
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"scalar '{name}' has shape {list(value.shape)}; log a single value, or a histogram")
+            self._keep("write", name, tags, [_wide(value)], _number)
+        else:
+            self._keep("write", name, tags, [], partial(float, value))
+
+    def histogram(self, name: str, value: Histogram, tags: Mapping[str, str] | None = None) -> None:
+        """Log a histogram."""
+        bounds = [_wide(torch.as_tensor(bound)) for bound in (value.low, value.high)]
+        self._keep("write_histograms", name, tags, [_wide(value.counts), *bounds], _histogram)
+
+    def text(self, name: str, value: str, tags: Mapping[str, str] | None = None) -> None:
+        """Log a text."""
+        self._keep("write_texts", name, tags, [], partial(str, value))
+
+    def picture(self, name: str, value: Tensor, tags: Mapping[str, str] | None = None) -> None:
+        """Log a picture: uint8 [height, width, 3].
+
+        Raises:
+            ValueError: it has another shape or dtype.
+        """
+        if value.ndim != 3 or value.shape[2] != 3 or value.dtype != torch.uint8 or not value.numel():
+            raise ValueError(
+                f"picture '{name}' is {value.dtype} {list(value.shape)}; a picture is uint8 [height, width, 3]"
+            )
+        self._keep("write_pictures", name, tags, [value], lambda picture: picture)
+
+    def table(self, name: str, value: Table, tags: Mapping[str, str] | None = None) -> None:
+        """Log a table."""
+        self._keep("write_tables", name, tags, [value.values], lambda values: replace(value, values=values))
+
+    def file(self, name: str, path: Path, tags: Mapping[str, str] | None = None) -> None:
+        """Log a file, which stays as it is until the run ends.
+
+        Raises:
+            ValueError: there is no such file.
+        """
+        path = Path(path).absolute()
+        if not path.is_file():
+            raise ValueError(f"file '{name}': {path} is no file; write it before it is logged")
+        self._keep("write_files", name, tags, [], lambda: path)
+
+    def deliver(self) -> None:
+        """Hand over what was logged so many steps ago that nothing is waited for."""
+        step = self._step() - self._lag
+        while self._pending and self._pending[0].step <= step:
+            self._hand_over(self._pending[0].step)
+
+    def drain(self) -> None:
+        """Wait for all values and hand them over."""
+        while self._pending:
+            self._hand_over(self._pending[0].step)
+
+    def _keep(
+        self,
+        kind: str,
+        name: str,
+        tags: Mapping[str, str] | None,
+        tensors: list[Tensor],
+        read: Callable[..., Any],
+    ) -> None:
+        if any(map(is_dtensor, tensors)):
+            raise ValueError(f"'{name}' is spread over ranks; log its full_tensor(), taken on all ranks")
+        if self._hub.is_empty:
+            return
+        copies = tuple(_host_copy(tensor) for tensor in tensors)
+        device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+        copied = None
+        if device is not None:
+            copied = torch.Event(device)
+            copied.record()
+        self._pending.append(_Entry(self._step(), kind, SeriesName(name, tags) if tags else name, copies, copied, read))
+
+    def _hand_over(self, step: int) -> None:
+        """Hand over all entries of one step, those of a kind together."""
+        entries = []
+        while self._pending and self._pending[0].step == step:
+            entry = self._pending.popleft()
+            if entry.copied is not None:
+                entry.copied.synchronize()
+            entries.append(entry)
+        for kind, group in groupby(sorted(entries, key=lambda entry: entry.kind), key=lambda entry: entry.kind):
+            values = {entry.name: entry.read(*entry.tensors) for entry in group}
+            getattr(self._hub, kind)(step, values)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Float tensor, so that bfloat16 and integers are read alike."""
+    return value.detach().to(wide_dtype(value.device))
+
+
+def _host_copy(value: Tensor) -> Tensor:
+    """Copy into the host's memory; from a device, one that is still under way."""
+    value = value.detach()
+    if value.device.type == "cpu":
+        return value.clone()
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return host.copy_(value, non_blocking=True)
+
+
+def _number(value: Tensor) -> float:
+    return float(value.item())
+
+
+def _histogram(counts: Tensor, low: Tensor, high: Tensor) -> Histogram:
+    return Histogram(counts, _number(low), _number(high))

@@ -1,0 +1,1 @@
+"""Aim: a tracker with a local or a remote repository."""

@@ -1,0 +1,27 @@
+"""Config of the tracker ``aim``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from d9d_core.extend import PluginConfig
+from pydantic import Field
+
+
+class AimConfig(PluginConfig):
+    """Aim: runs on a server, or in a local repository, which ``aim up`` shows."""
+
+    name: Literal["aim"] = "aim"
+    """Selects this tracker."""
+    repo: str | None = None
+    """Directory of the repository, or address of a server (``aim://host:port``); by default ``<run>/aim``."""
+    experiment: str | None = None
+    """Experiment that the run belongs to."""
+    log_system_params: bool = True
+    """Keep the environment: packages, git, the command and environment variables."""
+    capture_terminal_logs: bool = True
+    """Keep what the first process prints."""
+    system_tracking_interval: Annotated[float, Field(gt=0)] | None = 10.0
+    """Seconds between two looks at the use of processor, memory and GPU; ``null`` for none."""
+    lost_run: Literal["off", "new"] = "off"
+    """What a resumed job does when its run is gone: ``off`` (an error, and no tracking), or ``new``."""

@@ -1,0 +1,154 @@
+"""Tracker that writes to Aim."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import aim
+from aim.sdk.configs import get_aim_repo_name
+from aim.sdk.errors import MissingRunError
+from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, split_tags
+
+from d9d_aim.config import AimConfig
+
+
+class AimTracker:
+    """Tracker ``aim``."""
+
+    def __init__(self, config: AimConfig) -> None:
+        self._config = config
+
+    def open(self, run: RunInfo, state: State | None) -> AimRun:
+        """Start a run, or go on with the one whose hash was saved.
+
+        Raises:
+            PluginError: the repository cannot be reached or written, or the run is gone.
+        """
+        config = self._config
+        place = config.repo or str(run.directory / "aim")
+        remote = "://" in place
+        try:
+            if not remote:
+                Path(place).mkdir(parents=True, exist_ok=True)
+            # Written at the end of making one, which takes seconds and is done again if it was cut short.
+            made = remote or (Path(place) / get_aim_repo_name() / "VERSION").is_file()
+            repo = aim.Repo.from_path(place, init=not made)
+        except Exception as error:  # of several libraries
+            raise PluginError(
+                f"the Aim repository {place} cannot be opened ({error}); set repo of the tracker 'aim' to one that can"
+            ) from error
+        opened = None
+        if run.resumed_step and state is not None:
+            opened = self._continued(repo, place, str(state["hash"]))
+        if opened is None:
+            opened = self._run(repo)
+            _describe(opened, run)
+        if not remote:
+            opened.set_artifacts_uri((Path(place).absolute() / "artifacts").as_uri())
+        return AimRun(opened)
+
+    def _continued(self, repo: aim.Repo, place: str, run_hash: str) -> aim.Run | None:
+        """The saved run; ``None`` if a new one shall take its place."""
+        try:
+            # The lock is that of a process that died: d9d itself lets no second one continue the job.
+            return self._run(repo, run_hash=run_hash, force_resume=True)
+        except MissingRunError as error:
+            text = f"the Aim repository {place} has no run '{run_hash}' (any more), which this job had begun"
+            if self._config.lost_run == "off":
+                raise PluginError(f"{text}; set 'lost_run: new' of the tracker 'aim' to go on in a new run") from error
+        with suppress(OSError):
+            print(f"warning: {text}; a new run takes its place", file=sys.stderr, flush=True)  # noqa: T201
+        return None
+
+    def _run(self, repo: aim.Repo, **arguments: Any) -> aim.Run:
+        config = self._config
+        return aim.Run(
+            repo=repo,
+            experiment=config.experiment,
+            log_system_params=config.log_system_params,
+            capture_terminal_logs=config.capture_terminal_logs,
+            system_tracking_interval=config.system_tracking_interval,
+            **arguments,
+        )
+
+
+class AimRun:
+    """Open run of the tracker ``aim``. Tags of a series become its context.
+
+    Aim has one value for each step of a series, so that steps which a resumed run repeats replace the earlier ones.
+
+    Args:
+        run: of the library.
+    """
+
+    def __init__(self, run: aim.Run) -> None:
+        self._run = run
+        self._hash = str(run.hash)
+        self._open = True
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one point per series."""
+        self._track(step, values)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write histograms as distributions."""
+        made = {
+            name: aim.Distribution(hist=value.counts.numpy(), bin_range=(float(value.low), float(value.high)))
+            for name, value in histograms.items()
+        }
+        self._track(step, made)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Write texts."""
+        self._track(step, {name: aim.Text(text) for name, text in texts.items()})
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
+        """Write pictures."""
+        self._track(step, {name: aim.Image(picture.numpy()) for name, picture in pictures.items()})
+
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        """Write artifacts named ``<name>/<step>``."""
+        self._check()
+        for name, path in files.items():
+            self._run.log_artifact(str(path), f"{name}/{step}{path.suffix}", block=True)
+
+    def flush(self) -> None:
+        """Do nothing: each write is in the repository when it returns."""
+        self._check()
+
+    def state(self) -> State:
+        """Hash of the run."""
+        return {"hash": self._hash}
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Keep how the run ended, and close it."""
+        if self._open:
+            self._open = False
+            self._run["status"] = status
+            self._run.close()
+
+    def _track(self, step: int, values: Mapping[str, Any]) -> None:
+        self._check()
+        for series, value in values.items():
+            name, tags = split_tags(series)
+            self._run.track(value, name=str(name), step=step, context=dict(tags))
+
+    def _check(self) -> None:
+        if not self._open:
+            raise ValueError("the run is closed")
+
+
+def _describe(opened: aim.Run, run: RunInfo) -> None:
+    """Keep what the job file says about the run."""
+    opened.name = run.name
+    if run.description:
+        opened.description = run.description
+    for tag in run.tags:
+        opened.add_tag(tag)
+    if run.hparams:
+        opened["hparams"] = dict(run.hparams)
+    opened["job"] = dict(run.config)

@@ -1,0 +1,1 @@
+"""MLflow: a tracker with a local or a remote store."""

@@ -1,0 +1,195 @@
+"""Tracker that writes to MLflow."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from d9d_core.extend import Json, Picture, PluginError, RunInfo, State, Table, encode_png, flatten
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
+
+from d9d_mlflow.config import MlflowConfig
+
+#: Limits of MLflow's interface: metrics and parameters of one call, and characters of a parameter.
+_METRICS, _PARAMS, _LENGTH = 1000, 100, 6000
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MlflowTracker:
+    """Tracker ``mlflow``."""
+
+    def __init__(self, config: MlflowConfig) -> None:
+        self._config = config
+
+    def open(self, run: RunInfo, state: State | None) -> MlflowRun:
+        """Create a run, or go on with the one whose id was saved.
+
+        Raises:
+            PluginError: the store cannot be reached or written, or the run is gone.
+        """
+        uri = self._config.tracking_uri
+        try:
+            if uri is None:
+                run.directory.mkdir(parents=True, exist_ok=True)
+            client = MlflowClient(tracking_uri=uri or f"sqlite:///{run.directory.absolute() / 'mlflow.db'}")
+            found = None
+            if run.resumed_step and state is not None:
+                found = self._continued(client, str(state["run_id"]))
+            return found or self._created(client, run)
+        except (MlflowException, OSError) as error:
+            where = uri or run.directory
+            raise PluginError(
+                f"the MLflow store {where} does not work: {_first_line(error)}; set tracking_uri of the tracker "
+                "'mlflow' to one that can be written"
+            ) from error
+
+    def _continued(self, client: MlflowClient, run_id: str) -> MlflowRun | None:
+        """The saved run with the last step of each of its series; ``None`` if a new one shall take its place."""
+        try:
+            known = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            known = None
+        if known is None or known.info.lifecycle_stage != "active":
+            text = f"MLflow has no run '{run_id}' (any more), which this job had begun"
+            if self._config.lost_run == "off":
+                raise PluginError(
+                    f"{text}; restore it with 'mlflow runs restore', or set 'lost_run: new' of the tracker 'mlflow' to "
+                    "go on in a new run"
+                )
+            with suppress(OSError):
+                print(f"warning: {text}; a new run takes its place", file=sys.stderr, flush=True)  # noqa: T201
+            return None
+        client.update_run(run_id, status="RUNNING")
+        # Nothing can be removed from a store, so what it has after the checkpoint stays, and is not written twice.
+        last = {
+            name: max(point.step for point in client.get_metric_history(run_id, name)) for name in known.data.metrics
+        }
+        return MlflowRun(client, run_id, last)
+
+    def _created(self, client: MlflowClient, run: RunInfo) -> MlflowRun:
+        name = self._config.experiment
+        experiment = client.get_experiment_by_name(name)
+        if experiment is not None and experiment.lifecycle_stage != "active":
+            raise PluginError(
+                f"the MLflow experiment '{name}' is deleted; restore it with 'mlflow experiments restore', or name "
+                "another one in experiment of the tracker 'mlflow'"
+            )
+        if experiment is None:
+            local = (run.directory.absolute() / "mlflow-artifacts").as_uri()
+            place = None if self._config.tracking_uri else local
+            experiment_id = client.create_experiment(name, artifact_location=place)
+        else:
+            experiment_id = experiment.experiment_id
+        tags = {"mlflow.note.content": run.description} if run.description else {}
+        created = client.create_run(experiment_id, run_name=run.name, tags=tags | dict.fromkeys(run.tags, "true"))
+        opened = MlflowRun(client, created.info.run_id, {})
+        opened.write_parameters({**run.hparams, "job": run.config})
+        return opened
+
+
+class MlflowRun:
+    """Open run of the tracker ``mlflow``.
+
+    Args:
+        client: of the store.
+        run_id: the run in it.
+        last: the last step of each series that the store has; no series gets that one or an earlier one again.
+    """
+
+    def __init__(self, client: MlflowClient, run_id: str, last: Mapping[str, int]) -> None:
+        self._client = client
+        self._run_id = run_id
+        self._last = dict(last)
+        self._open = True
+
+    def write_parameters(self, values: Mapping[str, Json]) -> None:
+        """Write parameters, with names such as ``optimizer/lr``."""
+        params = [
+            Param(_name(name), (value if isinstance(value, str) else json.dumps(value))[:_LENGTH])
+            for name, value in flatten(values).items()
+        ]
+        for part in _parts(params, _PARAMS):
+            self._client.log_batch(self._run_id, params=part)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one point per series that has none of this step or a later one."""
+        self._check()
+        now = int(time.time() * 1000)
+        new = {_name(name): value for name, value in values.items() if step > self._last.get(_name(name), -1)}
+        for part in _parts([Metric(name, value, now, step) for name, value in new.items()], _METRICS):
+            self._client.log_batch(self._run_id, metrics=part)
+        self._last |= dict.fromkeys(new, step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Keep each as the artifact ``texts/<name>/<step>.txt``."""
+        self._check()
+        for name, text in texts.items():
+            self._client.log_text(self._run_id, text, f"texts/{_name(name)}/{step}.txt")
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Keep each as the artifact ``tables/<name>/<step>.json``, which MLflow shows as a table."""
+        self._check()
+        for name, table in tables.items():
+            rows, columns = table.values.shape
+            names = table.rows or tuple(map(str, range(rows)))
+            cells = [[None if value != value else value for value in row] for row in table.values.tolist()]  # noqa: PLR0124
+            data = [[label, *row] for label, row in zip(names, cells, strict=True)]
+            content = {"columns": [table.row, *(f"{table.column} {index}" for index in range(columns))], "data": data}
+            self._client.log_text(self._run_id, json.dumps(content), f"tables/{_name(name)}/{step}.json")
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
+        """Keep each as the artifact ``pictures/<name>/<step>.png``."""
+        self._check()
+        for name, picture in pictures.items():
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / f"{step}.png"
+                path.write_bytes(encode_png(picture))
+                self._client.log_artifact(self._run_id, str(path), f"pictures/{_name(name)}")
+
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:
+        """Keep each as an artifact in ``files/<name>/<step>``."""
+        self._check()
+        for name, path in files.items():
+            self._client.log_artifact(self._run_id, str(path), f"files/{_name(name)}/{step}")
+
+    def flush(self) -> None:
+        """Do nothing: each write is in the store when it returns."""
+        self._check()
+
+    def state(self) -> State:
+        """Id of the run."""
+        return {"run_id": self._run_id}
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """Tell the store how the run ended."""
+        if self._open:
+            self._open = False
+            self._client.set_terminated(self._run_id, _STATUS[status])
+
+    def _check(self) -> None:
+        if not self._open:
+            raise ValueError("the run is closed")
+
+
+def _name(name: str) -> str:
+    """Name with the characters that MLflow takes."""
+    return re.sub(r"[^\w\-. /]", "-", name)
+
+
+def _parts(items: Sequence[Any], length: int) -> list[Sequence[Any]]:
+    return [items[start : start + length] for start in range(0, len(items), length)]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,20 @@
+"""Config of the tracker ``tensorboard``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from d9d_core.extend import PluginConfig
+from pydantic import Field
+
+
+class TensorBoardConfig(PluginConfig):
+    """TensorBoard: event files, which ``tensorboard --logdir`` shows."""
+
+    name: Literal["tensorboard"] = "tensorboard"
+    """Selects this tracker."""
+    log_dir: Path | None = None
+    """Directory of the event files, of this run alone; by default ``<run>/tensorboard``."""
+    flush_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Seconds after which other processes see what was logged; before each checkpoint, they see all of it."""

@@ -1,0 +1,172 @@
+"""Tracker that writes event files for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from d9d_core.extend import Histogram, Json, PluginError, RunInfo, State, Table, encode_png, flatten
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import Tensor, linspace
+from torch.utils.tensorboard import summary
+from torch.utils.tensorboard.writer import FileWriter
+
+from d9d_tensorboard.config import TensorBoardConfig
+
+
+class TensorBoardTracker:
+    """Tracker ``tensorboard``."""
+
+    def __init__(self, config: TensorBoardConfig) -> None:
+        self._config = config
+
+    def open(self, run: RunInfo, state: State | None) -> TensorBoardRun:  # noqa: ARG002 - the files are the state
+        """Open a new event file, once what older ones of this run have after the resumed step is cut out of them.
+
+        The new one also tells readers that have seen it to drop it.
+
+        Raises:
+            PluginError: the directory cannot be written.
+        """
+        directory = self._config.log_dir or run.directory / "tensorboard"
+        purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new one has a summary at step 0
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in directory.glob(f"events.out.tfevents.*.{run.name}"):
+                _cut(path, purge_step)
+            writer = FileWriter(str(directory), flush_secs=self._config.flush_seconds, filename_suffix=f".{run.name}")
+        except OSError as error:
+            raise PluginError(
+                f"{directory} cannot be written ({error.strerror}); set log_dir of the tracker 'tensorboard' to a "
+                "directory that can"
+            ) from error
+        start = SessionLog(status=SessionLog.START)
+        for event in (Event(step=purge_step, file_version="brain.Event:2"), Event(step=purge_step, session_log=start)):
+            writer.add_event(event)
+        opened = TensorBoardRun(writer)
+        if not run.resumed_step:
+            opened.summarise(run)
+        return opened
+
+
+class TensorBoardRun:
+    """Open run of the tracker ``tensorboard``.
+
+    Args:
+        writer: of the event file.
+    """
+
+    def __init__(self, writer: FileWriter) -> None:
+        self._writer = writer
+        self._open = True
+
+    def summarise(self, run: RunInfo) -> None:
+        """Write name, description, tags and hyperparameters at step 0: as a text, and for the tab HPARAMS."""
+        flat = flatten(run.hparams)
+        lines = [f"# {run.name}", run.description, f"Tags: {', '.join(run.tags)}" if run.tags else ""]
+        if flat:
+            lines.append(_markdown(["name", "value"], [[name, _plain(value)] for name, value in flat.items()]))
+            for part in summary.hparams({name: _plain(value) for name, value in flat.items()}, {}):
+                self._writer.add_summary(part, 0)
+        job = json.dumps(run.config, indent=2)
+        self.write_texts(0, {"run": "\n\n".join(line for line in lines if line), "job": f"```json\n{job}\n```"})
+        self.flush()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one point per series."""
+        self._check()
+        for name, value in values.items():
+            self._writer.add_summary(summary.scalar(str(name), value), step)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write histograms by their counts; moments are those of the centres of the bins."""
+        self._check()
+        for name, histogram in histograms.items():
+            counts, low, high = histogram.counts.double(), float(histogram.low), float(histogram.high)
+            edges = linspace(low, high, len(counts) + 1, dtype=counts.dtype)
+            centres = (edges[:-1] + edges[1:]) / 2
+            made = summary.histogram_raw(
+                str(name),
+                min=low,
+                max=high,
+                num=counts.sum().item(),
+                sum=(counts * centres).sum().item(),
+                sum_squares=(counts * centres**2).sum().item(),
+                bucket_limits=edges[1:].tolist(),
+                bucket_counts=counts.tolist(),
+            )
+            self._writer.add_summary(made, step)
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Write texts, which TensorBoard shows as Markdown."""
+        self._check()
+        for name, text in texts.items():
+            self._writer.add_summary(summary.text(str(name), text), step)
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
+        """Write pictures as PNG."""
+        self._check()
+        for name, picture in pictures.items():
+            height, width, colours = picture.shape
+            image = Summary.Image(
+                height=height, width=width, colorspace=colours, encoded_image_string=encode_png(picture)
+            )
+            self._writer.add_summary(Summary(value=[Summary.Value(tag=str(name), image=image)]), step)
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Write tables as texts, with four significant digits."""
+        for name, table in tables.items():
+            rows, columns = table.values.shape
+            names = table.rows or tuple(map(str, range(rows)))
+            head = [f"{table.row} / {table.column}", *map(str, range(columns))]
+            cells = ([f"{value:.4g}" for value in row] for row in table.values.tolist())
+            body = [[label, *row] for label, row in zip(names, cells, strict=True)]
+            self.write_texts(step, {name: f"{table.unit}\n\n{_markdown(head, body)}"})
+
+    def flush(self) -> None:
+        """Hand everything to the file system."""
+        self._check()
+        self._writer.flush()
+
+    def state(self) -> State:
+        """No state: a resumed run opens one more file in the same directory."""
+        return {}
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002 - files have no status
+        """Close the file."""
+        if self._open:
+            self._open = False
+            self._writer.close()
+
+    def _check(self) -> None:
+        if not self._open:  # the writer would begin another file
+            raise ValueError("the run is closed")
+
+
+def _cut(path: Path, step: int) -> None:
+    """Remove the events of a step and later ones: readers drop points by themselves, but not texts."""
+    events = list(RawEventFileLoader(str(path)).Load())
+    kept = [event for event in events if Event.FromString(event).step < step]
+    if not step:
+        path.unlink()
+    elif len(kept) < len(events):
+        rest = path.with_name(f".{path.name}.rest")
+        with rest.open("wb") as file:
+            writer = RecordWriter(file)
+            for event in kept:
+                writer.write(event)
+        rest.replace(path)
+
+
+def _plain(value: Json) -> str | float | bool:
+    return value if isinstance(value, str | int | float | bool) else json.dumps(value)
+
+
+def _markdown(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

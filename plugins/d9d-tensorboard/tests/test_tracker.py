@@ -1,0 +1,98 @@
+"""What the tracker writes is read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.extend import Histogram, PluginError, RunInfo
+from d9d_tensorboard.config import TensorBoardConfig
+from d9d_tensorboard.tracker import TensorBoardTracker
+from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, TensorEvent
+from tensorboard.util.tensor_util import make_ndarray
+from torch import tensor
+
+#: Kind of values -> the reader's plugin of it.
+PLUGINS = {"histograms": "histograms", "texts": "text"}
+
+
+def read(directory: Path) -> EventAccumulator:
+    reader = EventAccumulator(
+        str(directory), size_guidance=dict.fromkeys(("scalars", "tensors", "histograms", "images"), 0)
+    )
+    reader.Reload()
+    return reader
+
+
+def texts(reader: EventAccumulator, name: str) -> dict[int, str]:
+    events: list[TensorEvent] = reader.Tensors(f"{name}/text_summary")
+    return {event.step: make_ndarray(event.tensor_proto).item().decode() for event in events}
+
+
+def opened(directory: Path, resumed_step: int = 0, **facts: Any) -> Any:
+    run = RunInfo("mine", directory, "of a test", {"steps": 10}, 10, resumed_step, **facts)
+    return TensorBoardTracker(TensorBoardConfig()).open(run, None)
+
+
+class TestTensorBoard(TrackerSuite):
+    target = "tensorboard"
+
+    def logged(self, directory: Path) -> Logged:
+        reader = read(directory / "tensorboard")
+        names = reader.Tags()["scalars"]
+        return by_step((event.step, name, event.value) for name in names for event in reader.Scalars(name))
+
+    def logged_tables(self, directory: Path) -> Mapping[int, Sequence[str]]:
+        return self.logged_kind(directory, "texts")
+
+    def logged_kind(self, directory: Path, kind: str) -> Mapping[int, Sequence[str]]:
+        reader = read(directory / "tensorboard")
+        tags: dict[str, Any] = reader.Tags()
+        if kind == "texts":
+            series = {tag.removesuffix("/text_summary"): reader.Tensors(tag) for tag in tags["tensors"]}
+        elif kind == "pictures":
+            series = {tag: reader.Images(tag) for tag in tags["images"]}
+        else:
+            series = {tag: reader.Histograms(tag) for tag in tags["histograms"]}
+        found: dict[int, list[str]] = {}
+        for name, events in series.items():
+            for event in events:
+                if event.step:  # step 0 has what the run says of itself
+                    found.setdefault(event.step, []).append(name)
+        return found
+
+
+def test_name_tags_and_hyperparameters_are_there_once(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"hparams": {"optimizer": {"lr": 0.1}, "size": None}, "tags": ("sweep", "first")}
+    opened(tmp_path, **facts).close("stopped")
+    run = opened(tmp_path, 4, **facts)
+    run.write(5, {"loss": 1.0})
+    run.close("finished")
+    reader = read(tmp_path / "tensorboard")
+    said = texts(reader, "run")
+    assert list(said) == [0]
+    for part in ("# mine", "of a test", "Tags: sweep, first", "| optimizer/lr | 0.1 |", "| size | null |"):
+        assert part in said[0]
+    assert '"steps": 10' in texts(reader, "job")[0]
+    assert "_hparams_/session_start_info" in reader.summary_metadata
+    assert [event.step for event in reader.Scalars("loss")] == [5]
+
+
+def test_histograms_keep_their_counts_and_bounds(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.write_histograms(3, {"gradients": Histogram(tensor([1, 0, 3]), -1.0, 2.0)})
+    run.close("finished")
+    (event,) = read(tmp_path / "tensorboard").Histograms("gradients")
+    value = event.histogram_value
+    assert (event.step, value.min, value.max, value.num) == (3, -1.0, 2.0, 4.0)
+    assert (list(value.bucket_limit), list(value.bucket)) == ([0.0, 1.0, 2.0], [1.0, 0.0, 3.0])
+    assert value.sum == pytest.approx(1 * -0.5 + 3 * 1.5)
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PluginError, match="file/tensorboard cannot be written .* set log_dir of the tracker"):
+        opened(tmp_path / "file")

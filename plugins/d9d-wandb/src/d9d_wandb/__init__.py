@@ -1,0 +1,1 @@
+"""Weights & Biases: a tracker, online or offline."""

@@ -1,0 +1,81 @@
+"""Files that wandb writes on this machine: a segment for each time that a run was started or resumed.
+
+A file begins with seven bytes, and goes on in blocks of 32 KiB as the log of LevelDB (its doc/log_format.md): records
+in pieces, each with a checksum, a length and a type. A record is a protocol buffer; those of the history matter here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+_HEADER, _BLOCK, _PIECE = 7, 1 << 15, 7
+_WHOLE, _FIRST, _LAST = 1, 2, 4
+
+
+class Segment:
+    """Reader of one file, which may still grow.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = _HEADER
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Rows of the history that have been written since the last call, as far as they are complete.
+
+        A histogram, a picture or a table is a mapping that says so in ``_type``.
+        """
+        with self.path.open("rb") as file:
+            data = memoryview(file.read())
+        for content in self._records(data):
+            record = Record()
+            record.ParseFromString(content)
+            if record.HasField("history"):
+                row: dict[str, Any] = {}
+                for item in record.history.item:
+                    name, *fields = item.nested_key or [item.key]
+                    if fields:
+                        row.setdefault(name, {})["/".join(fields)] = json.loads(item.value_json)
+                    else:
+                        row[name] = json.loads(item.value_json)
+                yield row
+
+    def _records(self, data: memoryview) -> Iterator[bytes]:
+        position, pieces = self._offset, bytearray()
+        while position + _PIECE <= len(data):
+            if (left := _BLOCK - position % _BLOCK) < _PIECE:  # too little for a piece: filled with zeros
+                position += left
+                continue
+            length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+            begin = position + _PIECE
+            if kind == 0 or begin + length > len(data):
+                return
+            position = begin + length
+            pieces = pieces if kind not in (_WHOLE, _FIRST) else bytearray()
+            pieces += data[begin:position]
+            if kind in (_WHOLE, _LAST):
+                self._offset = position
+                yield bytes(pieces)
+
+
+def find_segments(directory: Path, run_id: str) -> list[Path]:
+    """Find the files of a run below ``<directory>/wandb``, oldest first."""
+    return sorted((directory / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
+
+
+def wait_until_settled(paths: list[Path], seconds: float = 0.5, most: float = 10.0) -> None:
+    """Wait while files grow: wandb writes them in a process of its own, which outlives one that is killed."""
+    deadline = time.monotonic() + most
+    sizes: Mapping[Path, int] | None = None
+    while sizes != (now := {path: path.stat().st_size for path in paths}) and time.monotonic() < deadline:
+        sizes = now
+        time.sleep(seconds)

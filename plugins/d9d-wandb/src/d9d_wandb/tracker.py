@@ -1,0 +1,214 @@
+"""Tracker that writes to Weights & Biases."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import wandb
+from d9d_core.extend import Histogram, Picture, PluginError, RunInfo, State, Table
+
+from d9d_wandb.config import WandbConfig
+from d9d_wandb.segments import Segment, find_segments, wait_until_settled
+
+#: Seconds after which wandb's own process has written what it was given, and those that a flush waits at most.
+_WRITTEN_AFTER, _PATIENCE = 0.2, 8.0
+#: Series of the step: rows come in any order, which wandb's own step does not allow.
+STEP = "step"
+
+
+class WandbTracker:
+    """Tracker ``wandb``."""
+
+    def __init__(self, config: WandbConfig) -> None:
+        self._config = config
+
+    def open(self, run: RunInfo, state: State | None) -> WandbRun:
+        """Start a run, or go on with the one whose id was saved.
+
+        Raises:
+            PluginError: the directory cannot be written, nobody is logged in, or the run is gone.
+        """
+        directory = self._config.dir or run.directory
+        try:
+            (directory / "wandb").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PluginError(
+                f"{directory / 'wandb'} cannot be written ({error.strerror}); set dir of the tracker 'wandb' to a "
+                "directory that can"
+            ) from error
+        found = None
+        if run.resumed_step and state is not None:
+            found = self._continued(run, directory, str(state["id"]))
+        return found or WandbRun(self._init(run, directory, secrets.token_hex(4), "never"), 0, {})
+
+    def _continued(self, run: RunInfo, directory: Path, run_id: str) -> WandbRun | None:
+        """The saved run with the last step of each of its series; ``None`` if a new one shall take its place."""
+        offline = self._config.mode == "offline"
+        paths = find_segments(directory, run_id)
+        if offline and not paths:
+            self._say_lost(f"no files of the wandb run '{run_id}' are in {directory / 'wandb'} (any more)")
+            return None
+        wait_until_settled(paths)
+        try:
+            # Offline, wandb knows no resuming: it begins one more file, whose rows go on where the last one ended.
+            opened = self._init(run, directory, run_id, "allow" if offline else "must")
+        except wandb.errors.UsageError as error:
+            if "resume" not in str(error):
+                raise
+            self._say_lost(f"wandb has no run '{run_id}' (any more), which this job had begun")
+            return None
+        row, last = opened.step, dict[str, int]()
+        if not paths:  # resumed on another machine
+            last = _last_steps(opened.summary)
+        for path in paths:
+            for written in Segment(path).rows():
+                row = max(row, int(written["_step"]) + 1)
+                last |= {name: max(last.get(name, -1), int(written.get(STEP, -1))) for name in written}
+        return WandbRun(opened, row, last)
+
+    def _say_lost(self, text: str) -> None:
+        if self._config.lost_run == "off":
+            raise PluginError(f"{text}; set 'lost_run: new' of the tracker 'wandb' to go on in a new run")
+        with suppress(OSError):
+            print(f"warning: {text}; a new run takes its place", file=sys.stderr, flush=True)  # noqa: T201
+
+    def _init(self, run: RunInfo, directory: Path, run_id: str, resume: Literal["never", "allow", "must"]) -> wandb.Run:
+        config = self._config
+        settings = wandb.Settings(
+            console="auto" if config.capture_terminal_logs else "off",
+            silent=True,
+            x_transaction_log_flush_interval=_WRITTEN_AFTER,
+        )
+        opened = wandb.init(
+            project=config.project,
+            entity=config.entity,
+            group=config.group,
+            tags=[*run.tags, *config.tags],
+            mode=config.mode,
+            dir=str(directory),
+            id=run_id,
+            name=run.name,
+            notes=run.description or None,
+            config={**run.hparams, "job": run.config},
+            # Between processes of one run the job may have changed, in fields that a resumed run may change.
+            allow_val_change=True,
+            resume=None if config.mode == "offline" else resume,
+            reinit="create_new",
+            force=config.mode == "online",  # nobody logged in is an error, and no question
+            settings=settings,
+        )
+        opened.define_metric(STEP)
+        opened.define_metric("*", step_metric=STEP, step_sync=False)
+        return opened
+
+
+class WandbRun:
+    """Open run of the tracker ``wandb``.
+
+    Args:
+        run: of the library.
+        row: number of the next row, of which a resumed run has some already.
+        last: the last step of each series that wandb has; no series gets that one or an earlier one again.
+    """
+
+    def __init__(self, run: wandb.Run, row: int, last: Mapping[str, int]) -> None:
+        self._run = run
+        self._row = row
+        self._last = dict(last)
+        self._open = True
+        self._segment = Segment(Path(run.settings.sync_file))
+        self._written = row - 1
+        self._id = run.id
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write a row of the series that have nothing of this step or a later one."""
+        self._write(step, values)
+
+    def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Write histograms by their counts."""
+        self._write(step, {name: wandb.Histogram(np_histogram=_bins(value)) for name, value in histograms.items()})
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Write texts as they are."""
+        self._write(step, texts)
+
+    def write_pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
+        """Write pictures."""
+        self._write(step, {name: wandb.Image(picture.numpy()) for name, picture in pictures.items()})
+
+    def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
+        """Write tables, a row for each of theirs."""
+        self._write(step, {name: _table(table) for name, table in tables.items()})
+
+    def write_files(self, step: int, files: Mapping[str, Path]) -> None:  # noqa: ARG002 - wandb counts versions
+        """Write each as an artifact, whose versions are the steps with a different content."""
+        self._check()
+        for name, path in files.items():
+            artifact = wandb.Artifact(f"{self._id}-{re.sub(r'[^a-zA-Z0-9_.-]', '-', name)}", type="file")
+            artifact.add_file(str(path))
+            self._run.log_artifact(artifact)
+
+    def flush(self) -> None:
+        """Wait until wandb's own process has written all rows to its file, which a crash of both leaves alone.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        self._check()
+        deadline = time.monotonic() + _PATIENCE
+        while self._written < self._row - 1:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"wandb has not written all rows within {_PATIENCE:g} s")
+            for row in self._segment.rows():
+                self._written = int(row["_step"])
+            if self._written < self._row - 1:
+                time.sleep(_WRITTEN_AFTER / 5)
+
+    def state(self) -> State:
+        """Id of the run."""
+        return {"id": self._id}
+
+    def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
+        """End the run; a failed one with the exit code 1."""
+        if self._open:
+            self._open = False
+            self._run.finish(exit_code=int(status == "failed"))
+
+    def _write(self, step: int, values: Mapping[str, Any]) -> None:
+        self._check()
+        new = {str(name): value for name, value in values.items() if step > self._last.get(name, -1)}
+        if new:
+            self._run.log({**new, STEP: step}, step=self._row, commit=True)
+            self._row += 1
+            self._last |= dict.fromkeys(new, step)
+
+    def _check(self) -> None:
+        if not self._open:
+            raise ValueError("the run is closed")
+
+
+def _bins(histogram: Histogram) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    counts = histogram.counts.numpy()
+    return counts, np.linspace(float(histogram.low), float(histogram.high), len(counts) + 1)
+
+
+def _table(table: Table) -> wandb.Table:
+    rows, columns = table.values.shape
+    names = table.rows or tuple(map(str, range(rows)))
+    data = [[label, *row] for label, row in zip(names, table.values.tolist(), strict=True)]
+    return wandb.Table(columns=[table.row, *(f"{table.column} {index}" for index in range(columns))], data=data)
+
+
+def _last_steps(summary: Any) -> dict[str, int]:
+    """The last step of each series, as the server tells it: of all of them together."""
+    names: Iterable[str] = summary.keys()
+    step = summary.get(STEP)
+    return {} if step is None else {name: int(step) for name in names if not name.startswith("_")}

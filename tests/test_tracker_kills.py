@@ -1,0 +1,43 @@
+"""Runs with all trackers on that are killed: what each tracker has is complete, and has no step twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOL = Path(__file__).parents[1] / "tools" / "tracker_campaign.py"
+
+
+def loaded() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tracker_campaign", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = loaded()
+
+
+def test_the_comparison_finds_what_is_lacking_twice_or_wrong() -> None:
+    expected = [(1, "loss", 1.0), (2, "loss", 2.0), (3, "loss", 3.0), (1, "only", 0.0)]
+    found = [(1, "loss", 1.0), (1, "loss", 1.0), (3, "loss", 3.5)]
+    assert sorted(tool.compare("mine", 3, expected, found)) == [
+        "mine: loss: twice [1], lacking [2], wrong [3]",
+        "mine: only: twice [], lacking [1, 2, 3], wrong []",
+    ]
+    assert tool.compare("mine", 1, expected[:1], found[:1]) == []
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(sys.platform != "linux", reason="kills groups of processes")
+def test_every_series_is_complete_after_kills(tmp_path: Path) -> None:
+    said: list[str] = []
+    problems = tool.campaign(tmp_path, 2, 1, list(tool.SECTIONS), said.append)
+    assert problems == [], said
+    assert sum("kill" in line for line in said) == 2
