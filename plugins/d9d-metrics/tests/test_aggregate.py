@@ -18,6 +18,7 @@ from d9d_metrics.token_accuracy.metric import TokenAccuracy
 from d9d_testing.suites.support.component import build_component
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 VALUES = torch.tensor([[1.0, 2.0, 5.0], [4.0, -8.0, 6.0]])
@@ -109,6 +110,19 @@ def test_token_accuracy_counts_ranks_below_k() -> None:
     }
     with pytest.raises(JobError, match="this model has another head, and the task observes: token_loss"):
         metric.update({"token_loss": VALUES})
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "text"),
+    [
+        ("token_accuracy", {"top": []}, "the list is empty"),
+        ("token_accuracy", {"top": [1, 1]}, "a number is there twice"),
+        ("compose", {"metrics": {}}, "there are none; write names with metrics"),
+    ],
+)
+def test_lists_without_anything_in_them_are_refused(name: str, fields: Any, text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        made(name, **fields)
 
 
 def test_a_composition_has_a_state_and_a_series_for_each_child() -> None:

@@ -62,7 +62,7 @@ def test_binary_scores_may_be_a_column_a_pair_or_neither(samples: int) -> None:
 
 def test_a_threshold_is_of_probabilities_and_strict() -> None:
     logits, targets = torch.tensor([0.0, 2.0]), torch.tensor([0, 0])
-    assert of(logits, targets, problem={"kind": "binary"})["accuracy"] == 0.5  # 0.5 is not more than 0.5
+    assert of(logits, targets, problem="binary")["accuracy"] == 0.5  # 0.5 is not more than 0.5
     strict = {"kind": "binary", "threshold": 0.95}
     assert of(logits, targets, problem=strict)["accuracy"] == 1
     assert of(logits, targets, problem=strict, scores="probabilities")["accuracy"] == 0.5
@@ -129,6 +129,7 @@ def test_shapes_that_do_not_fit_are_named(problem: Any, predictions: Any, target
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
+        ({"statistics": []}, "the list is empty"),
         ({"statistics": ["fbeta"]}, "the statistic 'fbeta' needs the field 'beta'"),
         ({"beta": 2.0}, "nothing reads 'beta'"),
         ({"statistics": ["function"]}, "needs the field 'function'"),

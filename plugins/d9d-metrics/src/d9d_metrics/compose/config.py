@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from d9d_core.extend import Named, PluginConfig
-from pydantic import Field
+from pydantic import Field, field_validator
 
 ChildName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
@@ -15,5 +15,12 @@ class ComposeConfig(PluginConfig):
 
     name: Literal["compose"] = "compose"
     """Selects the plugin."""
-    metrics: Annotated[dict[ChildName, Annotated[PluginConfig, Named("metric")]], Field(min_length=1)]
+    metrics: dict[ChildName, Annotated[PluginConfig, Named("metric")]]
     """Metrics by name; their series are called ``<name>/<series>``."""
+
+    @field_validator("metrics")
+    @classmethod
+    def _something_is_composed(cls, metrics: dict[str, PluginConfig]) -> dict[str, PluginConfig]:
+        if not metrics:
+            raise ValueError("there are none; write names with metrics, such as {loss: {name: mean, values: x}}")
+        return metrics

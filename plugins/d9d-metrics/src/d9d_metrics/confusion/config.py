@@ -63,11 +63,11 @@ class ConfusionConfig(PluginConfig):
     name: Literal["confusion"] = "confusion"
     """Selects the plugin."""
     problem: Problem
-    """``{kind: binary, threshold: 0.5}``, ``{kind: multiclass, num_classes: C, top_k: null}`` or ``{kind: multilabel,
-    num_classes: C, threshold: 0.5}``."""
-    statistics: Annotated[tuple[Statistic, ...], Field(min_length=1)] = ("accuracy",)
+    """``binary``, or ``{kind: binary, threshold: 0.5}``, ``{kind: multiclass, num_classes: C, top_k: null}`` or
+    ``{kind: multilabel, num_classes: C, threshold: 0.5}``."""
+    statistics: tuple[Statistic, ...] = ("accuracy",)
     """Any of ``accuracy``, ``precision``, ``recall``, ``f1``, ``fbeta`` and ``function``."""
-    averages: Annotated[tuple[Average, ...], Field(min_length=1)] | None = None
+    averages: tuple[Average, ...] | None = None
     """Any of ``micro``, ``macro``, ``weighted`` and ``per_class``; ``[macro]`` by default. A binary problem has one
     class and no average."""
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -92,6 +92,19 @@ class ConfusionConfig(PluginConfig):
     def reads(self) -> Set[str]:
         """Observations that are read."""
         return {self.predictions, self.targets}
+
+    @field_validator("problem", mode="before")
+    @classmethod
+    def _may_be_its_kind_alone(cls, problem: object) -> object:
+        return {"kind": problem} if isinstance(problem, str) else problem
+
+    @field_validator("statistics", "averages")
+    @classmethod
+    def _something_is_computed(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        # A length in the field's type would also count what has a mistake of its own as absent.
+        if names is not None and not names:
+            raise ValueError("the list is empty; name one or more, or leave it out")
+        return names
 
     @field_validator("function")
     @classmethod

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Annotated, Literal
+from typing import Literal
 
 from d9d_core.extend import PluginConfig
-from pydantic import Field, PositiveInt
+from pydantic import PositiveInt, field_validator
 
 
 class TokenAccuracyConfig(PluginConfig):
@@ -14,10 +14,19 @@ class TokenAccuracyConfig(PluginConfig):
 
     name: Literal["token_accuracy"] = "token_accuracy"
     """Selects the plugin."""
-    top: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (1, 5)
+    top: tuple[PositiveInt, ...] = (1, 5)
     """Numbers of most probable words; a series each."""
     ranks: str = "token_ranks"
     """Observation of the targets' ranks: int64, 0 for the most probable word, negative where nothing is predicted."""
+
+    @field_validator("top")
+    @classmethod
+    def _something_is_computed(cls, top: tuple[int, ...]) -> tuple[int, ...]:
+        if not top:
+            raise ValueError("the list is empty; name one or more numbers, such as [1, 5]")
+        if len(set(top)) != len(top):
+            raise ValueError("a number is there twice; each is a series")
+        return top
 
     @property
     def reads(self) -> Set[str]:
