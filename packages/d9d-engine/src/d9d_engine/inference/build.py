@@ -106,7 +106,9 @@ def build_inference(
         forwards=_forwards(job, task, forward, reads, stream, topology),
         model=forward.model,
         least=assembly.pipeline.least_microbatches(job.microbatches),
-        prefetcher=DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for),
+        prefetcher=DevicePrefetcher(
+            stream, topology.device, job.batch.prefetch, waiting_for=topology.watchdog.waiting_for
+        ),
         samples=samples,
         facts=stream.facts,
         store=PartStore(job.run.directory, writer),
