@@ -310,13 +310,12 @@ class Trainer:
         run = self._life.run
         if run is None:
             return
-        self.wake()
         if error is None or (isinstance(error, KeyboardInterrupt) and self.topology.world_size == 1):
+            self.wake()
             self._life.finish(run)
             return
-        # Other ranks may be anywhere.
         if isinstance(error, Exception):
-            run.rescue(error)
+            run.rescue(error)  # if this rank is alone: others may be anywhere
         self._life.abort(run, error)
 
     def _between_steps(self, call: str, awake: bool = True) -> OpenRun:
