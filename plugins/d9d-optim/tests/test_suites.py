@@ -30,11 +30,13 @@ class TestSGDWithMomentum(OptimizerSuite):
 
 class TestSGDWithDampening(OptimizerSuite):
     target = "sgd"
+    dtypes: ClassVar = ("float32",)
     config: ClassVar = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "maximize": True}
 
 
 class TestAdam(OptimizerSuite):
     target = "adam"
+    dtypes: ClassVar = ("float32",)
     config: ClassVar = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
 
 
@@ -66,11 +68,13 @@ class TestScheduleFree(OptimizerSuite):
 
 class TestTorchRMSprop(OptimizerSuite):
     target = "torch"
+    dtypes: ClassVar = ("float32",)
     config: ClassVar = {"target": "torch.optim.RMSprop", "lr": 0.01, "arguments": {"momentum": 0.9}}
 
 
 class TestTorchFusedAdam(OptimizerSuite):
     target = "torch"
+    dtypes: ClassVar = ("float32",)
     config: ClassVar = {
         "target": "torch.optim.Adam",
         "lr": 0.01,
