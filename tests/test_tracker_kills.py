@@ -35,6 +35,7 @@ def test_the_comparison_finds_what_is_lacking_twice_or_wrong() -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::ResourceWarning")
 @pytest.mark.skipif(sys.platform != "linux", reason="kills groups of processes")
 def test_every_series_is_complete_after_kills(tmp_path: Path) -> None:
     said: list[str] = []

@@ -135,7 +135,7 @@ def run(kind: str, options: argparse.Namespace) -> float:
             },
             "task": "causal_lm", "optimizer": "adamw", "trackers": trackers, "export": False,
             "data": {"name": "random_tokens", "vocab_size": 4096, "sequence_length": options.sequence},
-            "logging": {"every": options.every}, "checkpoint": {"every": 0},
+            "logging": {"every": options.every}, "checkpoint": {"every": 100_000},
         }  # fmt: skip
         clock = Clock(options.warm)
         trainer = Job.from_values(values, registry=registry).build(lambda _: None, observers=[clock])

@@ -50,6 +50,7 @@ class TestWandb(TrackerSuite):
     rewinds: ClassVar = False
 
     def crash(self, run: Any) -> None:
+        run.flush()
         run._run.finish(exit_code=255)
 
     def logged(self, directory: Path) -> Logged:
@@ -73,6 +74,7 @@ def test_rows_go_on_in_a_resumed_run_and_no_step_comes_twice(tmp_path: Path) -> 
     for step in (1, 2, 3):
         run.write(step, {"loss": float(step)})
     run.write(2, {"eval/loss": 7.0})  # later than the loss of step 3
+    run.flush()
     run.flush()
     run._run.finish(exit_code=255)  # its process died
     again = offline().open(info(tmp_path, 1), run.state())
@@ -142,6 +144,7 @@ class Online:
 def test_a_run_on_the_server_is_resumed_and_ends_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "_PATIENCE", 0.0)  # nothing is ever in its file
     made: list[Online] = []
     monkeypatch.setattr(module.wandb, "init", lambda **arguments: made.append(Online(**arguments)) or made[-1])
     tracker = WandbTracker(WandbConfig(project="p", entity="e", group="g", tags=["two"]))

@@ -34,8 +34,7 @@ class Segment:
 
         A histogram, a picture or a table is a mapping that says so in ``_type``.
         """
-        with self.path.open("rb") as file:
-            data = memoryview(file.read())
+        data = memoryview(self.path.read_bytes() if self.path.exists() else b"")
         for content in self._records(data):
             record = Record()
             record.ParseFromString(content)
@@ -72,8 +71,11 @@ def find_segments(directory: Path, run_id: str) -> list[Path]:
     return sorted((directory / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
 
 
-def wait_until_settled(paths: list[Path], seconds: float = 0.5, most: float = 10.0) -> None:
-    """Wait while files grow: wandb writes them in a process of its own, which outlives one that is killed."""
+def wait_until_settled(paths: list[Path], seconds: float = 1.1, most: float = 10.0) -> None:
+    """Wait while files grow: wandb writes them in a process of its own, which outlives one that is killed.
+
+    More than a second at least: the directory of the next file has its name from the second in which it begins.
+    """
     deadline = time.monotonic() + most
     sizes: Mapping[Path, int] | None = None
     while sizes != (now := {path: path.stat().st_size for path in paths}) and time.monotonic() < deadline:

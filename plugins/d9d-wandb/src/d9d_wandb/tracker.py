@@ -58,7 +58,7 @@ class WandbTracker:
             return None
         wait_until_settled(paths)
         try:
-            # Offline, wandb knows no resuming: it begins one more file, whose rows go on where the last one ended.
+            # Offline, nobody knows whether it exists; one more file begins, whose rows go on where the last one ended.
             opened = self._init(run, directory, run_id, "allow" if offline else "must")
         except wandb.errors.UsageError as error:
             if "resume" not in str(error):
@@ -100,7 +100,7 @@ class WandbTracker:
             config={**run.hparams, "job": run.config},
             # Between processes of one run the job may have changed, in fields that a resumed run may change.
             allow_val_change=True,
-            resume=None if config.mode == "offline" else resume,
+            resume=resume,
             reinit="create_new",
             force=config.mode == "online",  # nobody logged in is an error, and no question
             settings=settings,
@@ -179,6 +179,8 @@ class WandbRun:
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End the run; a failed one with the exit code 1."""
         if self._open:
+            with suppress(Exception):  # finish() returns before all is in the file
+                self.flush()
             self._open = False
             self._run.finish(exit_code=int(status == "failed"))
 
