@@ -11,8 +11,10 @@ import torch
 from d9d_core import events as ev
 from d9d_core.errors import BuildError
 from d9d_core.protocols.task import StageInputs
+from d9d_core.protocols.tracker import RunInfo
 from d9d_core.types import Microbatch, State
 from d9d_engine.job import Job
+from d9d_engine.trackers.hub import TrackerHub
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet
 from d9d_testing.toy.task import ToyMetric, ToyTask
 from torch import Tensor
@@ -155,6 +157,9 @@ def test_a_late_weight_is_for_one_term(with_task: Callable[..., MakeJob]) -> Non
 
 
 class HasMetrics(ToyTask):
+    def hparams(self) -> State:
+        return {"temperature": 0.5, "named": "by the task"}
+
     def metrics(self) -> Mapping[str, Any]:
         return {"mine": ToyMetric(None), "toy_metric": ToyMetric(None)}  # type: ignore[arg-type]
 
@@ -170,3 +175,12 @@ def test_a_task_brings_metrics_of_its_own(with_task: Callable[..., MakeJob]) -> 
     assert len({training[name] for name in names}) == 1
     evaluated = next(line for line in lines if "eval/loss" in line)
     assert "eval/mine/absolute_error" in evaluated
+
+
+def test_hyperparameters_of_a_task_reach_the_trackers_below_those_of_the_job(
+    with_task: Callable[..., MakeJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[RunInfo] = []
+    monkeypatch.setattr(TrackerHub, "open", lambda _self, run, _states: opened.append(run))
+    quiet(with_task(HasMetrics)("steps=1", "run.hparams={named: by the job}", **PLAIN)).train()
+    assert opened[0].hparams == {"temperature": 0.5, "named": "by the job"}

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from d9d_weights.sharding.collectives import all_gather_objects, all_gather_tensors, gather_objects, gather_tensors
+from d9d_weights.sharding.collectives import (
+    all_gather_objects,
+    all_gather_tensors,
+    gather_objects,
+    gather_tensors,
+    start_all_gather,
+)
 from torch import Tensor
 from torch import distributed as dist
 
@@ -49,6 +55,27 @@ def odd_tensors_arrive() -> None:
 
 def test_views_and_empty_tensors_can_be_gathered(world: Any) -> None:
     world(2).run(odd_tensors_arrive)
+
+
+def others_are_on_their_way() -> None:
+    rank, world = dist.get_rank(), dist.group.WORLD
+    sent = torch.arange(6.0, requires_grad=True).reshape(2, 3).T * rank
+    pending = start_all_gather(sent, world)
+    second = start_all_gather(torch.tensor(rank), world)
+    assert [part.item() for part in second.wait()] == [0, 1]
+    first, other = pending.wait()
+    assert pending.wait()[1] is other
+    assert first.tolist() == [[0, 0]] * 3
+    assert other.tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert not other.requires_grad
+
+
+def test_gathering_goes_on_beside_other_work(world: Any) -> None:
+    world(2).run(others_are_on_their_way)
+    alone = torch.arange(3)
+    (copy,) = start_all_gather(alone, None).wait()
+    assert copy.tolist() == [0, 1, 2]
+    assert copy is not alone
 
 
 def bad_tensors_are_refused_everywhere() -> list[str]:

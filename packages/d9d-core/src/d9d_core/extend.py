@@ -143,6 +143,7 @@ from d9d_core.protocols.subscriber import (
 )
 from d9d_core.protocols.task import (
     FinishesTraining,
+    HasHparams,
     LanguageModelTask,
     OwnsMetrics,
     SeesSteps,
@@ -271,6 +272,7 @@ __all__ = [
     "HasBanks",
     "HasBlocks",
     "HasExperts",
+    "HasHparams",
     "HasOps",
     "HasTallies",
     "Health",

@@ -169,6 +169,8 @@ class Logging(Section):
 
     every: PositiveInt = 10
     """Steps between two log entries; the first and the last step are always logged."""
+    max_pending: NonNegativeInt = 2
+    """Steps that the host may be ahead of the values it has seen, on a GPU; 0 waits for each step."""
     peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Peak of one device in TFLOP/s, for the series ``mfu``; by default the vendor's for dense bfloat16, on GPUs that
     are known."""

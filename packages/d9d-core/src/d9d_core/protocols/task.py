@@ -86,6 +86,15 @@ class OwnsMetrics(Protocol):
 
 
 @runtime_checkable
+class HasHparams(Protocol):
+    """Task with hyperparameters that the job file does not show, such as what it derives from the data."""
+
+    def hparams(self) -> State:
+        """Hyperparameters for the trackers, besides ``run.hparams``, which counts where both have a name."""
+        ...
+
+
+@runtime_checkable
 class FinishesTraining(Protocol):
     """Task with something to do at the end."""
 
@@ -117,8 +126,8 @@ class Task(Protocol):
     needed. A term of zero weight contributes zero.
 
     A task may have more: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
-    :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`LanguageModelTask`; and with ``subscriptions()`` it is a
-    :class:`~d9d_core.protocols.subscriber.Subscriber`, too.
+    :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`LanguageModelTask`; and with
+    ``subscriptions()`` it is a :class:`~d9d_core.protocols.subscriber.Subscriber`, too.
     """
 
     @property

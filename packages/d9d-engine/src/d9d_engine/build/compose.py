@@ -36,7 +36,6 @@ from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.checkpointer import Checkpointer, open_store
 from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
-from d9d_engine.run.logbook import MAX_PENDING
 from d9d_engine.run.open_run import Collaborators
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.run.trainer import Trainer
@@ -187,7 +186,7 @@ def build(
             total_steps=total_steps,
             prefetcher=prefetcher,
             trackers=trackers,
-            log=_log(trackers, own_task, topology),
+            log=_log(trackers, own_task, topology, job.logging.max_pending),
             evaluator=evaluator,
             checkpointer=checkpointer,
             export=Exporter(job, selection, assembly, topology, stream, published, Manifest.of(registry), note),
@@ -227,8 +226,8 @@ def _subscribers(selection: Selection, observers: Sequence[object], task: Task) 
     return {**found, "task": task} if isinstance(task, Subscriber) else found
 
 
-def _log(trackers: TrackerHub, task: Task, topology: Topology) -> HubLog:
-    log = HubLog(trackers, lambda: 0, lag=0 if topology.device.type == "cpu" else MAX_PENDING)
+def _log(trackers: TrackerHub, task: Task, topology: Topology, pending: int) -> HubLog:
+    log = HubLog(trackers, lambda: 0, lag=0 if topology.device.type == "cpu" else pending)
     if isinstance(task, LogsValues):
         task.take_log(log)
     return log

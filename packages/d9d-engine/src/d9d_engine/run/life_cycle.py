@@ -160,4 +160,4 @@ class LifeCycle:
     def _run_info(self, step: int) -> RunInfo:
         job, run, total = self._parts.job, self._parts.job.run, self._parts.total_steps
         facts = (run.name, run.directory, run.description, job.resolved(), total, step)
-        return RunInfo(*facts, run.hparams, tuple(run.tags))
+        return RunInfo(*facts, {**self._parts.step.task.hparams(), **run.hparams}, tuple(run.tags))

@@ -16,9 +16,6 @@ from d9d_core.protocols.metric import Table
 from d9d_core.tensors import wide_dtype
 from torch import Tensor
 
-#: Steps the host may be ahead of the values it has seen.
-MAX_PENDING = 2
-
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -45,6 +42,7 @@ class Logbook:
         tokens: how many tokens were consumed before.
         write_tables: gets the tables of a step to be logged, if there are any; ``None`` if nobody takes tables.
         utilisation: tokens per second -> further values of a step to be logged.
+        max_pending: steps that the host may be ahead of the values it has seen, if they are copied from a device.
     """
 
     def __init__(
@@ -56,7 +54,9 @@ class Logbook:
         tokens: int = 0,
         write_tables: Callable[[int, Mapping[str, Table]], None] | None = None,
         utilisation: Callable[[float], Mapping[str, float]] | None = None,
+        max_pending: int = 2,
     ) -> None:
+        self._max_pending = max_pending
         self._utilisation = utilisation or (lambda _rate: {})
         self._write = write
         self._write_tables = write_tables
@@ -105,7 +105,7 @@ class Logbook:
         with nullcontext() if measured is None else beside():
             values, copied = _copied(cells)
         self._pending.append(_Entry(step, tuple(tensors), tables, values, copied, logged, seconds))
-        limit = MAX_PENDING if copied is not None else 0
+        limit = self._max_pending if copied is not None else 0
         while len(self._pending) > limit:  # not: as far as copied, which differs between ranks
             self._take(self._pending.popleft())
 

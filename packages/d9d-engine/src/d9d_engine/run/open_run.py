@@ -116,6 +116,7 @@ class OpenRun:
             progress.tokens,
             parts.trackers.write_tables,
             parts.utilisation,
+            parts.job.logging.max_pending,
         )
         self._saved = progress.step or None  # the step of the last save
         self._retry: int | None = None  # the step after which a save that failed is tried again

@@ -11,7 +11,15 @@ from d9d_core.errors import BuildError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import TaskSpec
 from d9d_core.protocols.metric import Metric
-from d9d_core.protocols.task import FinishesTraining, OwnsMetrics, SeesSteps, StageInputs, Task, WeighsOutputs
+from d9d_core.protocols.task import (
+    FinishesTraining,
+    HasHparams,
+    OwnsMetrics,
+    SeesSteps,
+    StageInputs,
+    Task,
+    WeighsOutputs,
+)
 from d9d_core.types import Microbatch, State
 from torch import Tensor
 
@@ -102,6 +110,10 @@ class CheckedTask:
         """Let the task end the training, if it has something to do then."""
         if isinstance(self._task, FinishesTraining):
             self._task.finalize()
+
+    def hparams(self) -> State:
+        """Hyperparameters of the task's own, for the trackers."""
+        return self._task.hparams() if isinstance(self._task, HasHparams) else {}
 
     def own_metrics(self) -> Mapping[str, Metric]:
         """New metrics of the task's own, by name."""

@@ -52,6 +52,36 @@ def all_gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None) -> list[
     return _from_bytes(received.view(len(parts), size).unbind(), parts, tensor.dtype)
 
 
+class PendingTensors:
+    """Tensors of all ranks that are on their way. Made by :func:`start_all_gather`."""
+
+    def __init__(self, received: list[Tensor], work: dist.Work | None) -> None:
+        self._received = received
+        self._work = work
+
+    def wait(self) -> list[Tensor]:
+        """Tensors by rank in the group, for use in the current stream; on a GPU, only that stream waits."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._received
+
+
+def start_all_gather(tensor: Tensor, group: dist.ProcessGroup | None) -> PendingTensors:
+    """Start to all-gather tensors of one shape; collective over ``group``. Does not wait for anything.
+
+    Args:
+        tensor: of the same shape and dtype on every rank, which is not checked; it must stay as it is until
+            :meth:`PendingTensors.wait`.
+        group: who takes part.
+    """
+    if group is None:
+        return PendingTensors([tensor.detach().clone()], None)
+    sent = tensor.detach().contiguous()
+    received = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    return PendingTensors(received, dist.all_gather(received, sent, group=group, async_op=True))
+
+
 def gather_tensors(tensor: Tensor, group: dist.ProcessGroup | None, dst: int = 0) -> list[Tensor] | None:
     """Gather every rank's tensor on one of them; collective over ``group``. Waits for the device.
 
