@@ -260,7 +260,7 @@ def run(values: Mapping[str, Any]) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefetcher, "next", kept)
-        patch.setattr("d9d_engine.run.trainer.time", clock)
+        patch.setattr("d9d_engine.run.clock.time", clock)
         trainer.train()
     return {
         "begin": begin,

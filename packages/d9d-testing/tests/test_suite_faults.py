@@ -64,4 +64,4 @@ def test_a_sound_implementation_that_fails_and_a_fault_that_passes_are_noticed(t
     everything, missed, problems = tool.judge(["metrics"], recorder)
     assert missed == everything
     assert problems == ["metrics: the sound one fails test_a:\nE   wrong"]
-    assert "| metrics | 15 | 0 |" in tool.table(everything, missed)
+    assert "| metrics | 20 | 0 |" in tool.table(everything, missed)

@@ -127,13 +127,13 @@ def _with_batch(job: BaseJob, registry: Registry) -> BaseJob:
     ranks, batch = job.mesh.data_parallel_size, job.batch
     if batch.size % ranks:
         legal = near_multiples(batch.size, ranks * (batch.microbatch or 1))
-        batch = Batch(size=min(legal, key=lambda size: abs(size - batch.size)), microbatch=batch.microbatch)
+        batch = _divided(batch, size=min(legal, key=lambda size: abs(size - batch.size)))
     share = batch.size // ranks
     if batch.microbatch is not None and share % batch.microbatch:
-        batch = Batch(size=batch.size, microbatch=math.gcd(share, batch.microbatch))
+        batch = _divided(batch, microbatch=math.gcd(share, batch.microbatch))
     if share // (batch.microbatch or share) > MAX_MICROBATCHES:
         fewest = next(size for size in range(share // MAX_MICROBATCHES, share + 1) if size and share % size == 0)
-        batch = Batch(size=batch.size, microbatch=fewest)
+        batch = _divided(batch, microbatch=fewest)
     selection = select_parts(job, registry)
     for candidate in _scheduled(batch, ranks) if selection.schedule else [batch]:
         fitting = job.model_copy(update={"batch": candidate})
@@ -152,9 +152,14 @@ def _scheduled(batch: Batch, ranks: int) -> Iterator[Batch]:
     own = batch.microbatch or share
     smaller = [size for size in range(own - 1, 0, -1) if share % size == 0]
     for size in smaller[:_TRIES]:
-        yield Batch(size=batch.size, microbatch=size)
+        yield _divided(batch, microbatch=size)
     for count in range(share // own + 1, share // own + 1 + 4 * _TRIES):
-        yield Batch(size=ranks * own * count, microbatch=own)
+        yield _divided(batch, size=ranks * own * count, microbatch=own)
+
+
+def _divided(batch: Batch, **sizes: int) -> Batch:
+    """The batch with other sizes."""
+    return Batch.model_validate({**batch.model_dump(), **sizes})
 
 
 def _written(value: Any) -> Any:
@@ -168,4 +173,7 @@ def _written(value: Any) -> Any:
     if isinstance(value, PluginConfig):
         fields = speakable(value.model_dump(mode="json", exclude_defaults=True)) | {"name": value.selector}
         return value.selector if len(fields) == 1 else fields
-    return speakable(value.model_dump(mode="json", exclude_none=True)) if isinstance(value, Batch) else value
+    if isinstance(value, Batch):
+        sizes = value.model_dump(exclude={"prefetch"}, exclude_none=True)
+        return sizes | value.model_dump(include={"prefetch"}, exclude_defaults=True)
+    return value

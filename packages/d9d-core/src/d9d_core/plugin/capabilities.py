@@ -37,6 +37,7 @@ MODEL_TRAITS = (
     "losses",
     "tallies",
     "adapts",
+    "observes",
     "layout_dependent",
     "split_backward",
 )
