@@ -109,6 +109,7 @@ def test_ranks_in_different_collectives_are_told_apart(world: Callable[..., Any]
     assert "ranks 0, 2: step 1: waits in all_reduce" in lines[2]
 
 
+@pytest.mark.thorough
 def test_a_process_that_does_not_answer_is_named(world: Callable[..., Any], tmp_path: Path) -> None:
     lines = hang(world, 2, tmp_path, "stopped")
     assert lines[1] == "  rank 1: no answer; the process is gone, or blocked inside native code"

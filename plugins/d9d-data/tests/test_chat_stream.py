@@ -150,6 +150,7 @@ def test_packed_conversations_keep_apart_and_learn_the_same(model: Path, stream:
     assert sorted(found) == wanted
 
 
+@pytest.mark.thorough
 def test_packed_streams_go_on_where_they_were_and_workers_change_nothing(stream: Open) -> None:
     records = [chat("q" * n, "a") for n in range(1, 20)]
     fields: dict[str, Any] = {"packing": "best_fit", "sequence_length": 104, "shuffle": True, "batch": 2}

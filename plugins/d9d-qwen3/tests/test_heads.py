@@ -321,5 +321,6 @@ def sharded_and_whole(cases: list[dict[str, Any]]) -> None:
         assert_close_gradients(found, gradients(whole))
 
 
+@pytest.mark.thorough
 def test_sharded_models_compute_what_whole_ones_do(world: Any) -> None:
     world(2).run(sharded_and_whole, list(CASES))
