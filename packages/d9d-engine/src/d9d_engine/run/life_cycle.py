@@ -66,6 +66,7 @@ class LifeCycle:
             owned.enter_context(self._prefetching())
             owned.enter_context(parts.checkpointer.store.opened())
             owned.enter_context(built_objects_spared())
+            owned.callback(parts.profiler.close)
             with exits_are_errors(), generators_kept(parts.topology.device):
                 self.progress, tracker_states = parts.checkpointer.restore()
                 step, total = self.progress.step, parts.total_steps
@@ -75,6 +76,7 @@ class LifeCycle:
                     parts.note(f"nothing left to train: the run ended at step {step} of {total}, {reason}")
                 elif step:
                     parts.note(f"resumed at step {step} of {total}")
+                parts.profiler.check(step, total)
                 parts.checkpointer.record()
                 parts.trackers.open(self._run_info(step), tracker_states)
             run = OpenRun(self._parts, self.progress, shown)

@@ -16,6 +16,7 @@ from d9d_core.protocols.subscriber import EndsTraining
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.profiling.profiler import StepProfiler
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
 from d9d_engine.run.evaluation import Evaluator
@@ -53,6 +54,7 @@ class Collaborators:
         events: observers.
         note: prints a line.
         sleeper: releases memory of the device.
+        profiler: records some steps.
         utilisation: tokens per second -> further values to log.
         ends: subscribers that may end the run, by name.
     """
@@ -72,6 +74,7 @@ class Collaborators:
     events: Events
     note: Callable[[str], None]
     sleeper: Sleeper
+    profiler: StepProfiler
     utilisation: Callable[[float], Mapping[str, float]]
     ends: Mapping[str, EndsTraining] = field(default_factory=dict)
 
@@ -141,7 +144,9 @@ class OpenRun:
         """Make one step, and what is due after it."""
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
-        pack = parts.prefetcher.next()
+        parts.profiler.before(progress.step)
+        with parts.profiler.ranges("data wait"):
+            pack = parts.prefetcher.next()
         self._between_steps = False
         result = parts.step(progress.step, pack)
         progress.step += 1
@@ -158,6 +163,7 @@ class OpenRun:
                     self._retry = None
                 else:  # all ranks count alike, where their clocks would differ
                     self._retry = progress.step + 2 ** (parts.checkpointer.store.failures - 1)
+        parts.profiler.after(progress.step)
         return result
 
     def evaluate(self) -> None:
@@ -165,7 +171,7 @@ class OpenRun:
         assert self.parts.evaluator is not None
         self._logbook.drain()
         step = self.progress.step
-        with self.clock.paused():
+        with self.clock.paused(), self.parts.profiler.ranges("evaluation"):
             self.parts.events.emit(ev.EvaluationStarts(step))
             with self.parts.step.evaluation_weights():
                 values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
@@ -251,7 +257,8 @@ class OpenRun:
         progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
-        saved = self.parts.checkpointer.save(progress, wait)
+        with self.parts.profiler.ranges("checkpoint"):
+            saved = self.parts.checkpointer.save(progress, wait)
         self._saved = progress.step if saved else self._saved
         self._announce()
         return saved
