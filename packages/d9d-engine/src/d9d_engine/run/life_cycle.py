@@ -80,6 +80,7 @@ class LifeCycle:
                 parts.checkpointer.record()
                 parts.trackers.open(self._run_info(step), tracker_states)
             run = OpenRun(self._parts, self.progress, shown)
+            owned.enter_context(run.collection.paced())
             run.owned = owned.pop_all()
         self.run = run
         return run

@@ -20,6 +20,7 @@ from d9d_engine.profiling.profiler import StepProfiler
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
 from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.run.gc import PacedCollection
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.run.prefetch import DevicePrefetcher
@@ -98,6 +99,7 @@ class OpenRun:
         deferred: failures of subscribers, which are raised when all ranks have done the same step.
         bar: of all steps.
         clock: of the speed that is logged.
+        collection: of Python's garbage.
         evaluated: step of the last evaluation, and its values.
         busy: the trainer is at work, and not its caller.
     """
@@ -109,6 +111,7 @@ class OpenRun:
         self.deferred = ExitStack()
         self.bar = ProgressBar(parts.total_steps, progress.step, shown)
         self.clock = Clock()
+        self.collection = PacedCollection(parts.job.garbage_collection.every)
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
         self._logbook = Logbook(
@@ -163,6 +166,7 @@ class OpenRun:
                     self._retry = None
                 else:  # all ranks count alike, where their clocks would differ
                     self._retry = progress.step + 2 ** (parts.checkpointer.store.failures - 1)
+        self.collection.after_step(progress.step)
         parts.profiler.after(progress.step)
         return result
 
@@ -179,6 +183,7 @@ class OpenRun:
                 self.parts.note(f"warning: the evaluation after step {step} found no number: {wrong}")
             self._write(step, values)
             self.evaluated = (step, values)
+            self.collection.after_pause()
             self.parts.events.emit(ev.EvaluationEnds(step, values))
 
     def save(self) -> None:
@@ -260,6 +265,7 @@ class OpenRun:
         with self.parts.profiler.ranges("checkpoint"):
             saved = self.parts.checkpointer.save(progress, wait)
         self._saved = progress.step if saved else self._saved
+        self.collection.after_pause()
         self._announce()
         return saved
 
