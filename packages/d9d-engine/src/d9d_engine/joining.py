@@ -48,11 +48,14 @@ class JoinsProcesses(LoadedJob):
         env = env or ProcessEnv.from_environment(os.environ)
         if self.mesh.world_size != env.world_size:
             self.check_layout(env.world_size)  # says why, and what else does not fit
+        from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.world import joined
         from d9d_engine.supervision.identity import Identity
 
+        if self.deterministic:
+            prepare_determinism(self.device)
         if self.mesh.pp > 1:
             load_kernels_eagerly(self.device)
         device = device_of(self.device, env.local_rank, env.local_world_size)
