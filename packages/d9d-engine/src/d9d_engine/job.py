@@ -69,6 +69,9 @@ class Job(JoinsProcesses, JobFile):
         with simulated_world(size):
             return plan(self, self.registry, topology, here)
 
+    def _log_level(self) -> str | None:
+        return self.logging.level
+
     def build(
         self,
         note: Callable[[str], None] = print_note,
