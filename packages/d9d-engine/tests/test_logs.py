@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,13 +18,17 @@ from d9d_engine.job import Job
 MakeJob = Callable[..., Job]
 
 
-@pytest.fixture(autouse=True)
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Process in which nobody has configured logging; pytest has."""
-    monkeypatch.setattr(logging.getLogger("d9d"), "propagate", False)
-    yield
-    assert not logging.getLogger("d9d").handlers
-    assert logging.getLogger("d9d").level == logging.NOTSET
+@contextmanager
+def configured(*handlers: logging.Handler) -> Iterator[None]:
+    """Program with these handlers and no others, which pytest has."""
+    root = logging.getLogger()
+    kept, root.handlers = root.handlers, list(handlers)
+    try:
+        yield
+        assert not logging.getLogger("d9d").handlers
+        assert logging.getLogger("d9d").level == logging.NOTSET
+    finally:
+        root.handlers = kept
 
 
 def of_rank(rank: int) -> Topology:
@@ -31,6 +36,7 @@ def of_rank(rank: int) -> Topology:
     return Topology(sizes=sizes, rank=rank, world_size=4)
 
 
+@configured()
 def test_lines_begin_with_the_rank_and_its_coordinate(capsys: pytest.CaptureFixture[str]) -> None:
     with log_lines("debug", is_main=False):
         rank_logger("mine", of_rank(3)).debug("sharded %d tensors, 100%% of them", 12)
@@ -38,6 +44,7 @@ def test_lines_begin_with_the_rank_and_its_coordinate(capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == expected
 
 
+@configured()
 @pytest.mark.parametrize(("is_main", "shown"), [(True, ["one", "two"]), (False, ["two"])])
 def test_other_ranks_print_warnings_only(capsys: pytest.CaptureFixture[str], is_main: bool, shown: list[str]) -> None:
     with log_lines(None, is_main):
@@ -48,23 +55,20 @@ def test_other_ranks_print_warnings_only(capsys: pytest.CaptureFixture[str], is_
     assert [line.split(": ")[-1] for line in capsys.readouterr().err.splitlines()] == shown
 
 
-def test_a_program_that_has_configured_logging_gets_the_lines_itself(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_has_configured_logging_gets_the_lines_itself(capsys: pytest.CaptureFixture[str]) -> None:
     taken: list[logging.LogRecord] = []
 
     class Own(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             taken.append(record)
 
-    monkeypatch.setattr(logging.getLogger("d9d"), "propagate", True)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [Own()])
-    with log_lines("info", is_main=True):
+    with configured(Own()), log_lines("info", is_main=True):
         rank_logger("mine", Topology()).info("once")
     assert [record.getMessage() for record in taken] == ["rank 0: once"]
     assert capsys.readouterr().err == ""
 
 
+@configured()
 def test_the_job_says_which_lines_are_printed(job: MakeJob, capsys: pytest.CaptureFixture[str]) -> None:
     with job("logging.level=error").joined() as topology:
         rank_logger("mine", topology).warning("hidden")
