@@ -76,6 +76,8 @@ class JoinsProcesses(LoadedJob):
                 world_size=env.world_size,
                 local_rank=env.local_rank,
                 device=device,
+                node_rank=env.node_rank,
+                num_nodes=env.num_nodes,
                 views=views,
                 watchdog=world.watchdog,
             )

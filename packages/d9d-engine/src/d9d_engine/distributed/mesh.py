@@ -31,6 +31,8 @@ class Topology:
         world_size: number of processes.
         local_rank: number of this process on its machine.
         device: what it computes on.
+        node_rank: number of its machine.
+        num_nodes: number of machines.
         views: by name; see :class:`d9d_core.plugin.ViewSpec`.
         watchdog: is told what the process is about to do, and reports when it takes too long.
         simulated: the other processes do not exist and the device may not either; see ``topology.simulate``.
@@ -41,6 +43,8 @@ class Topology:
     world_size: int = 1
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    node_rank: int = 0
+    num_nodes: int = 1
     views: Mapping[str, ViewSpec] = field(default_factory=dict)
     watchdog: Watchdog = field(default_factory=Watchdog, repr=False, compare=False)
     simulated: bool = False
