@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from d9d_core.errors import BuildError
@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_engine.distributed.devices import own_backend
 from d9d_engine.supervision.watchdog import Watchdog
+
+#: Phases of a run that have a time limit.
+_PHASES = ("startup", "step", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -153,6 +156,22 @@ class Topology:
         """Wait for all processes, not for their devices. Collective over all ranks."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1), group=self.world)
+
+    def set_timeout(self, phase: Literal["startup", "step", "checkpoint"], seconds: float) -> None:
+        """Change one of the job's ``timeouts``, and that of all process groups with it. To be called on all ranks.
+
+        A rank that waits longer in this phase ends the run with a report. Process groups get the longest of all
+        limits and a margin, because a rank in a short phase may wait for one in a long phase. Nothing where a process
+        is alone.
+
+        Raises:
+            BuildError: there is no such phase, or the time is not above 0.
+        """
+        if phase not in _PHASES or not seconds > 0:
+            raise BuildError(
+                f"set_timeout({phase!r}, {seconds}): a phase is one of {', '.join(_PHASES)}, a time above 0"
+            )
+        self.watchdog.set_limit(phase, seconds)
 
     @contextmanager
     def main_first(self, per_machine: bool = False) -> Iterator[None]:
