@@ -50,7 +50,7 @@ LAYERS = {
         {"compat", "figures", "process_env"},
         {"supervision"},
         {"distributed"},
-        {"checkpoint", "sleep", "subscribers", "trackers"},
+        {"checkpoint", "profiling", "sleep", "subscribers", "trackers"},
         {"step"},
         {"run"},
         {"build"},

@@ -157,3 +157,18 @@ def test_places_are_read_without_torch() -> None:
         "d9d_engine.launch.agent",
     )
     assert {name: fact.heavy for name, fact in import_fresh(*modules).items() if fact.heavy} == {}
+
+
+def test_the_machine_has_a_number_among_the_machines() -> None:
+    named = process_env(TORCHRUN, GROUP_RANK="1", GROUP_WORLD_SIZE="3")
+    assert (named.node_rank, named.num_nodes) == (1, 3)
+    counted = process_env(TORCHRUN, RANK="5", LOCAL_RANK="1", LOCAL_WORLD_SIZE="4", WORLD_SIZE="8")
+    assert (counted.node_rank, counted.num_nodes) == (1, 2)
+    slurm = process_env(SLURM, SLURM_NODEID="1", SLURM_NNODES="5", SLURM_STEP_NUM_NODES="2")
+    assert (slurm.node_rank, slurm.num_nodes) == (1, 2)
+    assert (process_env({}).node_rank, process_env({}).num_nodes) == (0, 1)
+
+
+def test_a_machine_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(JobError, match="machine 2 does not exist among 2 machines"):
+        process_env(TORCHRUN, GROUP_RANK="2", GROUP_WORLD_SIZE="2")

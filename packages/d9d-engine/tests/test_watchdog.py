@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.errors import BuildError
 from d9d_core.plugin.manifest import Manifest
+from d9d_engine.distributed.mesh import Topology
 from d9d_engine.distributed.world import joined
 from d9d_engine.process_env import ProcessEnv
 from d9d_engine.supervision import hang_report
@@ -334,3 +336,27 @@ def test_the_data_loader_says_whom_it_waits_for(job: Callable[..., Any], monkeyp
     monkeypatch.setattr(ToyStream, "next_pack", read_slowly)
     trainer.train()
     assert sum("(read_slowly)" in where for where in found) >= 2
+
+
+def test_a_limit_can_be_changed_and_counts_from_now_on() -> None:
+    changes: list[float] = []
+    watchdog = Watchdog({"step": 60.0, "checkpoint": 90.0}, changed=lambda: changes.append(watchdog.longest))
+    watchdog.phase("step", 3)
+    watchdog.set_limit("step", 600.0)
+    assert watchdog._phase is not None
+    assert watchdog._phase.step == 3
+    assert 590.0 < watchdog._phase.deadline - time.monotonic() <= 600.0
+    assert changes == [90.0, 600.0]
+    with pytest.raises(KeyError, match="stpe"):
+        watchdog.set_limit("stpe", 1.0)
+
+
+def test_the_topology_says_which_limits_there_are() -> None:
+    topology = Topology(watchdog=Watchdog({"startup": 1.0, "step": 1.0, "checkpoint": 1.0}))
+    topology.set_timeout("checkpoint", 50.0)
+    assert topology.watchdog.longest == 50.0
+    Topology().set_timeout("step", 5.0)
+    with pytest.raises(BuildError, match=r"set_timeout\('stpe', 5\): a phase is one of startup, step, checkpoint"):
+        topology.set_timeout("stpe", 5)  # type: ignore[arg-type]
+    with pytest.raises(BuildError, match="a time above 0"):
+        topology.set_timeout("step", 0)

@@ -20,14 +20,16 @@ from d9d_core.config.job import (
     GradientClipping,
     Gradients,
     Loading,
-    Logging,
     Mesh,
-    Plugins,
     Precision,
     Run,
     Timeouts,
 )
 from d9d_core.config.schema import job_schema
+from d9d_core.config.sections.garbage_collection import GarbageCollection
+from d9d_core.config.sections.logging import Logging
+from d9d_core.config.sections.plugins import Plugins
+from d9d_core.config.sections.profiling import Profiling
 from d9d_core.errors import (
     BuildError,
     CheckpointError,
@@ -130,6 +132,7 @@ __all__ = [
     "EvaluationStarts",
     "ForwardBackwardEnds",
     "ForwardBackwardStarts",
+    "GarbageCollection",
     "GradientClipping",
     "Gradients",
     "Inference",
@@ -160,6 +163,7 @@ __all__ = [
     "Plugins",
     "Precision",
     "ProcessEnv",
+    "Profiling",
     "Registry",
     "Report",
     "Run",

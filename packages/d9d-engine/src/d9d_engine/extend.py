@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from d9d_engine.compat import keep_fsdp_gradients, prepare_fsdp_gradients, reduce_fsdp_gradients
+    from d9d_engine.distributed.logs import rank_logger
     from d9d_engine.figures import figure_svg, new_figure
 
 #: Module of each name; they are imported when they are used.
@@ -18,6 +19,7 @@ _LAZY = {
     "new_figure": "d9d_engine.figures",
     "keep_fsdp_gradients": "d9d_engine.compat",
     "prepare_fsdp_gradients": "d9d_engine.compat",
+    "rank_logger": "d9d_engine.distributed.logs",
     "reduce_fsdp_gradients": "d9d_engine.compat",
 }
 
@@ -26,6 +28,7 @@ __all__ = [
     "keep_fsdp_gradients",
     "new_figure",
     "prepare_fsdp_gradients",
+    "rank_logger",
     "reduce_fsdp_gradients",
 ]
 

@@ -69,6 +69,9 @@ class Job(JoinsProcesses, JobFile):
         with simulated_world(size):
             return plan(self, self.registry, topology, here)
 
+    def _log_level(self) -> str | None:
+        return self.logging.level
+
     def build(
         self,
         note: Callable[[str], None] = print_note,
@@ -89,9 +92,12 @@ class Job(JoinsProcesses, JobFile):
         """
         self.resolve(1 if topology is None else topology.world_size)
         from d9d_engine.build.compose import build
+        from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import choose_device
         from d9d_engine.distributed.mesh import Topology
 
+        if self.deterministic:
+            prepare_determinism(self.device)
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
         with exits_are_errors():

@@ -34,6 +34,10 @@ class JoinsProcesses(LoadedJob):
     def _started(cls) -> int | None:
         return ProcessEnv.from_environment(os.environ).world_size
 
+    def _log_level(self) -> str | None:
+        """Least level of the log lines, if the job says."""
+        return None
+
     @contextmanager
     def joined(self, env: ProcessEnv | None = None, reporter: FailureReporter | None = None) -> Iterator[Topology]:
         """Join the job's processes inside the block. Collective over all ranks.
@@ -48,23 +52,32 @@ class JoinsProcesses(LoadedJob):
         env = env or ProcessEnv.from_environment(os.environ)
         if self.mesh.world_size != env.world_size:
             self.check_layout(env.world_size)  # says why, and what else does not fit
+        from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import device_of, load_kernels_eagerly
+        from d9d_engine.distributed.logs import log_lines
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.distributed.world import joined
         from d9d_engine.supervision.identity import Identity
 
+        if self.deterministic:
+            prepare_determinism(self.device)
         if self.mesh.pp > 1:
             load_kernels_eagerly(self.device)
         device = device_of(self.device, env.local_rank, env.local_world_size)
         identity = Identity.of(Manifest.of(self.registry), self.resolved())
         sizes, views = self.mesh.sizes(), self.views()
-        with joined(env, device, identity, sizes, self.timeouts.model_dump(), reporter) as world:
+        with (
+            log_lines(self._log_level(), env.rank == 0),
+            joined(env, device, identity, sizes, self.timeouts.model_dump(), reporter) as world,
+        ):
             yield Topology(
                 sizes=sizes,
                 rank=env.rank,
                 world_size=env.world_size,
                 local_rank=env.local_rank,
                 device=device,
+                node_rank=env.node_rank,
+                num_nodes=env.num_nodes,
                 views=views,
                 watchdog=world.watchdog,
             )

@@ -30,6 +30,8 @@ class ProcessEnv:
         node: name of its machine.
         launcher: who started it; ``None`` if nobody started several.
         master: host and port where ranks meet; ``None`` if the launcher named none.
+        node_rank: number of its machine.
+        num_nodes: number of machines.
     """
 
     rank: int = 0
@@ -39,6 +41,8 @@ class ProcessEnv:
     node: str = ""
     launcher: Launcher | None = None
     master: tuple[str, int] | None = None
+    node_rank: int = 0
+    num_nodes: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -52,6 +56,8 @@ class ProcessEnv:
             raise JobError(
                 f"{self._source}: {self.local_world_size} processes on this machine are more than all {self.world_size}"
             )
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise JobError(f"{self._source}: machine {self.node_rank} does not exist among {self.num_nodes} machines")
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> ProcessEnv:
@@ -64,11 +70,14 @@ class ProcessEnv:
         """
         node = environ.get("SLURMD_NODENAME") or platform.node()
         if any(name in environ for name in _TORCHRUN[:3]):
-            return cls(*_torchrun(environ), node, "torchrun", _torchrun_master(environ))
+            env = _torchrun(environ)
+            nodes = _nodes(environ, env, "GROUP_RANK", ("GROUP_WORLD_SIZE",))
+            return cls(*env, node, "torchrun", _torchrun_master(environ), *nodes)
         if "SLURM_PROCID" in environ and ("SLURM_STEP_ID" in environ or "SLURM_STEPID" in environ):
             env = _slurm(environ)
             if env[1] > 1:
-                return cls(*env, node, "slurm", _slurm_master(environ))
+                nodes = _nodes(environ, env, "SLURM_NODEID", ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"))
+                return cls(*env, node, "slurm", _slurm_master(environ), *nodes)
         return cls(node=node)
 
     @property
@@ -141,6 +150,23 @@ def _slurm(environ: Mapping[str, str]) -> tuple[int, int, int, int]:
         _number(environ, "SLURM_LOCALID"),
         _slurm_local_size(environ, _number(environ, total)),
     )
+
+
+def _nodes(
+    environ: Mapping[str, str], env: tuple[int, int, int, int], rank: str, counts: Iterable[str]
+) -> tuple[int, int]:
+    """Number of this machine, and of machines; where the launcher names none, machines are taken to be alike.
+
+    Args:
+        environ: environment variables.
+        env: rank, number of processes, local rank and number of processes on this machine.
+        rank: variable with the number of the machine.
+        counts: variables with the number of machines; the first one that is set counts.
+    """
+    given = [name for name in counts if environ.get(name)]
+    if environ.get(rank) and given:
+        return _number(environ, rank), _number(environ, given[0])
+    return env[0] // max(1, env[3]), max(1, -(-env[1] // max(1, env[3])))
 
 
 def _slurm_local_size(environ: Mapping[str, str], world_size: int) -> int:

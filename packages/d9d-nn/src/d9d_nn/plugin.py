@@ -133,6 +133,7 @@ def d9d_kernels() -> Iterable[KernelSpec]:
             op="attention",
             supports=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.supports"),
             build=Ref(f"d9d_nn.ops.attention.sdpa_pinned:{kernel}.build"),
+            deterministic=name != "cudnn",  # says torch itself
         )
     yield KernelSpec(
         name="flex",

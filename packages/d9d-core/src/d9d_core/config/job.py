@@ -19,7 +19,10 @@ from pydantic import (
 from d9d_core.config.base import PluginConfig, Section, speakable
 from d9d_core.config.evaluation import Evaluation
 from d9d_core.config.open_union import Named
-from d9d_core.plugin.policy import PluginPolicy, normalise
+from d9d_core.config.sections.garbage_collection import GarbageCollection
+from d9d_core.config.sections.logging import Logging
+from d9d_core.config.sections.plugins import Plugins
+from d9d_core.config.sections.profiling import Profiling
 
 # float16 would need a loss scaler, which the loop does not have.
 Dtype = Literal["float32", "bfloat16"]
@@ -164,20 +167,6 @@ class Gradients(Section):
     """Size of the buckets in which gradients outside of FSDP are all-reduced."""
 
 
-class Logging(Section):
-    """Interval of log entries, and what the loop logs of the device."""
-
-    every: PositiveInt = 10
-    """Steps between two log entries; the first and the last step are always logged."""
-    max_pending: NonNegativeInt = 2
-    """Steps that the host may be ahead of the values it has seen, on a GPU; 0 waits for each step."""
-    peak_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Peak of one device in TFLOP/s, for the series ``mfu``; by default the vendor's for dense bfloat16, on GPUs that
-    are known."""
-    memory: bool | None = None
-    """Log the peaks of memory so far, of the first process; by default on GPUs only."""
-
-
 class Best(Section):
     """Retention of the checkpoints with the best values of a logged series."""
 
@@ -268,36 +257,6 @@ class Precision(Section):
         return self
 
 
-class Plugins(Section):
-    """Selection of the plugins that may be loaded. Installing makes names available, the job file activates them."""
-
-    allow: list[str] | None = None
-    """Load only these distributions."""
-    block: list[str] = []
-    """Do not load these distributions."""
-    require: list[str] = []
-    """Refuse to start unless these load."""
-    autoload: bool = True
-    """Load installed plugins at all."""
-    files: list[Path] = []
-    """Single Python files that are plugins, relative to the job file; a bare list under ``plugins`` means this."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _list_of_files(cls, value: Any) -> Any:
-        return {"files": value} if isinstance(value, list) else value
-
-    def policy(self) -> PluginPolicy:
-        """Plugin policy of this section."""
-        return PluginPolicy(
-            allow=None if self.allow is None else frozenset(map(normalise, self.allow)),
-            block=frozenset(map(normalise, self.block)),
-            require=frozenset(map(normalise, self.require)),
-            autoload=self.autoload,
-            files=tuple(self.files),
-        )
-
-
 class BaseJob(Section):
     """Sections that jobs of every kind have: a model, data, and how they are laid out over processes."""
 
@@ -307,6 +266,9 @@ class BaseJob(Section):
     """Initial weights, data order and dropout depend on this."""
     device: str = "auto"
     """``auto`` takes the accelerator if there is one, else the CPU; or a name such as ``cpu`` or ``cuda``."""
+    deterministic: bool = False
+    """Compute the same bits each time, with slower algorithms where it takes those; an operation that cannot is an
+    error."""
     mesh: Mesh = Mesh()
     """The process grid."""
     model: Annotated[PluginConfig, Named("model")]
@@ -397,9 +359,13 @@ class JobConfig(BaseJob):
     )
     """Destinations of logged values."""
     logging: Logging = Logging()
-    """Interval of log entries."""
+    """Log entries and log lines."""
     evaluation: Evaluation | None = None
     """Evaluation on other data during training."""
+    profiling: Profiling | None = None
+    """Traces of some steps; null is off."""
+    garbage_collection: GarbageCollection = GarbageCollection()
+    """Moments of Python's garbage collection."""
     checkpoint: Checkpoint = Checkpoint()
     """Interval, directory and retention of checkpoints."""
     export: Literal["adapter"] | bool = True

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from d9d_core.config.base import Location, dotted
 from d9d_core.config.document import Document
-from d9d_core.config.job import BaseJob, Plugins
+from d9d_core.config.job import BaseJob
+from d9d_core.config.sections.plugins import Plugins
 from d9d_core.errors import JobError
 from d9d_core.plugin.loader import discover
 from d9d_core.plugin.policy import PluginPolicy

@@ -243,11 +243,14 @@ class KernelSpec(Spec):
         op: the op it implements, for example ``attention``.
         supports: ``(OpSignature) -> Decision``; decides from the static signature alone.
         build: ``(OpSignature) -> Callable``; the function that replaces the op's reference.
+        deterministic: it computes the same bits each time, at least where ``torch.use_deterministic_algorithms`` is on;
+            a job that is ``deterministic`` refuses one that does not.
     """
 
     op: str
     supports: Ref
     build: Ref
+    deterministic: bool = True
 
     @property
     def key(self) -> str:

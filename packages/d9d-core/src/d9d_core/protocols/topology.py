@@ -35,6 +35,21 @@ class Topology(Protocol):
         ...
 
     @property
+    def local_rank(self) -> int:
+        """Number of this process on its machine."""
+        ...
+
+    @property
+    def node_rank(self) -> int:
+        """Number of this machine."""
+        ...
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Device of this process."""
         ...

@@ -179,7 +179,9 @@ def assemble(
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
-    kernels = bind_kernels(full_model, registry, job.kernels, topology.device.type, compute, judge.verdicts)
+    kernels = bind_kernels(
+        full_model, registry, job.kernels, topology.device.type, compute, judge.verdicts, job.deterministic
+    )
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)

@@ -33,6 +33,8 @@ from d9d_engine.build.parts.statistics import build_statistics, unique_name
 from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances, flops_per_token
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.profiling.profiler import StepProfiler
+from d9d_engine.profiling.ranges import Ranges
 from d9d_engine.run.checkpointer import Checkpointer, open_store
 from d9d_engine.run.forward import ModelForward, inputs_by_name
 from d9d_engine.run.interrupt import Interrupts
@@ -127,7 +129,8 @@ def build(
     tallies = Tallies(assembly.stages, data_ranks)
     interrupts = interrupts or Interrupts()
     running = (auxiliary_losses, tallies, gradients, statistics)
-    executor = build_executor(job, selection, assembly, topology, task, *running)
+    ranges = Ranges()
+    executor = build_executor(job, selection, assembly, topology, task, *running, ranges=ranges)
     by_name = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
     events.emit(ev.ForwardReady(ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology), topology))
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
@@ -156,6 +159,7 @@ def build(
         lr_schedule=lr_schedule,
         tallies=tallies,
         events=events,
+        ranges=ranges,
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
     check_series(job, selection, evaluator, {**task.coefficients, **auxiliary_losses.coefficients})
@@ -201,6 +205,7 @@ def build(
             ),
             ends={name: one for name, one in subscribers.items() if isinstance(one, EndsTraining)},
             note=note,
+            profiler=StepProfiler(job.profiling, topology, job.run.directory / "profile", note, ranges),
             utilisation=Utilisation(
                 topology.device,
                 topology.world_size,

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from d9d_engine.build.assemble import Assembly
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.profiling.ranges import Ranges
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.boundary import Boundaries
 from d9d_engine.step.checked_task import LossTask
@@ -37,6 +38,7 @@ def build_executor(
     gradients: Gradients,
     statistics: Statistics,
     inputs: Callable[[Microbatch], StageInputs] | None = None,
+    ranges: Ranges | None = None,
 ) -> Executor:
     """Build the executor of an assembled model's stages, with the handlers of the job's schedule.
 
@@ -51,6 +53,7 @@ def build_executor(
         gradients: told when a stage's gradients are complete.
         statistics: updated with the task's observations.
         inputs: keyword arguments of the model for a microbatch; by default the task's.
+        ranges: around the actions, for a profiler.
     """
     return Executor(
         stages=assembly.stages,
@@ -67,6 +70,7 @@ def build_executor(
         unsplittable=assembly.unsplittable(),
         handlers=_schedule_handlers(job, selection),
         inputs=inputs,
+        ranges=ranges,
     )
 
 

@@ -48,6 +48,7 @@ def bind_kernels(
     device: str,
     dtype: str,
     judge: Judgement,
+    deterministic: bool = False,
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot of the stage and bind it.
 
@@ -60,6 +61,7 @@ def bind_kernels(
         device: device type.
         dtype: dtype of the tensors the ops meet.
         judge: whether the capabilities that a backend requires and refuses let it run here.
+        deterministic: refuse backends that say they are not.
 
     Raises:
         BuildError: a requested backend refuses, or the model calls no such op.
@@ -79,17 +81,24 @@ def bind_kernels(
     for site, slot in slots:
         groups.setdefault((slot.op, repr(sorted(slot.static.items()))), []).append((site, slot))
     return [
-        _bind(registry, requested.get(op), same, OpSignature(op, device, dtype, same[0][1].static), judge)
+        _bind(
+            registry, requested.get(op), same, OpSignature(op, device, dtype, same[0][1].static), judge, deterministic
+        )
         for (op, _), same in groups.items()
     ]
 
 
 def _bind(
-    registry: Registry, requested: str | None, same: list[tuple[str, OpSlot]], signature: OpSignature, judge: Judgement
+    registry: Registry,
+    requested: str | None,
+    same: list[tuple[str, OpSlot]],
+    signature: OpSignature,
+    judge: Judgement,
+    deterministic: bool,
 ) -> KernelChoice:
     sites = tuple(dict.fromkeys(site for site, _ in same))
     offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
-    answers = {entry: _ask(entry, signature, judge) for entry in offers}
+    answers = {entry: _ask(entry, signature, judge, deterministic) for entry in offers}
     names = Counter(entry.spec.key for entry in offers)
     considered = {REFERENCE: Decision(True, "runs everywhere")}
     considered |= {_label(entry, unique=names[entry.spec.key] == 1): answers[entry] for entry in offers}
@@ -133,8 +142,10 @@ def _best(answers: Mapping[Entry, Decision]) -> Entry | None:
     )
 
 
-def _ask(entry: Entry, signature: OpSignature, judge: Judgement) -> Decision:
+def _ask(entry: Entry, signature: OpSignature, judge: Judgement, deterministic: bool) -> Decision:
     assert isinstance(entry.spec, KernelSpec)
+    if deterministic and not entry.spec.deterministic:
+        return Decision(False, "computes other bits each time, and the job is 'deterministic'")
     unmet = [
         verdict.reason for verdict in judge(Chosen(f"kernels.{signature.op}", entry)) if verdict.satisfied is False
     ]

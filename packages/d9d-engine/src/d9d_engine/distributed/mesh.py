@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from d9d_core.errors import BuildError
@@ -16,6 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from d9d_engine.distributed.devices import own_backend
 from d9d_engine.supervision.watchdog import Watchdog
+
+#: Phases of a run that have a time limit.
+_PHASES = ("startup", "step", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Topology:
         world_size: number of processes.
         local_rank: number of this process on its machine.
         device: what it computes on.
+        node_rank: number of its machine.
+        num_nodes: number of machines.
         views: by name; see :class:`d9d_core.plugin.ViewSpec`.
         watchdog: is told what the process is about to do, and reports when it takes too long.
         simulated: the other processes do not exist and the device may not either; see ``topology.simulate``.
@@ -41,6 +46,8 @@ class Topology:
     world_size: int = 1
     local_rank: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    node_rank: int = 0
+    num_nodes: int = 1
     views: Mapping[str, ViewSpec] = field(default_factory=dict)
     watchdog: Watchdog = field(default_factory=Watchdog, repr=False, compare=False)
     simulated: bool = False
@@ -149,6 +156,22 @@ class Topology:
         """Wait for all processes, not for their devices. Collective over all ranks."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1), group=self.world)
+
+    def set_timeout(self, phase: Literal["startup", "step", "checkpoint"], seconds: float) -> None:
+        """Change one of the job's ``timeouts``, and that of all process groups with it. To be called on all ranks.
+
+        A rank that waits longer in this phase ends the run with a report. Process groups get the longest of all
+        limits and a margin, because a rank in a short phase may wait for one in a long phase. Nothing where a process
+        is alone.
+
+        Raises:
+            BuildError: there is no such phase, or the time is not above 0.
+        """
+        if phase not in _PHASES or not seconds > 0:
+            raise BuildError(
+                f"set_timeout({phase!r}, {seconds}): a phase is one of {', '.join(_PHASES)}, a time above 0"
+            )
+        self.watchdog.set_limit(phase, seconds)
 
     @contextmanager
     def main_first(self, per_machine: bool = False) -> Iterator[None]:

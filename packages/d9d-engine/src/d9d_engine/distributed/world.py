@@ -81,7 +81,7 @@ def joined(
         def claim(name: str) -> str:
             return store.compare_set(FAILED, "", name).decode()
 
-        watchdog = Watchdog(timeouts, who, changed=lambda: _set_timeouts(max(timeouts.values()) + _BACKEND_MARGIN))
+        watchdog = Watchdog(timeouts, who, changed=lambda: _set_timeouts(watchdog.longest + _BACKEND_MARGIN))
         own = False
         try:
             agree(store, env, identity, timeouts["startup"])

@@ -78,10 +78,13 @@ class InferenceJob(JoinsProcesses, InferenceConfig):
             D9dError: the job cannot run.
         """
         self.check(1 if topology is None else topology.world_size)
+        from d9d_engine.distributed.determinism import prepare_determinism
         from d9d_engine.distributed.devices import choose_device
         from d9d_engine.distributed.mesh import Topology
         from d9d_engine.inference.build import build_inference
 
+        if self.deterministic:
+            prepare_determinism(self.device)
         if topology is None:
             topology = Topology(sizes=self.mesh.sizes(), device=choose_device(self.device), views=self.views())
         with exits_are_errors():

@@ -21,6 +21,7 @@ from d9d_weights.sharding.agreement import on_main
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.inference.forwards import Forwards
 from d9d_engine.inference.part_store import PartStore, Standing
@@ -123,6 +124,7 @@ class Inference:
         try:
             with exits_are_errors(), self.prefetcher, ExitStack() as held:
                 on_main(lambda: held.enter_context(self.store.opened()), self.topology.world)
+                held.enter_context(deterministic_algorithms(self.job.deterministic))
                 return self._run()
         except BaseException as error:
             try:

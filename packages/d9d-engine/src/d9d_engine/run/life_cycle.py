@@ -11,6 +11,7 @@ from d9d_core import events as ev
 from d9d_core.failures import ended_by, exits_are_errors, source_of
 from d9d_core.protocols.tracker import RunInfo
 
+from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.run.checkpointer import Progress
 from d9d_engine.run.gc import built_objects_spared
 from d9d_engine.run.open_run import Collaborators, OpenRun
@@ -66,6 +67,8 @@ class LifeCycle:
             owned.enter_context(self._prefetching())
             owned.enter_context(parts.checkpointer.store.opened())
             owned.enter_context(built_objects_spared())
+            owned.callback(parts.profiler.close)
+            owned.enter_context(deterministic_algorithms(parts.job.deterministic))
             with exits_are_errors(), generators_kept(parts.topology.device):
                 self.progress, tracker_states = parts.checkpointer.restore()
                 step, total = self.progress.step, parts.total_steps
@@ -75,9 +78,13 @@ class LifeCycle:
                     parts.note(f"nothing left to train: the run ended at step {step} of {total}, {reason}")
                 elif step:
                     parts.note(f"resumed at step {step} of {total}")
+                parts.profiler.check(step, total)
+                if parts.job.deterministic and parts.topology.device.type != "cpu":
+                    parts.note("warning: deterministic: algorithms that compute the same bits each time may be slower")
                 parts.checkpointer.record()
                 parts.trackers.open(self._run_info(step), tracker_states)
             run = OpenRun(self._parts, self.progress, shown)
+            owned.enter_context(run.collection.paced())
             run.owned = owned.pop_all()
         self.run = run
         return run

@@ -16,9 +16,11 @@ from d9d_core.protocols.subscriber import EndsTraining
 from torch import nn
 
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.profiling.profiler import StepProfiler
 from d9d_engine.run.checkpointer import Checkpointer, Progress
 from d9d_engine.run.clock import Clock
 from d9d_engine.run.evaluation import Evaluator
+from d9d_engine.run.gc import PacedCollection
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.logbook import Logbook
 from d9d_engine.run.prefetch import DevicePrefetcher
@@ -53,6 +55,7 @@ class Collaborators:
         events: observers.
         note: prints a line.
         sleeper: releases memory of the device.
+        profiler: records some steps.
         utilisation: tokens per second -> further values to log.
         ends: subscribers that may end the run, by name.
     """
@@ -72,6 +75,7 @@ class Collaborators:
     events: Events
     note: Callable[[str], None]
     sleeper: Sleeper
+    profiler: StepProfiler
     utilisation: Callable[[float], Mapping[str, float]]
     ends: Mapping[str, EndsTraining] = field(default_factory=dict)
 
@@ -95,6 +99,7 @@ class OpenRun:
         deferred: failures of subscribers, which are raised when all ranks have done the same step.
         bar: of all steps.
         clock: of the speed that is logged.
+        collection: of Python's garbage.
         evaluated: step of the last evaluation, and its values.
         busy: the trainer is at work, and not its caller.
     """
@@ -106,6 +111,7 @@ class OpenRun:
         self.deferred = ExitStack()
         self.bar = ProgressBar(parts.total_steps, progress.step, shown)
         self.clock = Clock()
+        self.collection = PacedCollection(parts.job.garbage_collection.every)
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
         self._logbook = Logbook(
@@ -142,7 +148,9 @@ class OpenRun:
         """Make one step, and what is due after it."""
         job, parts, progress = self.parts.job, self.parts, self.progress
         parts.topology.watchdog.phase("step", progress.step)
-        pack = parts.prefetcher.next()
+        parts.profiler.before(progress.step)
+        with parts.profiler.ranges("data wait"):
+            pack = parts.prefetcher.next()
         self._between_steps = False
         result = parts.step(progress.step, pack)
         progress.step += 1
@@ -159,6 +167,8 @@ class OpenRun:
                     self._retry = None
                 else:  # all ranks count alike, where their clocks would differ
                     self._retry = progress.step + 2 ** (parts.checkpointer.store.failures - 1)
+        self.collection.after_step(progress.step)
+        parts.profiler.after(progress.step)
         return result
 
     def evaluate(self) -> None:
@@ -166,7 +176,7 @@ class OpenRun:
         assert self.parts.evaluator is not None
         self._logbook.drain()
         step = self.progress.step
-        with self.clock.paused():
+        with self.clock.paused(), self.parts.profiler.ranges("evaluation"):
             self.parts.events.emit(ev.EvaluationStarts(step))
             with self.parts.step.evaluation_weights():
                 values = self.parts.evaluator.run(lambda tables: self.parts.trackers.write_tables(step, tables))
@@ -174,6 +184,7 @@ class OpenRun:
                 self.parts.note(f"warning: the evaluation after step {step} found no number: {wrong}")
             self._write(step, values)
             self.evaluated = (step, values)
+            self.collection.after_pause()
             self.parts.events.emit(ev.EvaluationEnds(step, values))
 
     def save(self) -> None:
@@ -252,8 +263,10 @@ class OpenRun:
         progress.skipped, progress.tokens = self._logbook.skipped, self._logbook.tokens
         self.parts.topology.watchdog.phase("checkpoint", progress.step)
         self.parts.events.emit(ev.CheckpointStarts(progress.step))
-        saved = self.parts.checkpointer.save(progress, wait)
+        with self.parts.profiler.ranges("checkpoint"):
+            saved = self.parts.checkpointer.save(progress, wait)
         self._saved = progress.step if saved else self._saved
+        self.collection.after_pause()
         self._announce()
         return saved
 

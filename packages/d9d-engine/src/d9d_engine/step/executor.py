@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.profiling.ranges import Ranges, name_of
 from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
 from d9d_engine.step.boundary import Boundaries
 from d9d_engine.step.checked_task import LossTask
@@ -74,6 +75,7 @@ class Executor:
         unsplittable: names of the modules whose backward cannot be split.
         handlers: makes the handlers of the schedule's own.
         inputs: keyword arguments of the model for a microbatch; by default the task's.
+        ranges: around the actions, for a profiler.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Executor:
         unsplittable: frozenset[str] = frozenset(),
         handlers: Callable[[StageRunner], Mapping[type[Action], Handler]] | None = None,
         inputs: Callable[[Microbatch], StageInputs] | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         self.stages = stages
         self.pipeline = pipeline
@@ -104,6 +107,7 @@ class Executor:
         self._task = task
         self._weight: Tensor | None = None  # of the outputs of this step so far, if the task weighs them
         self._inputs = inputs
+        self._ranges = ranges or Ranges()
         self._auxiliary = auxiliary_losses
         self._tallies = tallies
         self._statistics = statistics
@@ -163,8 +167,13 @@ class Executor:
         return program, backwards, split
 
     def _interpret(self, program: Program, state: StepState) -> None:
-        for action in program:
-            self._handlers[type(action)](action, state)
+        if self._ranges.on:
+            for action in program:
+                with self._ranges(name_of(action)):
+                    self._handlers[type(action)](action, state)
+        else:
+            for action in program:
+                self._handlers[type(action)](action, state)
         for end in state.ends:
             end()
 

@@ -9,6 +9,7 @@ from d9d_core import events as ev
 from d9d_core.protocols.optimizer import AveragesWeights, LrSchedule, Optimizer
 from d9d_core.types import Pack
 
+from d9d_engine.profiling.ranges import OPTIMIZER, Ranges
 from d9d_engine.step.auxiliary_losses import Tallies
 from d9d_engine.step.checked_task import CheckedTask
 from d9d_engine.step.executor import Executor
@@ -38,6 +39,7 @@ class TrainStep:
         lr_schedule: step -> factor on the base learning rate.
         tallies: what the model's modules counted, which some adapt to.
         events: observers.
+        ranges: around the phases, for a profiler.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TrainStep:
         lr_schedule: LrSchedule,
         tallies: Tallies,
         events: Events,
+        ranges: Ranges | None = None,
     ) -> None:
         self.task = task
         self.first_pass = first_pass
@@ -69,6 +72,7 @@ class TrainStep:
         self.lr_schedule = lr_schedule
         self.tallies = tallies
         self.events = events
+        self.ranges = ranges or Ranges()
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -94,14 +98,17 @@ class TrainStep:
         loss = self.executor.run(step, pack, scale)
         self.events.emit(ev.ForwardBackwardEnds(step))
 
-        self.gradients.finish()  # reductions over ranks land; each has exactly one owner
+        with self.ranges("gradient reduction"):
+            self.gradients.finish()  # reductions over ranks land; each has exactly one owner
         loss = self.loss_scale.settle(loss, self.gradients)  # for a task that weighs outputs, gradients are scaled now
-        result = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))
+        with self.ranges("clip"):
+            result = self.clipper.clip(loss, sum(self.task.count(microbatch) for microbatch in pack))
 
         self.events.emit(ev.OptimizerStepStarts(step))
         self.before_update()
-        self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
-        self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
+        with self.ranges(OPTIMIZER):
+            self.optimizer.set_lr_factor(self.lr_schedule(step))  # a pure function of the step: nothing to save
+            self.optimizer.step(result.finite)  # a non-finite step changes nothing, decided on the device
         self.ties.copy_values()  # what several stages share, such as a tied embedding
         self.tallies.adapt(result.finite)  # such as the bias that balances experts
         self.events.emit(ev.OptimizerStepEnds(step))

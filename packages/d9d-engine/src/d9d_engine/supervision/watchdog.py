@@ -81,6 +81,26 @@ class Watchdog:
         if previous is None or previous.name != name:
             self._changed()
 
+    @property
+    def longest(self) -> float:
+        """Longest limit in seconds; 0 without limits."""
+        return max(self._limits.values(), default=0.0)
+
+    def set_limit(self, name: str, seconds: float) -> None:
+        """Change the limit of a phase, from now on if it is the present one. Nothing without limits.
+
+        Raises:
+            KeyError: there is no such limit.
+        """
+        if not self._limits:
+            return
+        if name not in self._limits:
+            raise KeyError(name)
+        self._limits[name] = seconds
+        self._changed()
+        if self._phase is not None and self._phase.name == name:
+            self.beat()
+
     def beat(self) -> None:
         """Restart the limit: the main thread moves on within its phase."""
         phase = self._phase

@@ -1,0 +1,1 @@
+"""Sections of the job file that need no other one."""

@@ -1,0 +1,59 @@
+"""Settings of torch with which the same job computes the same bits each time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from d9d_core.errors import JobError
+
+#: Variable with the workspaces of cuBLAS; with these two sizes its results do not depend on what streams do.
+_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+_SIZES = (":4096:8", ":16:8")
+
+
+def prepare_determinism(device: str) -> None:
+    """Set what cuBLAS reads when it starts. To be called before the device is used.
+
+    Args:
+        device: as in the job file.
+
+    Raises:
+        JobError: CUDA has started already, or the variable has another value.
+    """
+    if device.partition(":")[0] not in ("auto", "cuda") or not torch.cuda.is_available():
+        return
+    given = os.environ.get(_VARIABLE)
+    if given in _SIZES:
+        return
+    remedy = f"start with {_VARIABLE}={_SIZES[0]} in the environment: {_VARIABLE}={_SIZES[0]} d9d train JOB"
+    if given is not None:
+        raise JobError(f"deterministic: {_VARIABLE} is '{given}', with which results of cuBLAS may vary; {remedy}")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise JobError(f"deterministic: CUDA was started by this process without {_VARIABLE}; {remedy}")
+    os.environ[_VARIABLE] = _SIZES[0]
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Let torch use deterministic algorithms only inside the block, if enabled; one that has none raises.
+
+    Tensors that torch leaves uninitialised stay so: the engine reads none of them, and filling them costs time.
+    """
+    if not enabled:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    fills: Any = torch.utils.deterministic  # has its settings as properties
+    algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.deterministic, cudnn.benchmark, fills.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark, fills.fill_uninitialized_memory = True, False, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms[0], warn_only=algorithms[1])
+        cudnn.deterministic, cudnn.benchmark, fills.fill_uninitialized_memory = before

@@ -1,0 +1,221 @@
+"""Profiler of training steps: records the last steps of each cycle, and writes a trace on every rank."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_core.config.sections.profiling import Profiling
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_activities
+
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.profiling.ranges import Ranges
+from d9d_engine.profiling.summary import Span, table, time_by_kind
+
+#: Allocations and releases that a memory snapshot tells of, the last ones.
+_MEMORY_EVENTS = 100_000
+
+
+class StepProfiler:
+    """Profiler of steps: a Chrome trace of each cycle on each rank.
+
+    They are ``<run>/profile/step-N/rank-R-<coordinate>.json.gz``. Which steps are recorded follows from their number:
+    all ranks record the same ones, and a resumed run goes on with the cycles; a window that it enters in its middle is
+    left out. Between two windows, and without a config, it costs nothing. Traces are compressed in a thread; one that
+    cannot be written costs a line of warning.
+
+    Args:
+        config: which steps, and what of them; ``None`` is off.
+        topology: this process among others.
+        directory: of the run's traces.
+        note: prints a line.
+        ranges: switched on while the profiler runs.
+    """
+
+    def __init__(
+        self,
+        config: Profiling | None,
+        topology: Topology,
+        directory: Path,
+        note: Callable[[str], None],
+        ranges: Ranges,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._directory = directory
+        self._note = note
+        self.ranges = ranges
+        self._profile: profile | None = None
+        self._done = 0  # steps of the run
+        self._first = 0  # of them, before the first recorded one
+        self._pool: ThreadPoolExecutor | None = None
+        self._pending: list[Future[str | None]] = []
+
+    def check(self, step: int, total_steps: int) -> None:
+        """Warn if the steps from ``step`` to ``total_steps`` hold no step that would be recorded."""
+        if (config := self._config) is None:
+            return
+        first = config.every - config.warmup - config.active
+        begins = step + (first - step) % config.every
+        if begins + config.warmup >= total_steps and step < total_steps:
+            self._note(
+                f"warning: profiling: nothing will be recorded: the next recorded step is {begins + config.warmup + 1} "
+                f"of {total_steps}; lower profiling.every, which is {config.every}"
+            )
+
+    def before(self, step: int) -> None:
+        """Begin to record if step ``step`` (0-based) is the first of the window of its cycle."""
+        config = self._config
+        if config is None or self._profile is not None:
+            return
+        if step % config.every != config.every - config.warmup - config.active:
+            return
+        self._done, self._first = step, step + config.warmup
+        if config.memory:
+            self._record_memory("all")
+        # Else torch's library prints a line of its own on standard error with each window.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        activities = {ProfilerActivity.CPU}
+        if self._topology.device.type != "cpu":
+            activities |= set(supported_activities())  # type: ignore[no-untyped-call]
+        self._profile = profile(
+            activities=activities,
+            schedule=partial(_action, config.warmup, config.active),
+            on_trace_ready=self._ready,
+            record_shapes=config.record_shapes,
+            with_stack=config.with_stack,
+            profile_memory=config.memory,
+            acc_events=True,
+        )
+        self.ranges.on = True
+        self._profile.start()
+
+    def after(self, done: int) -> None:
+        """Count a step, with all that was due after it; ``done`` are done now. Writes the trace after the last one."""
+        if self._config is None:
+            return
+        if self._profile is not None:
+            self._done = done
+            self._profile.step()
+            if done % self._config.every == 0:
+                self._stop()
+        self._tell(wait=False)
+
+    def close(self) -> None:
+        """Write what is recorded, and wait for what is being written."""
+        if self._profile is not None:
+            self._stop()
+        self._tell(wait=True)
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _stop(self) -> None:
+        running, self._profile = self._profile, None
+        assert running is not None
+        self.ranges.on = False
+        try:
+            running.stop()
+        except RuntimeError as error:  # the device may be what failed
+            self._lost(error)
+        if self._config is not None and self._config.memory:
+            self._record_memory(None)
+
+    def _ready(self, finished: profile) -> None:
+        """Hand what was recorded to the thread that writes it."""
+        try:
+            self._hand_over(finished)
+        except (OSError, RuntimeError) as error:  # a trace is not worth a run
+            self._lost(error)
+
+    def _hand_over(self, finished: profile) -> None:
+        folder = self._directory / f"step-{self._done}"
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{_rank_name(self._topology)}.json.gz"
+        raw = target.with_name(f".{target.stem}")
+        # Here, because one session of the profiler at a time may use its library.
+        finished.export_chrome_trace(str(raw))
+        snapshot = self._memory_snapshot() if self._config is not None and self._config.memory else None
+        self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="d9d-traces")
+        self._pending.append(
+            self._pool.submit(self._write, finished, raw, target, snapshot, self._done, self._done - self._first)
+        )
+
+    def _write(self, finished: profile, raw: Path, target: Path, snapshot: Any, done: int, steps: int) -> str | None:
+        """Compress a trace, and make the table of it on the main rank."""
+        _compress(raw, target)
+        if snapshot is not None:
+            memory = raw.with_suffix(".memory")
+            # torch's own function for this writes a pickle.
+            memory.write_text(json.dumps(snapshot, default=str), encoding="utf-8")
+            _compress(memory, target.with_name(f"{_rank_name(self._topology)}.memory.json.gz"))
+        if not (self._topology.is_main and steps):
+            return None
+        spans = [
+            Span(
+                event.name,
+                event.time_range.start,
+                event.time_range.end,
+                event.device_type.name != "CPU",
+                bool(event.is_user_annotation),
+            )
+            for event in finished.events() or ()  # type: ignore[no-untyped-call]
+        ]
+        times, total = time_by_kind(spans, steps)
+        which = f"step {done}" if steps == 1 else f"steps {done - steps + 1} to {done}"
+        where = f"{self._topology.device}, {_rank_name(self._topology)}"
+        return f"{table(times, total, steps, f'profile of {which} ({where})')}\n  traces: {target.parent}"
+
+    def _tell(self, wait: bool) -> None:
+        """Print the tables that are ready."""
+        while self._pending and (wait or self._pending[0].done()):
+            try:
+                text = self._pending.pop(0).result()
+            except Exception as error:  # a trace is not worth a run
+                text = f"warning: profiling: a trace could not be written: {error}"
+            if text is not None:
+                self._note(text)
+
+    def _lost(self, error: Exception) -> None:
+        self._note(f"warning: profiling: the trace up to step {self._done} is lost: {error}")
+
+    def _record_memory(self, enabled: str | None) -> None:
+        # Private, and the only way to a history of allocations; a torch without it has no snapshots.
+        record = getattr(torch.cuda.memory, "_record_memory_history", None)
+        if self._topology.device.type == "cuda" and record is not None:
+            record(enabled=enabled, max_entries=_MEMORY_EVENTS)
+
+    def _memory_snapshot(self) -> Any:
+        snapshot = getattr(torch.cuda.memory, "_snapshot", None)  # private like the history
+        return snapshot() if self._topology.device.type == "cuda" and snapshot is not None else None
+
+
+def _action(warmup: int, active: int, number: int) -> ProfilerAction:
+    """Action of torch's profiler in step ``number`` of the window."""
+    if number < warmup:
+        return ProfilerAction.WARMUP
+    if number < warmup + active - 1:
+        return ProfilerAction.RECORD
+    return ProfilerAction.RECORD_AND_SAVE if number == warmup + active - 1 else ProfilerAction.NONE
+
+
+def _rank_name(topology: Topology) -> str:
+    """``rank-3-dp_replicate1-dp_shard1``; axes of size one are left out."""
+    shown = [f"{axis}{at}" for axis, at in topology.coordinate.items() if topology.sizes[axis] > 1]
+    return "-".join([f"rank-{topology.rank}", *shown])
+
+
+def _compress(raw: Path, target: Path) -> None:
+    part = target.with_name(f".{target.name}")
+    with raw.open("rb") as source, gzip.open(part, "wb", compresslevel=6) as compressed:
+        shutil.copyfileobj(source, compressed, 1 << 20)
+    part.replace(target)
+    raw.unlink()

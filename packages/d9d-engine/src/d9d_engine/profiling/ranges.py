@@ -1,0 +1,39 @@
+"""Ranges that a profiler shows around the phases and actions of a step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from d9d_core.program.actions import Action, MicrobatchAction, compute_parts
+from torch.profiler import record_function
+
+#: Begin of the name of every range of ours.
+PREFIX = "d9d/"
+OPTIMIZER = "optimizer"
+_NOTHING = nullcontext()
+
+
+class Ranges:
+    """Ranges around phases, by name. While no profiler records, one costs as much as a call and an empty block.
+
+    Attributes:
+        on: a profiler records.
+    """
+
+    __slots__ = ("on",)
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __call__(self, name: str) -> AbstractContextManager[object]:
+        """Range of a phase, around the block."""
+        return record_function(PREFIX + name) if self.on else _NOTHING
+
+
+def name_of(action: Action) -> str:
+    """Name of an action's range: ``Forward stage 1 microbatch 0``."""
+    return " + ".join(
+        f"{type(part).__name__} stage {part.stage}"
+        + (f" microbatch {part.microbatch}" if isinstance(part, MicrobatchAction) else "")
+        for part in compute_parts(action)
+    )
