@@ -46,6 +46,9 @@ class CheckedTask:
         chosen: the task's record.
         task: what was built.
 
+    Attributes:
+        late: only outputs tell the weight of the loss (:class:`~d9d_core.protocols.task.WeighsOutputs`).
+
     Raises:
         BuildError: it weighs outputs, and has not one loss term.
     """
@@ -53,17 +56,15 @@ class CheckedTask:
     def __init__(self, chosen: Chosen, task: Task) -> None:
         self._chosen = chosen
         self._task = task
+        # Asked here once: whether a protocol holds takes Python 15 µs to find out.
+        self.late = isinstance(task, WeighsOutputs)
+        self._steps = task if isinstance(task, SeesSteps) else None
         if self.late and len(task.coefficients) != 1:
             terms = ", ".join(task.coefficients) or "none"
             raise BuildError(
                 f"{subject(chosen)} weighs its outputs, so it has one loss term, not these: {terms}; gradients of "
                 "several could not be told apart when their weights are known"
             )
-
-    @property
-    def late(self) -> bool:
-        """Whether only outputs tell the weight of the loss (:class:`~d9d_core.protocols.task.WeighsOutputs`)."""
-        return isinstance(self._task, WeighsOutputs)
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -96,15 +97,16 @@ class CheckedTask:
 
     def weigh(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Term -> its weight in this microbatch, which may need the outputs; after ``losses``."""
-        if not isinstance(self._task, WeighsOutputs):
+        if not self.late:
             return self.weights(microbatch)
+        assert isinstance(self._task, WeighsOutputs)
         (term,) = self.coefficients
         return {term: self._task.weight(outputs, microbatch)}
 
     def begin_step(self, step: int) -> None:
         """Tell the task the step (0-based) whose microbatches follow, if it wants to know."""
-        if isinstance(self._task, SeesSteps):
-            self._task.begin_step(step)
+        if self._steps is not None:
+            self._steps.begin_step(step)
 
     def finalize(self) -> None:
         """Let the task end the training, if it has something to do then."""
