@@ -19,7 +19,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_
 from d9d_engine.distributed.logs import rank_logger
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.ranges import PREFIX, Ranges
-from d9d_engine.profiling.summary import Span, table, time_by_kind
+from d9d_engine.profiling.summary import STEP, Span, table, time_by_kind
 
 #: Allocations and releases that a memory snapshot tells of, the last ones.
 _MEMORY_EVENTS = 100_000
