@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ def test_a_trace_that_cannot_be_written_costs_a_warning_and_not_the_run(job: Mak
     trainer, notes = noted(made)
     assert trainer.train().status == "finished"
     assert any("warning: profiling" in note for note in notes)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_table_is_of_its_kernels_and_memory_is_written(job: MakeJob) -> None:
+    made = job("device=cuda", profiling={**WINDOW, "memory": True})
+    trainer, notes = noted(made)
+    trainer.train()
+    assert traces(made)["step-12"] == ["rank-0.json.gz", "rank-0.memory.json.gz"]
+    (shown, _) = [note for note in notes if note.startswith("profile of")]
+    assert "(cuda" in shown
+    assert re.search(r"elementwise, other +0\.\d*[1-9]", shown)
+    with gzip.open(made.run.directory / "profile" / "step-12" / "rank-0.memory.json.gz", "rt") as file:
+        assert json.load(file)["segments"]
 
 
 def test_every_moment_counts_once_and_compute_hides_communication() -> None:

@@ -16,9 +16,10 @@ import torch
 from d9d_core.config.sections.profiling import Profiling
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, supported_activities
 
+from d9d_engine.distributed.logs import rank_logger
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.profiling.ranges import Ranges
-from d9d_engine.profiling.summary import Span, table, time_by_kind
+from d9d_engine.profiling.ranges import PREFIX, Ranges
+from d9d_engine.profiling.summary import STEP, Span, table, time_by_kind
 
 #: Allocations and releases that a memory snapshot tells of, the last ones.
 _MEMORY_EVENTS = 100_000
@@ -82,7 +83,7 @@ class StepProfiler:
         if config.memory:
             self._record_memory("all")
         # Else torch's library prints a line of its own on standard error with each window.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         activities = {ProfilerActivity.CPU}
         if self._topology.device.type != "cpu":
             activities |= set(supported_activities())  # type: ignore[no-untyped-call]
@@ -165,7 +166,7 @@ class StepProfiler:
                 event.time_range.start,
                 event.time_range.end,
                 event.device_type.name != "CPU",
-                bool(event.is_user_annotation),
+                bool(event.is_user_annotation) or event.name.startswith((PREFIX, STEP)),
             )
             for event in finished.events() or ()  # type: ignore[no-untyped-call]
         ]
@@ -180,12 +181,17 @@ class StepProfiler:
             try:
                 text = self._pending.pop(0).result()
             except Exception as error:  # a trace is not worth a run
-                text = f"warning: profiling: a trace could not be written: {error}"
-            if text is not None:
-                self._note(text)
+                self._lost(error)
+            else:
+                if text is not None:
+                    self._note(text)
 
     def _lost(self, error: Exception) -> None:
-        self._note(f"warning: profiling: the trace up to step {self._done} is lost: {error}")
+        text = f"profiling: a trace up to step {self._done} is lost: {error}"
+        if self._topology.is_main:
+            self._note(f"warning: {text}")
+        else:  # whose notes are not printed
+            rank_logger("profiling", self._topology).warning("%s", text)
 
     def _record_memory(self, enabled: str | None) -> None:
         # Private, and the only way to a history of allocations; a torch without it has no snapshots.
