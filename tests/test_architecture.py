@@ -61,6 +61,7 @@ LAYERS = {
         {"evaluation"},
         {"launch", "verify"},
         {"runs"},
+        {"report"},
         {"api", "extend", "testing"},
         {"cli"},
         {"plugin"},
