@@ -65,7 +65,7 @@ def test_an_evaluation_is_shown_and_a_line_without_anything_is_none(capsys: pyte
 
 def test_the_bar_shows_the_learning_rate_of_the_step_whose_loss_it_shows() -> None:
     bar = ProgressBar(10, 0, shown=False)
-    bar.logged(tokens_per_second=5.0)
+    bar.logged({"tokens_per_second": 5.0})
     bar.issued(1, lr=0.1)
     bar.issued(2, lr=0.2)
     bar.update(1, 4.0)

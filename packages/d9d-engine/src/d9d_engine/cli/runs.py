@@ -43,9 +43,9 @@ def runs_compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: the fields in which they differ, their last values, and their curves over one another."""
-    from d9d_engine.runs.overlay import sparklines
     from d9d_engine.runs.record import find_runs, unique_names
     from d9d_engine.runs.tables import comparison_table
+    from d9d_engine.sparklines import sparklines
 
     if picture is not None and picture.suffix not in (".svg", ".html"):
         raise JobError(f"--picture: {picture} must end in .svg or .html")

@@ -33,7 +33,7 @@ p{margin:.3rem 0}.weak,.note{color:var(--weak);overflow-wrap:anywhere}.note{font
 .wide{overflow-x:auto}table{border-collapse:collapse;font-size:.88rem}
 th,td{text-align:left;vertical-align:top;padding:3px 14px 3px 2px;border-bottom:1px solid var(--line)}
 th{font-weight:600;white-space:nowrap}
-td{max-width:26rem;overflow-wrap:anywhere;font-variant-numeric:tabular-nums;min-width:4rem}
+td{max-width:26rem;overflow-wrap:break-word;font-variant-numeric:tabular-nums;min-width:4rem}
 .bar{width:160px;min-width:90px}.bar i{display:block;height:.8em;margin-top:.3em;min-width:1px;background:var(--bar);
 border-radius:2px}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font-size:.8rem}summary{cursor:pointer;padding:4px 0}

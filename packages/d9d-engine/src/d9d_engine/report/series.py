@@ -50,6 +50,11 @@ class Chart:
     height: int = 300
 
 
+def plain(text: str) -> str:
+    """Text that plotly shows as it is: it knows some tags and entities."""
+    return escape(text, quote=False)
+
+
 def thinned(points: Points, most: int) -> Points:
     """Thin a curve, keeping the first and the last point, and the least and the greatest of every stretch between.
 
@@ -118,14 +123,14 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
             {
                 "type": "scatter",
                 "mode": "lines+markers" if len(shown) <= 60 else "lines",
-                "name": escape(run if several else name),
-                "legendgroup": escape(run if several else name),
+                "name": plain(run if several else name),
+                "legendgroup": plain(run if several else name),
                 "showlegend": not several or run not in told,
                 "x": [step for step, _ in shown],
                 "y": [float(f"{value:.6g}") for _, value in shown],
                 "line": {"color": _COLOURS[colour % len(_COLOURS)], "dash": _DASHES[dash % len(_DASHES)], "width": 1.6},
                 "marker": {"size": 4},
-                "hovertemplate": f"%{{y:.5g}} at step %{{x}}<extra>{escape(label)}</extra>",
+                "hovertemplate": f"%{{y:.5g}} at step %{{x}}<extra>{plain(label)}</extra>",
             }
         )
         told.add(run)

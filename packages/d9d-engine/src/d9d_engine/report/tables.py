@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from html import escape
 from pathlib import Path
 
 from d9d_core.protocols.metric import Table
 
-from d9d_engine.report.series import Chart
+from d9d_engine.report.series import Chart, plain
 from d9d_engine.trackers.tables import TableHistory, read_tables
 
 #: Cells of all tables of a page: each takes some six bytes.
@@ -39,7 +38,7 @@ def table_charts(runs: dict[str, Path]) -> list[Chart]:
 
 def _heat_map(history: TableHistory, table: Table, title: str) -> Chart:
     rows, columns = table.values.shape
-    names = [escape(name) for name in table.rows] or [str(row) for row in range(rows)]
+    names = [plain(name) for name in table.rows] or [str(row) for row in range(rows)]
     found = [
         value
         for shown in (history.mean, history.last)
@@ -52,7 +51,7 @@ def _heat_map(history: TableHistory, table: Table, title: str) -> Chart:
         # As far down as to zero and up at least as far: small deviations look small.
         span = max(high - neutral, neutral - low, abs(neutral)) or 1.0
         colours = {"zmin": neutral - span, "zmax": neutral + span, "colorscale": _DIVERGING}
-    row, column, unit = map(escape, (table.row, table.column, table.unit))
+    row, column, unit = map(plain, (table.row, table.column, table.unit))
     trace = {
         "type": "heatmap",
         "z": [[float(f"{value:.4g}") if math.isfinite(value) else None for value in line] for line in _lines(table)],
