@@ -131,8 +131,15 @@ def test_damaged_files_beside_the_log_leave_their_part_out(d9d: Run, tmp_path: P
     for name in ("startup.json", "plugins.json", "programs.txt"):
         (run / name).write_text('{"phases": 3, "plugins": ')
     (run / "startup.json").write_text('{"phases": [{"name": 1}, 2], "environment": 3, "processes": "x"}')
+    (run / "tables.jsonl").write_text('{"step": 1, "table": "router/load"}\n')
+    (run / "job.yaml").write_text("a: [")
     assert d9d("report", str(run))[0] == 0
-    assert "Plugins" not in texts_of((run / "report.html").read_text())
+    page = (run / "report.html").read_text()
+    shown = texts_of(page)
+    assert "Plugins" not in shown
+    assert "tables.jsonl is damaged" in shown
+    assert re.search(r"status\s+damaged", shown)
+    assert charts_of(page)[0]["traces"][0]["name"] == "loss"
 
 
 def test_long_curves_keep_their_ends_and_extremes() -> None:

@@ -91,6 +91,18 @@ def test_the_loop_tells_the_bar_every_steps_learning_rate(
     assert shown == ["lr 5.0e-02", "lr 2.5e-02", "lr 1.7e-02", "lr 1.3e-02"]
 
 
+def test_the_loop_tells_the_bar_of_checkpoints_and_of_what_is_logged(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    logged: dict[str, float] = {}
+    monkeypatch.setattr(ProgressBar, "saved", lambda _, step: saved.append(step))
+    monkeypatch.setattr(ProgressBar, "logged", lambda _, values: logged.update(values))
+    quiet(job("steps=4", "checkpoint.every=2", "logging.every=2")).train()
+    assert saved == [2, 4]
+    assert {"loss", "tokens_per_second"} <= logged.keys()
+
+
 def test_notes_and_steps_share_a_stream(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:
     job("logging.every=2").build().train()
     captured = capsys.readouterr()

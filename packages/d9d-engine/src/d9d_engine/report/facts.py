@@ -20,9 +20,11 @@ _LAYOUT = ("device", "mesh", "parallel", "pipeline", "batch", "precision", "peft
 
 
 def table(rows: Iterable[Sequence[object]], titles: Sequence[str] = ()) -> str:
-    """Make a table of plain texts, which are escaped; the first cell of a row is its title."""
+    """Make a table of plain texts, which are escaped; the first cell of a row is its title. Empty without rows."""
     head = f"<thead><tr>{''.join(f'<th>{escape(title)}</th>' for title in titles)}</tr></thead>" if titles else ""
     lines = [[escape(str(cell)) for cell in row] for row in rows]
+    if not lines:
+        return ""
     body = "".join(f"<tr><th>{row[0]}</th>{''.join(f'<td>{cell}</td>' for cell in row[1:])}</tr>" for row in lines)
     return f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>'
 
@@ -104,13 +106,13 @@ def plugins(record: RunRecord) -> str:
         for name, facts in (found.items() if isinstance(found, Mapping) else ())
         if isinstance(facts, Mapping)
     ]
-    return table(rows, ("plugin", "version", "", "SHA-256")) if rows else ""
+    return table(rows, ("plugin", "version", "", "SHA-256"))
 
 
 def environment(record: RunRecord) -> str:
     """Make a table of the versions and the device of the last start; empty if the run has told none."""
     found = _read(record.directory / STARTUP).get("environment")
-    return table(found.items()) if isinstance(found, Mapping) and found else ""
+    return table(found.items()) if isinstance(found, Mapping) else ""
 
 
 def job(record: RunRecord) -> str:

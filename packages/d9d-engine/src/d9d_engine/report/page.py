@@ -90,7 +90,7 @@ def report_page(runs: Mapping[str, RunRecord], made: datetime | None = None) -> 
         ("Tables", table_charts(directories)),
         ("Pipeline", timeline_charts(directories)),
     ]
-    charts = [chart for _, group in figures for chart in group]
+    charts = [chart for _, group in figures for chart in group if chart.traces]
     several = len(runs) > 1
     names = " and ".join(runs) if len(runs) < 4 else f"{len(runs)} runs"
     made = datetime.now(UTC) if made is None else made
@@ -105,7 +105,7 @@ def report_page(runs: Mapping[str, RunRecord], made: datetime | None = None) -> 
             body += [f"<h2>{title}</h2>", '<div class="grid">']
             for chart in group:
                 body.append(_card(chart, number, full=not number or title == "Pipeline"))
-                number += 1
+                number += bool(chart.traces)
             body.append("</div>")
     body.append(f"<h2>About the run{'s' if several else ''}</h2>")
     for name, record in runs.items():
@@ -130,12 +130,10 @@ def _about(record: RunRecord) -> list[str]:
         "Last start": facts.start_up(record),
         "Environment": facts.environment(record),
         "Plugins": facts.plugins(record),
-        "Job": facts.job(record),
+        "Job": facts.job(record) if record.job else "",
     }
     return [
-        f'<div class="card"><h3>{title}</h3>{content}</div>'.replace(
-            "card", "card full" if title == "Job" else "card", 1
-        )
+        f'<div class="card{" full" if title == "Job" else ""}"><h3>{title}</h3>{content}</div>'
         for title, content in sections.items()
         if content
     ]
@@ -148,14 +146,12 @@ def _section(title: str, content: str) -> str:
 
 def _card(chart: Chart, number: int, full: bool) -> str:
     note = f'<p class="note">{escape(chart.note)}</p>' if chart.note else ""
-    return (
-        f'<div class="card{" full" if full else ""}"><h3>{escape(chart.title)}</h3>'
-        f'<div id="chart-{number}"></div>{note}</div>'
-    )
+    place = f'<div id="chart-{number}"></div>' if chart.traces else ""
+    return f'<div class="card{" full" if full else ""}"><h3>{escape(chart.title)}</h3>{place}{note}</div>'
 
 
 def _document(title: str, body: str, charts: list[Chart]) -> str:
-    data = [{"traces": c.traces, "layout": c.layout, "height": c.height if c.traces else 40} for c in charts]
+    data = [{"traces": c.traces, "layout": c.layout, "height": c.height} for c in charts]
     # No text of a run can end the script: a browser looks for its end before JSON is parsed.
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     for sign in "<>&":

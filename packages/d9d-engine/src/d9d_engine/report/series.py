@@ -26,7 +26,8 @@ _FIRST: Mapping[str, str] = {
     "memory": "memory, GiB",
 }
 _COLOURS = ("#3f7fd0", "#e07b39", "#3a9a5b", "#c2478f", "#8a63d2", "#b08a1e", "#2a9d9d", "#d2504d")
-_DASHES = ("solid", "dash", "dot", "dashdot")
+#: Kind of line -> what a note calls it.
+_DASHES = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dashed and dotted"}
 #: Series that are no curve of interest: it is the axis of all others in another unit.
 _LEFT_OUT = frozenset({"step", "tokens"})
 
@@ -113,6 +114,7 @@ def _group(name: str, job: Mapping[str, Any]) -> str:
 def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]], most: int, left_out: int) -> Chart:
     names = list(dict.fromkeys(name for _, name, _ in curves))
     several = len(runs) > 1
+    kinds, words = list(_DASHES), list(_DASHES.values())
     traces: list[dict[str, Any]] = []
     told: set[str] = set()  # runs that the legend has
     for run, name, points in curves:
@@ -128,7 +130,7 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
                 "showlegend": not several or run not in told,
                 "x": [step for step, _ in shown],
                 "y": [float(f"{value:.6g}") for _, value in shown],
-                "line": {"color": _COLOURS[colour % len(_COLOURS)], "dash": _DASHES[dash % len(_DASHES)], "width": 1.6},
+                "line": {"color": _COLOURS[colour % len(_COLOURS)], "dash": kinds[dash % len(kinds)], "width": 1.6},
                 "marker": {"size": 4},
                 "hovertemplate": f"%{{y:.5g}} at step %{{x}}<extra>{plain(label)}</extra>",
             }
@@ -136,7 +138,7 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
         told.add(run)
     notes = [f"{left_out} more of these series are in metrics.jsonl"] if left_out else []
     if several and len(names) > 1:
-        notes.insert(0, ", ".join(f"{name} {_DASHES[at % len(_DASHES)]}" for at, name in enumerate(names)))
+        notes.insert(0, ", ".join(f"{name} {words[at % len(words)]}" for at, name in enumerate(names)))
     note = "; ".join(notes)
     layout = {
         "xaxis": {"title": {"text": "step"}},

@@ -24,7 +24,13 @@ def table_charts(runs: dict[str, Path]) -> list[Chart]:
     """
     charts, room = [], _CELLS
     for run, directory in runs.items():
-        for name, history in read_tables(directory / "tables.jsonl").items():
+        path = directory / "tables.jsonl"
+        try:
+            found = read_tables(path)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            charts.append(Chart("Tables", [], note=f"{path} is damaged: {type(error).__name__}: {error}"))
+            continue
+        for name, history in found.items():
             title = name if len(runs) == 1 else f"{run}: {name}"
             if (cells := 2 * history.last.values.numel()) > room:
                 charts.append(Chart(title, [], note=f"too large for a page: {cells // 2:,} cells; see tables.jsonl"))
