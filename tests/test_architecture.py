@@ -47,7 +47,7 @@ LAYERS = {
     ),
     "d9d_weights": ({"files", "graph"}, {"sharding"}, {"hugging_face"}),
     "d9d_engine": (
-        {"compat", "figures", "process_env"},
+        {"compat", "figures", "process_env", "sparklines"},
         {"supervision"},
         {"distributed"},
         {"checkpoint", "profiling", "sleep", "subscribers", "trackers"},
@@ -61,6 +61,7 @@ LAYERS = {
         {"evaluation"},
         {"launch", "verify"},
         {"runs"},
+        {"report"},
         {"api", "extend", "testing"},
         {"cli"},
         {"plugin"},

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import functools
 import http.server
-import itertools
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from d9d_testing.browser import chromium, find_chromium
 
 pytestmark = pytest.mark.thorough
 ROOT = Path(__file__).parents[1]
@@ -122,67 +117,6 @@ def test_dead_links_and_undocumented_names_fail(tmp_path: Path) -> None:
 # --- in a browser ----------------------------------------------------------------------------------------------------
 
 
-class Browser:
-    """A page of headless Chromium, driven through its debugging pipe."""
-
-    def __init__(self, read: int, write: int) -> None:
-        self._read, self._write = os.fdopen(read, "rb"), os.fdopen(write, "wb")
-        self._numbers = itertools.count(1)
-        target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-
-    def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
-        self._write.write(json.dumps(message).encode() + b"\0")
-        self._write.flush()
-        while True:
-            answer = json.loads(b"".join(iter(lambda: self._read.read(1), b"\0")))
-            if answer.get("id") == number:
-                assert "error" not in answer, answer
-                result: dict[str, Any] = answer["result"]
-                return result
-
-    def open(self, url: str) -> None:
-        self.send("Page.navigate", self._session, url=url)
-
-    def evaluate(self, expression: str) -> Any:
-        return self.send("Runtime.evaluate", self._session, expression=expression)["result"].get("value")
-
-    def wait_for(self, expression: str, seconds: float = 60) -> Any:
-        end = time.monotonic() + seconds
-        while not (value := self.evaluate(expression)):
-            assert time.monotonic() < end, f"never true: {expression}"
-            time.sleep(0.1)
-        return value
-
-    def close(self) -> None:
-        for pipe in (self._read, self._write):
-            with contextlib.suppress(OSError):
-                pipe.close()
-
-    def screenshot(self) -> bytes:
-        return base64.b64decode(self.send("Page.captureScreenshot", self._session)["data"])
-
-
-@contextlib.contextmanager
-def chromium(program: str, profile: Path) -> Iterator[Browser]:
-    from_browser, to_us = os.pipe()
-    from_us, to_browser = os.pipe()
-    options = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --window-size=1400,1000"
-    # Chromium reads from descriptor 3 and writes to 4.
-    command = f'exec "{program}" {options} --user-data-dir="{profile}" 3<&{from_us} 4>&{to_us}'
-    process = subprocess.Popen(["bash", "-c", command], pass_fds=(from_us, to_us), stderr=subprocess.DEVNULL)
-    os.close(from_us)
-    os.close(to_us)
-    try:
-        with contextlib.closing(Browser(from_browser, to_browser)) as browser:
-            yield browser
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture
 def address(site: Path) -> Iterator[str]:
     handler = functools.partial(Quiet, directory=str(site))
@@ -198,7 +132,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.mark.slow
 def test_a_browser_shows_the_site_and_its_search_finds_pages(address: str, tmp_path: Path) -> None:
-    program = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    program = find_chromium()
     if program is None:
         pytest.skip("no Chromium; with Debian: apt-get install chromium")
     with chromium(program, tmp_path / "profile") as browser:

@@ -65,7 +65,7 @@ def test_an_evaluation_is_shown_and_a_line_without_anything_is_none(capsys: pyte
 
 def test_the_bar_shows_the_learning_rate_of_the_step_whose_loss_it_shows() -> None:
     bar = ProgressBar(10, 0, shown=False)
-    bar.logged(tokens_per_second=5.0)
+    bar.logged({"tokens_per_second": 5.0})
     bar.issued(1, lr=0.1)
     bar.issued(2, lr=0.2)
     bar.update(1, 4.0)
@@ -89,6 +89,18 @@ def test_the_loop_tells_the_bar_every_steps_learning_rate(
     trainer.step.lr_schedule = lambda step: 1 / (step + 1)
     trainer.train()
     assert shown == ["lr 5.0e-02", "lr 2.5e-02", "lr 1.7e-02", "lr 1.3e-02"]
+
+
+def test_the_loop_tells_the_bar_of_checkpoints_and_of_what_is_logged(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+    logged: dict[str, float] = {}
+    monkeypatch.setattr(ProgressBar, "saved", lambda _, step: saved.append(step))
+    monkeypatch.setattr(ProgressBar, "logged", lambda _, values: logged.update(values))
+    quiet(job("steps=4", "checkpoint.every=2", "logging.every=2")).train()
+    assert saved == [2, 4]
+    assert {"loss", "tokens_per_second"} <= logged.keys()
 
 
 def test_notes_and_steps_share_a_stream(job: Callable[..., Job], capsys: pytest.CaptureFixture[str]) -> None:

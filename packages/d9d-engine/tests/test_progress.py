@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import fcntl
+import math
+import os
+import pty
 import re
+import struct
+import sys
+import termios
 
 import pytest
 from d9d_engine.run.progress import ProgressBar, SampleBar
@@ -60,3 +68,88 @@ def test_a_pipe_gets_no_bars(capsys: pytest.CaptureFixture[str]) -> None:
     show()
     out, err = capsys.readouterr()
     assert (out, err) == ("line 1\nline 2\nline 3\nline 4\n", "")
+
+
+LIVE = """
+import sys
+from d9d_engine.run.progress import ProgressBar
+
+with ProgressBar(4, 0) as bar:
+    for step in range(1, 5):
+        bar.issued(step, 3e-4)
+        bar.update(step, 5.0 - step)
+        print(f"line {step}")
+        print(f"error line {step}", file=sys.stderr)
+        if step == 2:
+            bar.logged({"tokens_per_second": 1234.0, "mfu": 0.25, "memory/reserved_gib": 2.0, "eval/loss": 1.5})
+            bar.saved(2)
+        if step == 3 and sys.argv[1] != "none":
+            raise {"KeyboardInterrupt": KeyboardInterrupt, "ValueError": ValueError}[sys.argv[1]]
+"""
+
+
+def terminal_shows(argument: str) -> str:
+    """Everything that a process writes to a pseudo-terminal of 160 columns."""
+    pid, descriptor = pty.fork()
+    if pid == 0:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+        environ = os.environ | {"TERM": "xterm-256color", "COLUMNS": "160"}
+        os.execve(sys.executable, [sys.executable, "-c", LIVE, argument], environ)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a pseudo-terminal is an error
+        while block := os.read(descriptor, 65536):
+            shown += block
+    os.waitpid(pid, 0)
+    os.close(descriptor)
+    return shown.decode()
+
+
+def screen_of(written: str) -> list[str]:
+    """Lines of a terminal that has got these characters and sequences."""
+    lines, row, column = [""], 0, 0
+    for sequence, text in re.findall(r"(\x1b\[[?\d;]*[A-Za-z]|\r|\n)|([^\x1b\r\n]+)", written):
+        if sequence == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif sequence == "\r":
+            column = 0
+        elif sequence.endswith("A"):
+            row -= int(sequence[2:-1] or 1)
+        elif sequence.endswith("K"):
+            lines[row] = "" if sequence[2:-1] == "2" else lines[row][:column]
+        lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + len(text) :]
+        column += len(text)
+    return [line.rstrip() for line in lines]
+
+
+def test_a_terminal_shows_the_state_of_the_run_below_the_lines_that_others_print() -> None:
+    written = terminal_shows("none")
+    *lines, bar, state, end = screen_of(written)
+    assert lines == [f"{kind} {step}" for step in range(1, 5) for kind in ("line", "error line")]
+    assert bar.startswith("training")
+    assert "4/4 ETA" in bar
+    logged = r"1,234 tokens/s  MFU 25\.0%  memory 2\.0 GiB  eval/loss 1\.500  saved at step 2"
+    expected = rf"loss 1\.000 █+[▁-▇]+▁  lr 3\.0e-04  {logged}"
+    assert re.fullmatch(expected, state)
+    assert end == ""
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is hidden"
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
+def test_an_error_leaves_the_terminal_as_it_was(error: str) -> None:
+    written = terminal_shows(error)
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l"), "the cursor is hidden"
+    lines = screen_of(written)
+    assert [line for line in lines if line.startswith("line")] == ["line 1", "line 2", "line 3"]
+    assert lines[-2:] == [error, ""]
+
+
+def test_the_curve_of_a_long_run_is_short_and_keeps_its_mean() -> None:
+    bar = ProgressBar(100_000, 0, shown=False)
+    curve = bar._curve
+    for step in range(96_000):
+        curve.add(float(step))
+    curve.add(math.nan)
+    assert len(curve.values) < 100
+    assert curve.values == sorted(curve.values)
+    assert sum(curve.values) / len(curve.values) == pytest.approx(48_000, rel=0.05)

@@ -88,6 +88,7 @@ def _read_until(file: int, beginning: str) -> None:
 def test_a_run_records_the_seconds_of_its_phases(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     record = json.loads((tmp_path / "runs" / "toy" / FILE).read_text())
+    assert {"python", "system", "torch", "d9d-engine"} <= record["environment"].keys()
     assert [phase["name"] for phase in record["phases"]] == ALONE
     assert record["processes"] == 1
     assert all(phase["wall"] >= 0 and phase["cpu"] >= 0 for phase in record["phases"])

@@ -196,3 +196,9 @@ def d9d_commands() -> Iterator[CommandSpec]:
         requires=TORCH,
         app=Ref("d9d_engine.cli.runs:app"),
     )
+    yield CommandSpec(
+        name="report",
+        summary="Write a page about one run or several: curves, tables, layout, start-up, plugins.",
+        requires=TORCH,
+        app=Ref("d9d_engine.report.command:app"),
+    )

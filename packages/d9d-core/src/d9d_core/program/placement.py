@@ -68,6 +68,10 @@ class Pipeline:
             self._programs[microbatches] = programs
         return self._programs[microbatches][rank]
 
+    def programs(self, microbatches: int) -> Sequence[Program]:
+        """Programs of all ranks along ``pp``; none where there is one rank."""
+        return [self.program(rank, microbatches) for rank in range(self.ranks)] if self.ranks > 1 else []
+
     def forward_program(self, rank: int, microbatches: int) -> Program:
         """Program of one rank along ``pp`` for evaluation: forwards only."""
         return forward_only(self.program(rank, microbatches))

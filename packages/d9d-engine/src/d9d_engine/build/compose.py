@@ -180,6 +180,7 @@ def build(
         job=job,
         manifest=Manifest.of(registry),
         note=note,
+        programs=assembly.pipeline.programs(job.microbatches),
     )
     return Trainer(
         Collaborators(

@@ -43,9 +43,9 @@ def runs_compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare runs: the fields in which they differ, their last values, and their curves over one another."""
-    from d9d_engine.runs.overlay import sparklines
-    from d9d_engine.runs.record import find_runs
+    from d9d_engine.runs.record import find_runs, unique_names
     from d9d_engine.runs.tables import comparison_table
+    from d9d_engine.sparklines import sparklines
 
     if picture is not None and picture.suffix not in (".svg", ".html"):
         raise JobError(f"--picture: {picture} must end in .svg or .html")
@@ -55,7 +55,7 @@ def runs_compare(
         if name not in logged:
             raise JobError(f"--series: no run has logged '{name}'; they have: {', '.join(logged) or 'nothing'}")
     chosen = series or [name for name in ("loss", "eval/loss") if name in logged] or ["loss"]
-    labels = _labels(records)
+    labels = unique_names(records)
     curves = {label: record.points(chosen[0]) for label, record in zip(labels, records, strict=True)}
     if picture is not None:
         from d9d_engine.trackers.picture import draw_overlay
@@ -101,9 +101,3 @@ def _described(records: list[RunRecord]) -> dict[str, Any]:
             for number, record in enumerate(records)
         ]
     }
-
-
-def _labels(records: list[RunRecord]) -> list[str]:
-    """Names of runs; with their directory where two are alike."""
-    names = [record.name for record in records]
-    return [r.name if names.count(r.name) == 1 else f"{r.directory.parent.name}/{r.name}" for r in records]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -123,7 +125,8 @@ class StartUp:
         parts = ", ".join(f"{phase.name} {phase.wall:.1f}" for phase in self.phases)
         self._say(f"ready after {wall:.1f} s: {parts}")
         if self._directory is not None:
-            record = {"processes": self._processes, "wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
+            seconds = {"wall": wall, "cpu": cpu, "phases": [*map(asdict, self.phases)]}
+            record = {"processes": self._processes, **seconds, "environment": environment()}
             with suppress(OSError):  # a full disk ends no run
                 write_text(self._directory / FILE, json.dumps(record, indent=1) + "\n")
 
@@ -141,6 +144,18 @@ class StartUp:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def environment() -> dict[str, str]:
+    """Versions of Python, of torch and of d9d, the system and the GPU, as far as this process knows them."""
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for package in ("torch", "d9d-core", "d9d-engine", "d9d-weights"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    torch = sys.modules.get("torch")  # it is not imported for this, nor is a GPU that is not in use touched
+    if torch is not None and torch.cuda.is_initialized():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
 
 
 def _age() -> float:

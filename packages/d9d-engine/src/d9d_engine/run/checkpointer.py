@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import yaml
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import JobConfig
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
 from d9d_core.plugin.manifest import Manifest
+from d9d_core.program.actions import Program
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import StatefulSubscriber
 from d9d_core.types import State
-from d9d_weights.files.atomic import write_json, write_text
 from d9d_weights.sharding.agreement import on_main
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
@@ -28,7 +27,7 @@ from d9d_engine.checkpoint.retention import BestOf, Retention
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
-from d9d_engine.run.ending import clear_ending, write_ending
+from d9d_engine.run.directory import write_ending, write_start
 from d9d_engine.run.prefetch import DevicePrefetcher
 from d9d_engine.step.metrics import Statistics
 from d9d_engine.step.tied import Ties
@@ -114,6 +113,7 @@ class Checkpointer:
         manifest: Manifest,
         note: Callable[[str], None],
         stateful: Mapping[str, StatefulSubscriber] | None = None,
+        programs: Sequence[Program] = (),
     ) -> None:
         self.store = store
         self._stage = stage
@@ -124,31 +124,23 @@ class Checkpointer:
         self._trackers = trackers
         self._job = job
         self._manifest = manifest
+        self._programs = programs
         self._note = note
         self._stateful = dict(stateful or {})
         self._said_unscored = False
 
     def record(self) -> None:
-        """Write ``job.yaml``, all defaults filled in, and ``plugins.json`` to the run's directory, which is not done.
+        """Write to the run's directory what runs; see :func:`~d9d_engine.run.directory.write_start`.
 
         Collective over all ranks.
 
         Raises:
             CheckpointError: they cannot be written.
         """
-
-        def write() -> None:
-            directory = self._job.run.directory
-            directory.mkdir(parents=True, exist_ok=True)
-            clear_ending(directory)
-            plugins = {"digest": self._manifest.digest, "plugins": self._manifest.to_json()}
-            write_text(directory / "job.yaml", yaml.safe_dump(self._job.resolved(), sort_keys=False))
-            write_json(directory / "plugins.json", plugins)
-
-        on_main(write, self.store.group)
+        on_main(lambda: write_start(self._job, self._manifest, self._programs), self.store.group)
 
     def record_end(self, step: int, total: int, reason: str | None) -> None:
-        """Write to the run's directory that the run is done; see :func:`~d9d_engine.run.ending.write_ending`.
+        """Write to the run's directory that the run is done; see :func:`~d9d_engine.run.directory.write_ending`.
 
         Collective over all ranks.
 

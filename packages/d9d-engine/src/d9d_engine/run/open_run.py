@@ -115,7 +115,7 @@ class OpenRun:
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
         self._logbook = Logbook(
-            self._write_step,
+            self._write,
             self.bar.update,
             parts.job.nonfinite,
             progress.skipped,
@@ -273,17 +273,15 @@ class OpenRun:
     def _announce(self) -> None:
         """Report the checkpoints that exist by now."""
         for report in self.parts.checkpointer.poll():
+            self.bar.saved(report.step)
             self.parts.note(
                 f"checkpoint at step {report.step}: {report.bytes / 2**20:,.1f} MiB written in "
                 f"{report.write_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
             )
             self.parts.events.emit(ev.CheckpointSaved(report))
 
-    def _write_step(self, step: int, values: Mapping[str, float]) -> None:
-        self.bar.logged(values["tokens_per_second"])
-        self._write(step, values)
-
     def _write(self, step: int, values: Mapping[str, float]) -> None:
+        self.bar.logged(values)
         self.progress.logged.update(values)
         self.parts.trackers.write(step, values)
         self.parts.events.emit(ev.ValuesLogged(step, values))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any, Self, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -18,9 +19,19 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
+
+from d9d_engine.sparklines import sparklines
 
 #: Characters of a line in a notebook's cell, and the sequence by which rich erases one.
 _WIDTH, _ERASE = 100, "\x1b[2K"
+#: Characters of the curve of the loss.
+_CURVE = 24
+#: How often a terminal is drawn anew: a drawing takes about a millisecond, in which training gets no interpreter.
+_PER_SECOND = 4
+#: Series of which a terminal shows the last value; of those of memory, the first that there is.
+_MEMORY = ("memory/reserved_gib", "memory/allocated_gib", "memory/resident_gib")
+_SHOWN = ("tokens_per_second", "mfu", "eval/loss", *_MEMORY)
 
 
 class CellStream:
@@ -63,8 +74,57 @@ def bar_of(columns: Sequence[ProgressColumn], shown: bool) -> Progress:
     )
 
 
+class _Curve:
+    """Curve of a bounded number of points: with too many, each two neighbours become their mean.
+
+    Args:
+        most: points that are kept at least, once there were so many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._stride, self._sum, self._count = 1, 0.0, 0
+        self.values: list[float] = []  # another thread draws it: appended to or replaced, nothing else
+
+    def add(self, value: float) -> None:
+        """Add a value; one that is not finite is left out."""
+        if not math.isfinite(value):
+            return
+        self._sum += value
+        self._count += 1
+        if self._count < self._stride:
+            return
+        self.values.append(self._sum / self._count)
+        self._sum, self._count = 0.0, 0
+        if len(self.values) >= 2 * self._most:
+            self.values = [(left + right) / 2 for left, right in zip(*[iter(self.values)] * 2, strict=True)]
+            self._stride *= 2
+
+
+class _Display(Progress):
+    """Bar with a line of text below it.
+
+    Args:
+        below: the text; called by the thread that draws.
+    """
+
+    def __init__(self, *columns: ProgressColumn, below: Callable[[], str], **settings: Any) -> None:
+        self._below = below
+        super().__init__(*columns, **settings)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Bar and text."""
+        yield from super().get_renderables()
+        yield Text(self._below(), style="dim")
+
+
 class ProgressBar:
-    """Progress bar of steps, loss, and the time that remains; see :func:`bar_of`.
+    """Progress bar of steps, and what the run does at present.
+
+    On a terminal: a bar with the time that remains, and below it the loss with its curve so far, the learning rate,
+    and what was logged last of the speed, the use of the device and its memory, the evaluation, and the newest
+    checkpoint. In a notebook: one line. See :func:`bar_of`. A step costs some microseconds: a thread draws, some
+    times a second.
 
     Args:
         total: steps of the whole run.
@@ -73,19 +133,24 @@ class ProgressBar:
     """
 
     def __init__(self, total: int, done: int, shown: bool = True) -> None:
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-        )
-        self._progress = bar_of(columns, shown)
-        self._task = self._progress.add_task("training", total=total, completed=done, shown="")
         self._lrs: dict[int, float] = {}
-        self._speed = ""
-        self.text = ""
+        self._loss, self._lr = math.nan, math.nan
+        self._curve = _Curve(_CURVE)
+        self._logged: dict[str, float] = {}
+        self._saved = done or None
+        around = (TextColumn("training"), BarColumn(), MofNCompleteColumn())
+        remaining = (TextColumn("ETA"), TimeRemainingColumn())
+        display = _display([*around, *remaining], self._below) if shown else None
+        one_line = (*around, TextColumn("{task.fields[shown]}"), *remaining)
+        self._progress: Progress = bar_of(one_line, shown) if display is None else display
+        self._task = self._progress.add_task("training", total=total, completed=done, shown="")
+
+    @property
+    def text(self) -> str:
+        """Loss, learning rate and speed."""
+        if math.isnan(self._lr):
+            return ""
+        return "  ".join([f"loss {self._loss:.3f}", f"lr {self._lr:.1e}", *self._speed()])
 
     def issued(self, step: int, lr: float) -> None:
         """Step ``step`` (1-based) is on its way with this learning rate; its loss comes later."""
@@ -93,12 +158,22 @@ class ProgressBar:
 
     def update(self, step: int, loss: float) -> None:
         """Step ``step`` (1-based) is known to be done."""
-        self.text = f"loss {loss:.3f}  lr {self._lrs.pop(step):.1e}{self._speed}"
-        self._progress.update(self._task, completed=step, shown=self.text)
+        self._loss, self._lr = loss, self._lrs.pop(step)
+        if self._progress.disable:
+            return
+        self._curve.add(loss)
+        if isinstance(self._progress, _Display):
+            self._progress.update(self._task, completed=step)
+        else:
+            self._progress.update(self._task, completed=step, shown=self.text)
 
-    def logged(self, tokens_per_second: float) -> None:
-        """The speed that is shown until the next one comes."""
-        self._speed = f"  {tokens_per_second:,.0f} tokens/s"
+    def logged(self, values: Mapping[str, float]) -> None:
+        """Show these values until others come; most are not shown."""
+        self._logged.update({name: values[name] for name in _SHOWN if name in values})
+
+    def saved(self, step: int) -> None:
+        """The checkpoint after ``step`` steps exists."""
+        self._saved = step
 
     def __enter__(self) -> ProgressBar:
         self._progress.start()
@@ -108,6 +183,44 @@ class ProgressBar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+    def _speed(self) -> list[str]:
+        rate = self._logged.get("tokens_per_second")
+        return [] if rate is None else [f"{rate:,.0f} tokens/s"]
+
+    def _below(self) -> str:
+        """Text below the bar of a terminal."""
+        if math.isnan(self._lr):
+            return "no step is done yet"
+        curve = sparklines({"loss": list(enumerate(self._curve.values))}, _CURVE)["loss"]
+        parts = [f"loss {self._loss:.3f} {curve}", f"lr {self._lr:.1e}", *self._speed()]
+        if (share := self._logged.get("mfu")) is not None:
+            parts.append(f"MFU {share:.1%}")
+        memory = (self._logged.get(name) for name in _MEMORY)
+        if (gib := next((value for value in memory if value is not None), None)) is not None:
+            parts.append(f"memory {gib:.1f} GiB")
+        if (loss := self._logged.get("eval/loss")) is not None:
+            parts.append(f"eval/loss {loss:.3f}")
+        if self._saved is not None:
+            parts.append(f"saved at step {self._saved}")
+        return "  ".join(parts)
+
+
+def _display(columns: Sequence[ProgressColumn], below: Callable[[], str]) -> _Display | None:
+    """Bar with a text below it, on standard error; ``None`` if that is no terminal, or a notebook's."""
+    console = Console(stderr=True)
+    if console.is_jupyter or not sys.stderr.isatty():
+        return None
+    # Steps of minutes have a speed, too; lines for a file must not end up in the terminal.
+    own_lines = sys.stdout.isatty()
+    return _Display(
+        *columns,
+        below=below,
+        console=console,
+        redirect_stdout=own_lines,
+        speed_estimate_period=600,
+        refresh_per_second=_PER_SECOND,
+    )
 
 
 class _CountBar:

@@ -16,8 +16,9 @@ from d9d_core.plugin.policy import PluginPolicy
 from d9d_core.plugin.registry import Registry
 
 from d9d_engine.job import Job
+from d9d_engine.run.directory import JOB
 from d9d_engine.runs.differences import differing
-from d9d_engine.runs.record import JOB, RunRecord
+from d9d_engine.runs.record import RunRecord
 
 #: Sections that a sweep gives each run, or that must be alike for all.
 _OWN = ("run", "plugins")

@@ -16,10 +16,9 @@ from d9d_core.errors import JobError
 from d9d_core.untrusted import parse_json, read_regular
 from d9d_weights.files.lock import is_held
 
-from d9d_engine.run.ending import read_ending
+from d9d_engine.run.directory import JOB, read_ending
 from d9d_engine.trackers.lines import read_lines
 
-JOB = "job.yaml"
 #: File beside the runs of a sweep: the first line of the error of each run that failed in its last start.
 FAILURES = "failures.json"
 _STEP = re.compile(r"step-(\d+)")
@@ -132,6 +131,23 @@ def find_runs(locations: Iterable[Path]) -> list[RunRecord]:
             raise JobError(f"{location} {what}; name the directory of a run (with {JOB}), or the one above it")
         found |= {directory.resolve(): RunRecord.read(directory) for directory in inside}
     return list(found.values())
+
+
+def unique_names(records: Sequence[RunRecord]) -> list[str]:
+    """Names of runs; with their directory where two are alike."""
+    for name_of in (_own_name, _name_within):
+        names = [name_of(record) for record in records]
+        if len(set(names)) == len(names):
+            return names
+    return [str(record.directory) for record in records]
+
+
+def _own_name(record: RunRecord) -> str:
+    return record.name
+
+
+def _name_within(record: RunRecord) -> str:
+    return f"{record.directory.resolve().parent.name}/{record.name}"
 
 
 def read_failures(directory: Path) -> dict[str, str]:

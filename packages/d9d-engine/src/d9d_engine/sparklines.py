@@ -1,4 +1,4 @@
-"""Curves of several runs over one another, in a terminal."""
+"""Curves in a terminal: lines of blocks, those of several runs over one another."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Report of runs: one self-contained HTML page."""

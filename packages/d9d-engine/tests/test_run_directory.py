@@ -1,0 +1,27 @@
+"""Files in the directory of a run that say what runs there, and that it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import yaml
+from d9d_core.plugin.manifest import Manifest
+from d9d_core.program.actions import single_stage
+from d9d_core.program.placement import Pipeline
+from d9d_core.program.text import parse_programs
+from d9d_engine.job import Job
+from d9d_engine.run.directory import JOB, PROGRAMS, read_ending, write_ending, write_start
+
+
+def test_a_start_leaves_the_job_and_the_programs_and_undoes_the_ending(job: Callable[..., Job]) -> None:
+    made = job()
+    directory, manifest = made.run.directory, Manifest.of(made.registry)
+    programs = single_stage(1, 3)
+    write_start(made, manifest, programs)
+    assert parse_programs((directory / PROGRAMS).read_text()) == list(programs)
+    assert yaml.safe_load((directory / JOB).read_text())["run"]["name"] == made.run.name
+    write_ending(directory, 3, 3, None)
+    assert read_ending(directory) == {"step": 3, "steps": 3, "reason": None}
+    write_start(made, manifest, Pipeline().programs(3))
+    assert not (directory / PROGRAMS).exists(), "there is no pipeline"
+    assert read_ending(directory) is None
