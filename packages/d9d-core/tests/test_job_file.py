@@ -95,7 +95,7 @@ def test_a_misspelt_field_names_the_plugin_that_owns_the_section(tmp_path: Path)
 
 def test_a_field_without_a_near_name_lists_the_fields(tmp_path: Path) -> None:
     assert complaint(tmp_path, MINIMAL + "batch: {qqq: 1}\n") == (
-        "job.yaml:6: batch.qqq: not a field of this section; fields: size, microbatch"
+        "job.yaml:6: batch.qqq: not a field of this section; fields: size, microbatch, prefetch"
     )
 
 
