@@ -81,7 +81,8 @@ def main(overrides: Sequence[str] = ()) -> list[float]:
     with job.build(observers=[show]) as trainer:
         trainer.start()  # continues from the newest checkpoint
         learn(trainer, job.data.directory, job.run.directory / "policy")
-    print(f"mean reward {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last")
+    if rewards:  # else all steps were done before
+        print(f"mean reward {rewards[0]:.2f} at first, {rewards[-1]:.2f} at last")
     return rewards
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core import events as ev
-from d9d_core.errors import TrainingError
+from d9d_core.errors import BuildError, TrainingError
 from d9d_engine.job import Job
 from d9d_engine.run.trainer import Trainer
 from d9d_engine.sleep.offload import CHUNK, offload
@@ -93,18 +93,16 @@ def test_everything_on_the_device_sleeps(job: MakeJob) -> None:
         assert occupied(trainer.stage.parameters()) > 0
 
 
-def test_what_sleeps_cannot_be_used(job: MakeJob, tmp_path: Path) -> None:
+def test_what_sleeps_cannot_be_used(job: MakeJob) -> None:
     evaluation = {"every": 6, "packs": 1, "data": "toy_data"}
     with quiet(job(evaluation=evaluation)) as trainer:
         list(trainer.steps(1))
         trainer.sleep("optimizer")
-        trainer.export(tmp_path / "draft")  # the weights are awake
-        for call in (trainer.evaluate, trainer.save, trainer.train, lambda: list(trainer.steps(1))):
+        calls: list[Callable[[], Any]] = [trainer.evaluate, trainer.save, trainer.train, trainer.start, trainer.export]
+        for call in (*calls, lambda: list(trainer.steps(1))):
             with pytest.raises(TrainingError, match=r"optimizer are asleep; call wake\(\) first"):
                 call()
-        trainer.sleep()
-        with pytest.raises(TrainingError, match="weights are asleep"):
-            trainer.export(tmp_path / "second")
+        trainer.wake()
         with pytest.raises(TrainingError, match=r"'kv_cache' is nothing that can sleep; choose among weights, opt"):
             trainer.sleep("kv_cache")  # type: ignore[arg-type]
 
@@ -157,3 +155,39 @@ def test_sleep_inside_a_step_is_refused(job: MakeJob) -> None:
     watches.trainer = job().build(lambda _note: None, observers=[watches])
     with pytest.raises(TrainingError, match=r"sleep\(\) was called inside a step"):
         watches.trainer.train()
+
+
+def test_a_caller_who_lets_it_sleep_between_two_steps_is_told(job: MakeJob) -> None:
+    with quiet(job()) as trainer:
+        with pytest.raises(TrainingError, match="weights and optimizer and communicators are asleep"):  # noqa: PT012
+            for _result in trainer.steps(3):
+                trainer.sleep()
+        trainer.wake()
+        assert len(list(trainer.steps(1))) == 1  # nothing was lost
+
+
+def test_a_sleep_that_fails_leaves_everything_awake_and_the_run_open(
+    job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise BuildError("this torch cannot")
+
+    with quiet(job()) as trainer:
+        list(trainer.steps(1))
+        with monkeypatch.context() as patch:
+            patch.setattr("d9d_engine.sleep.sleeper.suspend", refuse)
+            with pytest.raises(BuildError, match="this torch cannot"):
+                trainer.sleep()
+        assert not trainer.is_asleep("weights")
+        assert len(list(trainer.steps(1))) == 1
+
+
+def test_what_is_asleep_when_a_block_ends_in_an_error_trains_again_once_awake(job: MakeJob) -> None:
+    trainer = quiet(job("steps=3"))
+    with pytest.raises(ZeroDivisionError), trainer:  # noqa: PT012
+        trainer.sleep()
+        raise ZeroDivisionError
+    with pytest.raises(TrainingError, match="are asleep"):
+        trainer.train()
+    trainer.wake()
+    assert trainer.train().status == "finished"

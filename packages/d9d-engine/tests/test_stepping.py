@@ -9,6 +9,7 @@ import pytest
 import torch
 from d9d_core import events as ev
 from d9d_core.errors import BuildError, TrainingError
+from d9d_core.protocols.subscriber import subscribe
 from d9d_engine.job import Job
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, noted, quiet
 from safetensors.torch import load_file
@@ -148,6 +149,82 @@ def test_an_error_of_the_caller_loses_no_step(job: MakeJob) -> None:
             pass
         raise ZeroDivisionError
     assert saved_steps(run) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("ends", [SystemExit, KeyboardInterrupt])
+def test_an_end_of_the_process_between_steps_saves_too(job: MakeJob, ends: type[BaseException]) -> None:
+    run = job(checkpoint={"every": None})
+    with pytest.raises(ends), quiet(run) as trainer:  # noqa: PT012
+        list(trainer.steps(2))
+        raise ends
+    assert saved_steps(run) == ["step-00000002"]
+
+
+def test_a_second_ctrl_c_in_a_step_has_no_effect_on_a_later_run(job: MakeJob) -> None:
+    trainer = quiet(job(checkpoint={"every": None}))
+    forward = trainer.step.executor.run
+
+    def strike(step: int, pack: Any, scale: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return forward(step, pack, scale)
+
+    list(trainer.steps(2))
+    trainer.save()
+    trainer.step.executor.run = strike  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt, match="again, so at once"):
+        list(trainer.steps(2))
+    trainer.step.executor.run = forward  # type: ignore[method-assign]
+    assert len(list(trainer.steps(3))) == 3
+
+
+def test_a_failure_of_a_subscriber_ends_one_run_only(job: MakeJob) -> None:
+    def fail(event: ev.StepEnds) -> None:
+        raise ZeroDivisionError(event.step)
+
+    trainer = job().build(lambda _note: None, observers=[subscribe(ev.StepEnds)(fail)])
+    with pytest.raises(ZeroDivisionError):
+        list(trainer.steps(5))
+    assert len(list(trainer.steps(5))) == 5  # it is not called any more
+
+
+def test_time_between_steps_is_not_in_the_speed(job: MakeJob) -> None:
+    now = [0.0]
+    run = job(logging={"every": 1})
+    with pytest.MonkeyPatch.context() as patch, quiet(run) as trainer:
+        patch.setattr("d9d_engine.run.clock.time.perf_counter", lambda: now[0])
+        forward = trainer.step.executor.run
+
+        def take_a_second(step: int, pack: Any, scale: Any) -> Any:
+            now[0] += 1.0
+            return forward(step, pack, scale)
+
+        trainer.step.executor.run = take_a_second  # type: ignore[method-assign]
+        for _ in range(3):
+            for _result in trainer.steps(1):
+                now[0] += 50.0
+            now[0] += 100.0
+        list(trainer.steps(2))
+    speeds = [line["tokens_per_second"] for line in metrics_of(run)]
+    assert speeds[1:] == pytest.approx([8.0] * 4)
+
+
+def test_a_run_without_a_step_says_that_nothing_was_trained(job: MakeJob) -> None:
+    trainer, notes = noted(job())
+    with trainer:
+        pass
+    assert notes[-1] == "stopped before the first step; nothing was trained"
+    assert saved_steps(trainer.job) == []
+
+
+def test_an_export_begins_with_the_newest_checkpoint(job: MakeJob, tmp_path: Path) -> None:
+    run = job("steps=3")
+    quiet(run).train()
+    again = quiet(run)
+    again.export(tmp_path / "draft")
+    again.finish()
+    files = [directory / "model.safetensors" for directory in (run.run.directory / "model", tmp_path / "draft")]
+    assert_identical(*map(load_file, files))
 
 
 def test_ctrl_c_between_steps_saves_too(job: MakeJob) -> None:

@@ -267,7 +267,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True)
 class SleepStarts:
-    """What these tags stand for is about to leave the device, after ``step`` steps; it can be used in the handler."""
+    """Sleep begins after ``step`` steps: what the tags stand for is about to leave the device."""
 
     step: int
     tags: tuple[str, ...]
@@ -275,7 +275,7 @@ class SleepStarts:
 
 @dataclass(frozen=True, slots=True)
 class SleepEnds:
-    """What these tags stand for has left the device, with so many bytes of tensors; nobody may use it."""
+    """Sleep has begun: so many bytes of tensors have left the device, and nobody may use them."""
 
     step: int
     tags: tuple[str, ...]
@@ -284,7 +284,7 @@ class SleepEnds:
 
 @dataclass(frozen=True, slots=True)
 class WakeStarts:
-    """What these tags stand for is about to return."""
+    """Waking begins: what the tags stand for is about to return."""
 
     step: int
     tags: tuple[str, ...]
@@ -292,7 +292,7 @@ class WakeStarts:
 
 @dataclass(frozen=True, slots=True)
 class WakeEnds:
-    """What these tags stand for is on the device again, as it was, with so many bytes of tensors."""
+    """Waking has ended: so many bytes of tensors are on the device again, as they were."""
 
     step: int
     tags: tuple[str, ...]

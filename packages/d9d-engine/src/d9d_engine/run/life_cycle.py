@@ -40,12 +40,14 @@ class LifeCycle:
     Attributes:
         progress: counters of the run, from its start on.
         run: the open run; ``None`` before it is opened, and after it is closed.
+        started: a run was opened, so the weights are those of its newest checkpoint or later ones.
     """
 
     def __init__(self, parts: Collaborators) -> None:
         self._parts = parts
         self.progress = Progress()
         self.run: OpenRun | None = None
+        self.started = False
 
     def opened(self) -> OpenRun:
         """Return the open run, or open it."""
@@ -63,6 +65,8 @@ class LifeCycle:
             shown: show a bar of the steps.
         """
         parts = self._parts
+        self.started = True
+        parts.topology.watchdog.phase("startup")
         with ExitStack() as owned:
             owned.enter_context(self._prefetching())
             owned.enter_context(parts.checkpointer.store.opened())
@@ -96,10 +100,12 @@ class LifeCycle:
             yield
             return
         self._parts.topology.watchdog.phase("step", self.progress.step)
+        run.clock.go()
         try:
             with self.guarded(run):
                 yield
         finally:
+            run.clock.stop()
             self._parts.topology.watchdog.rest()
 
     @contextmanager
@@ -136,13 +142,13 @@ class LifeCycle:
             parts.events.emit(done(self.progress.step))
             if status == "finished":
                 parts.checkpointer.record_end(self.progress.step, parts.total_steps, parts.reason_to_end)
-        self.run = None
+        self._closed()
         run.owned.close()
         return Outcome(status, self.progress.step)
 
     def abort(self, run: OpenRun, error: BaseException) -> None:
         """Close the run as failed."""
-        self.run = None
+        self._closed()
         run.deferred.__exit__(type(error), error, error.__traceback__)
         with suppress(Exception):  # the device may be what failed
             self._parts.log.drain()
@@ -152,6 +158,11 @@ class LifeCycle:
         except Exception as second:
             error.add_note(f"besides, a subscriber to TrainingFailed raised {second!r}")
         run.owned.__exit__(type(error), error, error.__traceback__)
+
+    def _closed(self) -> None:
+        self.run = None
+        self._parts.interrupts.requested = None  # it has had its effect
+        self._parts.topology.watchdog.rest()
 
     @contextmanager
     def _prefetching(self) -> Iterator[None]:

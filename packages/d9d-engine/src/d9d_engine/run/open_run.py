@@ -131,6 +131,7 @@ class OpenRun:
 
     def begin(self) -> None:
         """Tell subscribers that training starts."""
+        self.parts.events.failure = None  # that of an earlier run has been raised
         self.deferred.enter_context(self.parts.events.deferring())
         self.parts.events.emit(ev.TrainingStarts(self.progress.step, self.parts.total_steps, self.parts.log))
 
@@ -219,6 +220,7 @@ class OpenRun:
         elif step < total:
             asked = self.parts.interrupts.requested or ("another rank" if self._logbook.stop else None)
             done = f"stopped after step {step} of {total} and saved; start again to continue"
+            done = done if step else "stopped before the first step; nothing was trained"
             self.parts.note(done if asked is None else f"{asked}: {done}")
             return "stopped"
         self.parts.step.task.finalize()

@@ -47,6 +47,7 @@ class Trainer:
     def __init__(self, parts: Collaborators) -> None:
         self._parts = parts
         self._life = LifeCycle(parts)
+        parts.topology.watchdog.rest()  # what a caller does before it trains has no limit
 
     @property
     def job(self) -> JobConfig:
@@ -124,10 +125,12 @@ class Trainer:
             CheckpointError: a checkpoint could not be read or written.
             TrainingError: a plugin wanted to end the process; what is sound is saved.
         """
+        self._check_awake("train")
         if opens := self._life.run is None:
             run = self._life.restored(shown=self.topology.is_main)
         else:
             run = self._between_steps("train")
+            run.clock.go()
         with self.interrupts, run.bar:
             with self._life.guarded(run):
                 if opens:
@@ -144,6 +147,7 @@ class Trainer:
         Raises:
             CheckpointError: a checkpoint could not be read.
         """
+        self._check_awake("start")
         self._life.opened()
 
     def steps(self, count: int | None = None) -> Iterator[ev.StepResult]:
@@ -168,11 +172,11 @@ class Trainer:
             self._parts.note(f"nothing left to train: all {self.total_steps} steps are done")
         done = 0
         while (count is None or done < count) and not run.is_over:
+            self._check_awake("steps")  # the caller may have let it sleep since
             with self.interrupts.kept(), self._life.called(run):
                 result = run.advance()
             done += 1
-            with run.clock.paused():
-                yield result
+            yield result
             if run is not self._life.run:
                 return  # it was finished meanwhile
         if run.stops:
@@ -211,6 +215,8 @@ class Trainer:
     ) -> list[Path]:
         """Write the model as it is now in Hugging Face layout; training may go on. Collective over all ranks.
 
+        A run that was never open is opened, and continues from its newest checkpoint, if it has one.
+
         Args:
             directory: replaced if it exists; by default ``<run>/model`` or ``<run>/adapter``.
             kind: the model, or what the fine-tuning method added; by default what the job's ``export`` says, and of a
@@ -225,12 +231,11 @@ class Trainer:
         """
         kind = "model" if kind is None and directory is not None else kind
         where = None if directory is None else Path(directory)
-        run = self._life.run
+        self._check_awake("export")
+        run = self._life.run if self._life.started else self._life.opened()
         if run is None:
-            with self.step.evaluation_weights():
+            with self.topology.watchdog.during("checkpoint"), self.step.evaluation_weights():
                 return self._parts.export(self.progress, kind, where)
-        if self.is_asleep("weights"):
-            raise TrainingError("export(): weights are asleep; call wake('weights') first")
         with self._life.called(run), run.clock.paused():
             self.topology.watchdog.phase("checkpoint", self.progress.step)
             return run.export(kind, where)
@@ -251,19 +256,20 @@ class Trainer:
 
         Raises:
             TrainingError: there is no such tag, or it was called inside a step.
-            BuildError: this version of torch cannot release communicators.
+            BuildError: this version of torch cannot release communicators. Then, and if the host has no memory for the
+                contents, everything is awake, and the run goes on.
         """
         sleeper, step = self._parts.sleeper, self.progress.step
         chosen = tuple(tag for tag in sleeper.settle(tags) if tag not in sleeper.asleep)
         if not chosen:
             return 0
         run = self._between_steps("sleep", awake=False)
-        with self._life.called(run), run.clock.paused():
+        with self._life.called(run):
             run.settle_writes()
             self.events.emit(ev.SleepStarts(step, chosen))
             self.prefetcher.load_state(self.prefetcher.state())
-            freed = sleeper.sleep(chosen)
-            self.events.emit(ev.SleepEnds(step, chosen, freed))
+        freed = sleeper.sleep(chosen)
+        self.events.emit(ev.SleepEnds(step, chosen, freed))
         return freed
 
     def wake(self, *tags: Tag) -> int:
@@ -298,7 +304,8 @@ class Trainer:
             D9dError: see :meth:`train`.
         """
         self.wake()
-        return self._life.finish(self._between_steps("finish"))
+        run = self._between_steps("finish")
+        return self._life.finish(run)
 
     def __enter__(self) -> Self:
         self.start()
@@ -310,7 +317,8 @@ class Trainer:
         run = self._life.run
         if run is None:
             return
-        if error is None or (isinstance(error, KeyboardInterrupt) and self.topology.world_size == 1):
+        alone = self.topology.world_size == 1
+        if error is None or (isinstance(error, KeyboardInterrupt | SystemExit) and alone):
             self.wake()
             self._life.finish(run)
             return
@@ -319,9 +327,13 @@ class Trainer:
         self._life.abort(run, error)
 
     def _between_steps(self, call: str, awake: bool = True) -> OpenRun:
+        if awake:
+            self._check_awake(call)
         run = self._life.opened()
         if run.busy:
             raise TrainingError(f"{call}() was called inside a step; call it between two steps of steps()")
-        if awake and (asleep := self._parts.sleeper.asleep):
-            raise TrainingError(f"{call}(): {' and '.join(asleep)} are asleep; call wake() first")
         return run
+
+    def _check_awake(self, call: str) -> None:
+        if asleep := self._parts.sleeper.asleep:
+            raise TrainingError(f"{call}(): {' and '.join(asleep)} are asleep; call wake() first")

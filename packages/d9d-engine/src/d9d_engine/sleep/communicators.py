@@ -25,7 +25,7 @@ def suspend() -> int:
         BuildError: this torch cannot.
     """
     backends = list(_of_devices())
-    for backend in backends:
+    for backend in backends:  # all are asked before one is suspended
         if not hasattr(backend, "suspend"):
             raise BuildError(
                 f"sleep('communicators'): {type(backend).__name__} of torch {torch.__version__} cannot release its "

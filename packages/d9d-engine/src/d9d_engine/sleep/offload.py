@@ -72,7 +72,8 @@ def offload(tensors: Iterable[Tensor], pin_memory: bool = True) -> Offloaded:
 
     Args:
         tensors: on a device, which may be the CPU; of DTensors, the part that this rank holds. Those without memory of
-            their own that can be released (on the meta device, of a file, empty) are left alone.
+            their own that can be released (on the meta device, of a file, shared between processes, empty) are left
+            alone.
         pin_memory: copy to pinned memory, which is as fast as the link; of tensors on a CPU it changes nothing.
 
     Returns:

@@ -12,7 +12,7 @@ from torch import Tensor
 from d9d_engine.sleep.communicators import resume, suspend
 from d9d_engine.sleep.offload import Offloaded, offload
 
-#: What can sleep: parameters and buffers of all models; optimizer state, gradients and metrics; memory of NCCL.
+#: Parts that can sleep: parameters and buffers of all models; optimizer state and gradients; memory of NCCL.
 Tag = Literal["weights", "optimizer", "communicators"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
 
@@ -48,12 +48,25 @@ class Sleeper:
     def sleep(self, tags: Iterable[Tag]) -> int:
         """Release the memory of these tags, as far as they are awake; returns the bytes of tensors.
 
-        Collective over all ranks if the communicators are among them. Waits for the device.
+        Collective over all ranks if the communicators are among them. Waits for the device. If it fails, these tags are
+        awake.
+
+        Raises:
+            BuildError: this torch cannot release communicators.
         """
+        fresh = [tag for tag in tags if tag not in self._asleep]
+        try:
+            freed = self._release(fresh)
+        except BaseException:
+            self.wake(fresh)
+            raise
+        if self._device.type != "cpu":
+            torch.accelerator.empty_cache()
+        return freed
+
+    def _release(self, tags: Iterable[Tag]) -> int:
         freed = 0
         for tag in tags:
-            if tag in self._asleep:
-                continue
             if tag == "communicators":
                 suspend()
                 self._asleep[tag] = None
@@ -61,8 +74,6 @@ class Sleeper:
             offloaded = offload(tensor for tensor in self._tensors[tag]() if tensor.device.type == self._device.type)
             self._asleep[tag] = offloaded
             freed += offloaded.bytes
-        if self._device.type != "cpu":
-            torch.accelerator.empty_cache()
         return freed
 
     def wake(self, tags: Iterable[Tag]) -> int:

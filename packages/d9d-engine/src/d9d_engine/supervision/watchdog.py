@@ -112,6 +112,15 @@ class Watchdog:
         self._phase = None
 
     @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        """Be in a phase inside the block, and in none after it."""
+        self.phase(name)
+        try:
+            yield
+        finally:
+            self.rest()
+
+    @contextmanager
     def waiting_for(self, thread: threading.Thread) -> Iterator[None]:
         """The main thread waits for another thread inside the block, which is then the one that a report shows."""
         self._waited_for = thread
