@@ -127,7 +127,7 @@ class PolicyGradient:
         return {"policy": (outputs["token_loss"] * microbatch["advantages"][:, None]).sum()}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
-        """What the perplexity reads."""
+        """Observations that the perplexity reads."""
         return {"token_loss": outputs["token_loss"].detach(), "targets": microbatch["targets"]}
 
 

@@ -1,4 +1,4 @@
-"""What a task may be besides a task: stateful, aware of steps and ranks, weighing its outputs, and more."""
+"""Protocols that a task may follow besides: stateful, aware of steps and ranks, weighing its outputs, and more."""
 
 from __future__ import annotations
 
@@ -143,6 +143,16 @@ def test_a_weight_that_only_outputs_tell_gives_the_same_training(
     for line, expected_line in zip(metrics_of(late), metrics_of(plain), strict=True):
         for series in line.keys() & {"loss", "eval/loss", "grad_norm"}:
             assert line[series] == pytest.approx(expected_line[series], rel=1e-5), series
+
+
+class WeighsWrongly(WeighsLate):
+    def weight(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
+        return microbatch["mask"].sum(0, keepdim=True)
+
+
+def test_a_late_weight_of_another_shape_is_refused(with_task: Callable[..., MakeJob]) -> None:
+    with pytest.raises(BuildError, match=r"weight\(\) has the shape \[1\]; return a 0-d tensor"):
+        quiet(with_task(WeighsWrongly)(**PLAIN)).train()
 
 
 class WeighsTwo(WeighsLate):

@@ -1,4 +1,4 @@
-"""What the tracker writes is read back through Aim's repository."""
+"""Values that the tracker writes are read back through Aim's repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metric ``confusion`` reads, computes of functions of one's own, and refuses."""
+"""Metric ``confusion``: what it reads, computes of functions of one's own, and refuses."""
 
 from __future__ import annotations
 

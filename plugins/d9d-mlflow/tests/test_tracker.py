@@ -1,4 +1,4 @@
-"""What the tracker writes is read back through MLflow's client."""
+"""Values that the tracker writes are read back through MLflow's client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tracker writes is read back with TensorBoard's own reader."""
+"""Values that the tracker writes are read back with TensorBoard's own reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tracker writes offline is read back from wandb's files."""
+"""Values that the tracker writes offline are read back from wandb's files."""
 
 from __future__ import annotations
 

@@ -24,4 +24,4 @@ class AimConfig(PluginConfig):
     system_tracking_interval: Annotated[float, Field(gt=0)] | None = 10.0
     """Seconds between two looks at the use of processor, memory and GPU; ``null`` for none."""
     lost_run: Literal["off", "new"] = "off"
-    """What a resumed job does when its run is gone: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose run is gone: ``off`` (an error, and no tracking), or ``new``."""

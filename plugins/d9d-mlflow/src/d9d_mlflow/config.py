@@ -18,4 +18,4 @@ class MlflowConfig(PluginConfig):
     tracking_uri: str | None = None
     """Address of the server or the store, as ``MLFLOW_TRACKING_URI`` has it; by default ``<run>/mlflow.db``."""
     lost_run: Literal["off", "new"] = "off"
-    """What a resumed job does when its run is gone from the store: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose run is gone from the store: ``off`` (an error, and no tracking), or ``new``."""

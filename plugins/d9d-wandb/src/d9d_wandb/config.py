@@ -29,4 +29,4 @@ class WandbConfig(PluginConfig):
     capture_terminal_logs: bool = False
     """Keep what the first process prints."""
     lost_run: Literal["off", "new"] = "off"
-    """What a resumed job does when its run is gone: ``off`` (an error, and no tracking), or ``new``."""
+    """Policy of a resumed job whose run is gone: ``off`` (an error, and no tracking), or ``new``."""

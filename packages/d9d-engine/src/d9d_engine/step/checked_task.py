@@ -101,7 +101,11 @@ class CheckedTask:
             return self.weights(microbatch)
         assert isinstance(self._task, WeighsOutputs)
         (term,) = self.coefficients
-        return {term: self._task.weight(outputs, microbatch)}
+        weight: object = self._task.weight(outputs, microbatch)
+        if not isinstance(weight, Tensor) or weight.ndim:
+            found = f"the shape {list(weight.shape)}" if isinstance(weight, Tensor) else f"type {type(weight).__name__}"
+            raise BuildError(f"{subject(self._chosen)}: weight() has {found}; return a 0-d tensor")
+        return {term: weight}
 
     def begin_step(self, step: int) -> None:
         """Tell the task the step (0-based) whose microbatches follow, if it wants to know."""

@@ -54,7 +54,7 @@ class AdamFields(OptimizerConfig):
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Base learning rate; the schedule's factor and a group's ``lr_scale`` multiply it."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
+    """Shares of the running averages of the gradient and of its square that are kept per step, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the second moment."""
     amsgrad: bool = False
@@ -116,7 +116,7 @@ class LionConfig(OptimizerConfig):
     weight_decay: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Weight decay of parameters of two or more dimensions; three to ten times AdamW's is usual."""
     betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """How much of the average counts in the sign, and how much of it is kept per step, each in [0, 1)."""
+    """Share of the average in the sign, and share of it that is kept per step, each in [0, 1)."""
 
 
 class StochasticAdamWConfig(OptimizerConfig):
@@ -129,7 +129,7 @@ class StochasticAdamWConfig(OptimizerConfig):
     weight_decay: float = Field(default=0.1, ge=0, allow_inf_nan=False)
     """Weight decay of parameters of two or more dimensions; biases and norm weights get none unless a group says so."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
+    """Shares of the running averages of the gradient and of its square that are kept per step, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the second moment."""
     state_dtype: Literal["parameter", "float32"] = "float32"
@@ -146,7 +146,7 @@ class AdamWPart(Section):
     lr: float = Field(default=1e-3, ge=0, allow_inf_nan=False)
     """Base learning rate of these parameters; the schedule's factor and a group's ``lr_scale`` multiply it."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """How much of the running averages of the gradient and of its square is kept per step, each in [0, 1)."""
+    """Shares of the running averages of the gradient and of its square that are kept per step, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the second moment."""
 
