@@ -191,7 +191,8 @@ def case_of(layout: tuple[str, dict[str, int]], defer: str, form: Mapping[str, A
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("defer", ["nothing", *(pytest.param(x, marks=pytest.mark.thorough) for x in DEFER[1:])])
+@pytest.mark.thorough
+@pytest.mark.parametrize("defer", DEFER)
 def test_what_takes_no_part_counts_as_zeros(defer: str) -> None:
     orders = (STEPS, STEPS[::-1])  # a unit may run in the first step, or long after it
     chosen = product(enumerate(LAYOUTS), enumerate(FORMATS))
