@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from d9d_core.program.actions import Backward, Forward
 from d9d_core.program.text import parse_programs
-from d9d_engine.report.series import thinned
+from d9d_engine.report.series import series_charts, thinned
 from d9d_engine.report.timeline import ideal_boxes
 from d9d_testing.browser import chromium, find_chromium
 
@@ -150,6 +151,13 @@ def test_long_curves_keep_their_ends_and_extremes() -> None:
     assert {points[0], points[-1], points[777], points[55_555]} <= set(kept)
     assert list(kept) == sorted(set(kept))
     assert thinned(points[:1000], 1000) == points[:1000]
+
+
+def test_a_constant_series_has_its_value_on_the_axis() -> None:
+    points = {"lr": [(1, 3e-3), (2, 3e-3)], "loss": [(1, 2.0), (2, 1.0)]}
+    record: Any = SimpleNamespace(job={}, lines=[{"lr": 3e-3, "loss": 2.0}], points=points.__getitem__)
+    axes = {chart.traces[0]["name"]: chart.layout["yaxis"] for chart in series_charts({"run": record})}
+    assert axes == {"loss": {}, "lr": {"range": [0.0, 6e-3]}}
 
 
 def test_a_timeline_starts_each_computation_when_it_can() -> None:

@@ -142,7 +142,15 @@ def _chart(group: str, runs: list[str], curves: Sequence[tuple[str, str, Points]
     note = "; ".join(notes)
     layout = {
         "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"tickformat": ".1%"} if group == "mfu" else {},
+        "yaxis": ({"tickformat": ".1%"} if group == "mfu" else {}) | _around_one_value(traces),
         "showlegend": len(traces) > 1,
     }
     return Chart(_FIRST.get(group, group), traces, layout, note, height=380 if group == "loss" else 280)
+
+
+def _around_one_value(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Range of the y axis where all values are one, such as a constant learning rate: plotly would go from -1 to 1."""
+    values = {value for trace in traces for value in trace["y"]}
+    if len(values) != 1 or not (value := values.pop()):
+        return {}
+    return {"range": sorted((0.0, 2 * value))}
