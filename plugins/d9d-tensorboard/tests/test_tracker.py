@@ -96,3 +96,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PluginError, match="file/tensorboard cannot be written .* set log_dir of the tracker"):
         opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("first", "second"), [("lr.base", "base"), ("same", "same")])
+def test_runs_that_share_a_directory_leave_the_files_of_each_other_alone(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    config = TensorBoardConfig(log_dir=tmp_path / "shared")
+    for number, name in enumerate((first, second, second)):  # the last one starts anew in the directory of the second
+        info = RunInfo(name, tmp_path / str(min(number, 1)) / name, "", {}, 10, 0)
+        run = TensorBoardTracker(config).open(info, None)
+        run.write(1, {f"loss/{number}": 1.0})
+        run.close("finished")
+    reader = EventAccumulator(str(tmp_path / "shared")).Reload()
+    assert set(reader.Tags()["scalars"]) == {"loss/0", "loss/2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,9 +38,10 @@ class TensorBoardTracker:
         purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new one has a summary at step 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in directory.glob(f"events.out.tfevents.*.{run.name}"):
+            suffix = _suffix(run, self._config)
+            for path in directory.glob(f"events.out.tfevents.*{suffix}"):
                 _cut(path, purge_step)
-            writer = FileWriter(str(directory), flush_secs=self._config.flush_seconds, filename_suffix=f".{run.name}")
+            writer = FileWriter(str(directory), flush_secs=self._config.flush_seconds, filename_suffix=suffix)
         except OSError as error:
             raise PluginError(
                 f"{directory} cannot be written ({error.strerror}); set log_dir of the tracker 'tensorboard' to a "
@@ -146,6 +148,16 @@ class TensorBoardRun:
     def _check(self) -> None:
         if not self._open:  # the writer would begin another file
             raise ValueError("the run is closed")
+
+
+def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
+    """Ending of this run's files, which tells them from those of other runs in a directory that the job file names.
+
+    Names of runs may be equal, or end alike; their directories are not equal. The default directory moves with the run.
+    """
+    if config.log_dir is None:
+        return ".d9d"
+    return f".d9d-{hashlib.sha256(str(run.directory.absolute()).encode()).hexdigest()[:16]}"
 
 
 def _cut(path: Path, step: int) -> None:
