@@ -128,6 +128,24 @@ def test_values_are_flushed_before_a_checkpoint_and_its_state_counts_them(tmp_pa
     assert blocked.calls == [1, "flush", "stopped"]
 
 
+def test_a_flush_that_is_not_through_yet_is_no_failure_and_is_repeated(tmp_path: Path, blocked: Blocked) -> None:
+    blocked.may_go_on.set()
+    answers = iter([False, None])
+    blocked.flush = lambda: next(answers)  # type: ignore[assignment, return-value]
+    said: list[str] = []
+    hub = TrackerHub({"slow": blocked}, said.append, patience=60.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    hub.write(1, {"loss": 1.0})
+    hub.flush()
+    assert [step for _, step, _ in hub.state()["(behind)"]["slow"]["entries"]] == [1]  # type: ignore[call-overload, index, misc, union-attr]
+    hub.write(2, {"loss": 2.0})
+    hub.flush()
+    assert "(behind)" not in hub.state()
+    hub.close("finished")
+    assert blocked.calls == [1, 2, "finished"]
+    assert said == ["warning: tracker 'slow' has not written everything yet; training goes on"]
+
+
 def test_entries_that_find_no_room_are_left_out_and_counted(
     tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,8 +121,13 @@ class TrackerRun(Protocol):
         """Write values after ``step`` steps (1-based), by series name."""
         ...
 
-    def flush(self) -> None:
-        """Make everything written so far survive a crash; called before each checkpoint."""
+    def flush(self) -> bool | None:
+        """Make everything written so far survive a crash; called before each checkpoint.
+
+        Returns:
+            ``False`` if that takes longer than is worth waiting for: the checkpoint keeps what no flush has confirmed,
+            and the next one flushes again. Anything else confirms it.
+        """
         ...
 
     def state(self) -> State:

@@ -136,8 +136,10 @@ class TrackerHub:
             done = thread.backlog.mark()
 
             def call(run: TrackerRun) -> None:
-                run.flush()
-                done()
+                if run.flush() is False:
+                    thread.say_late("has not written everything yet")
+                else:
+                    done()
 
             return call
 
