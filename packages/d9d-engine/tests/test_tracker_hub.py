@@ -75,6 +75,45 @@ def test_a_tracker_that_waits_holds_nobody_up_and_is_reported_once(tmp_path: Pat
     hub.close("finished")
 
 
+def test_a_tracker_that_was_late_is_waited_for_long_only_after_it_has_answered_soon(
+    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(hub_module.time, "monotonic", lambda: now)
+    waits: list[float] = []
+    real = threading.Event.wait
+
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread() and timeout is not None:
+            waits.append(round(timeout, 6))
+            return real(event, 0.2 if blocked.may_go_on.is_set() else 0.0)
+        return real(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    hub = TrackerHub({"slow": blocked}, lambda _: None, patience=10.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    (thread,) = hub._threads
+
+    def checkpoint(seconds: float) -> list[float]:
+        """Waits of a checkpoint whose flush is answered after some seconds."""
+        nonlocal now
+        waits.clear()
+        blocked.may_go_on.clear()
+        hub.write(1, {"loss": 1.0})
+        hub.flush()
+        now += seconds
+        blocked.may_go_on.set()
+        assert real(thread._asked, 60)
+        return list(waits)
+
+    assert real(thread.opened, 60)
+    assert checkpoint(12.0) == [10.0]
+    assert checkpoint(9.0) == [0.2]  # in between, it has caught up
+    assert checkpoint(1.0) == [0.2]
+    assert checkpoint(1.0) == [10.0]
+    hub.close("finished")
+
+
 def test_what_a_tracker_had_not_taken_at_a_checkpoint_comes_again_after_a_crash(
     tmp_path: Path, blocked: Blocked
 ) -> None:
