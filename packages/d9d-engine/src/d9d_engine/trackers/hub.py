@@ -136,12 +136,14 @@ class TrackerHub:
         """Flush every tracker, so that what was written survives a crash; waits for a limited time."""
 
         def flush(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
-            done = thread.backlog.mark()
+            # What is behind goes on from its last flush, so that the state has to be of then, or later.
+            done, keep = thread.backlog.mark(), self._keeps(thread.name)
 
             def call(run: TrackerRun) -> None:
                 if run.flush() is False:
                     thread.say_late("has not written everything yet")
                 else:
+                    keep(run)
                     done()
 
             return call
@@ -153,17 +155,16 @@ class TrackerHub:
 
         Of those that are behind, also what they have not written for sure, as far as JSON can hold it.
         """
-
-        def keep(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
-            def call(run: TrackerRun) -> None:
-                self._states[thread.name] = json.loads(json.dumps(run.state(), allow_nan=False))
-
-            return call
-
-        self._ask(keep)
+        self._ask(lambda thread: self._keeps(thread.name))
         waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
         behind = {name: state for name, state in waiting.items() if state["entries"]}
         return {**self._states, **({BEHIND: behind} if behind else {})}
+
+    def _keeps(self, name: str) -> Callable[[TrackerRun], None]:
+        def call(run: TrackerRun) -> None:
+            self._states[name] = json.loads(json.dumps(run.state(), allow_nan=False))
+
+        return call
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End every run; waits for a limited time."""
