@@ -32,9 +32,9 @@ def texts(reader: EventAccumulator, name: str) -> dict[int, str]:
     return {event.step: make_ndarray(event.tensor_proto).item().decode() for event in events}
 
 
-def opened(directory: Path, resumed_step: int = 0, **facts: Any) -> Any:
+def opened(directory: Path, resumed_step: int = 0, state: Any = None, **facts: Any) -> Any:
     run = RunInfo("mine", directory, "of a test", {"steps": 10}, 10, resumed_step, **facts)
-    return TensorBoardTracker(TensorBoardConfig()).open(run, None)
+    return TensorBoardTracker(TensorBoardConfig()).open(run, state)
 
 
 class TestTensorBoard(TrackerSuite):
@@ -79,6 +79,24 @@ def test_name_tags_and_hyperparameters_are_there_once(tmp_path: Path) -> None:
     assert '"steps": 10' in texts(reader, "job")[0]
     assert "_hparams_/session_start_info" in reader.summary_metadata
     assert [event.step for event in reader.Scalars("loss")] == [5]
+
+
+def test_what_came_between_a_checkpoint_and_the_next_step_is_there_once_after_a_resume(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.write(4, {"loss": 1.0})
+    run.flush()
+    state = run.state()
+    run.write(4, {"reward": 1.0})
+    run.write(5, {"loss": 1.0})
+    run.close("failed")
+    for reward in (2.0, 3.0):  # the second one resumes at the same checkpoint, over two files
+        again = opened(tmp_path, 4, state)
+        assert again.state() == state
+        again.write(4, {"reward": reward})
+        again.close("failed")
+    reader = read(tmp_path / "tensorboard")
+    found = {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in ("loss", "reward")}
+    assert found == {"loss": [(4, 1.0)], "reward": [(4, 3.0)]}
 
 
 def test_histograms_keep_their_counts_and_bounds(tmp_path: Path) -> None:
