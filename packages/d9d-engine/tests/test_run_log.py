@@ -180,6 +180,31 @@ def test_wrong_values_are_refused_where_they_are_logged(kept: tuple[Keeps, HubLo
     log.drain()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_cannot_be_logged_is_an_error_of_the_call_on_all_ranks(tmp_path: Path, rank: int) -> None:
+    hub = TrackerHub({} if rank else {"keeps": Keeps()}, print, patience=20.0)  # type: ignore[dict-item]
+    hub.open(RunInfo("run", tmp_path, "", {}, 10, 0), {})
+    log: Any = HubLog(hub, lambda: 3, 0)
+    counts = torch.ones(2)
+    wrong: dict[str, Callable[[], None]] = {
+        "scalar 'x' is None, which is no number": lambda: log.scalar("x", None),
+        "scalar 'x' is 'many', which is no number": lambda: log.scalar("x", "many"),
+        "scalar 'x' is complex": lambda: log.scalar("x", torch.tensor(1j)),
+        "low of histogram 'x' has shape [2]": lambda: log.histogram("x", Histogram(counts, torch.zeros(2), 1.0)),
+        "high of histogram 'x' is None": lambda: log.histogram("x", Histogram(counts, 0.0, None)),  # type: ignore[arg-type]
+        "histogram 'x' is a Tensor": lambda: log.histogram("x", counts),
+        "table 'x' is a Tensor": lambda: log.table("x", counts),
+        "picture 'x' is a NoneType": lambda: log.picture("x", None),
+        "the name 'x' with tags {'stage': 1}": lambda: log.scalar("x", 1.0, {"stage": 1}),
+    }
+    for text, call in wrong.items():
+        with pytest.raises(ValueError, match="'x'") as caught:
+            call()
+        assert text in str(caught.value)
+    log.drain()
+    hub.close("finished")
+
+
 def test_a_file_that_is_gone_is_said_and_switches_nothing_off(tmp_path: Path) -> None:
     said: list[str] = []
     tracker = Keeps()

@@ -182,6 +182,7 @@ def test_memory_of_a_cpu_is_logged_on_request() -> None:
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA L40S", 362),
+        ("AMD Instinct MI250X", 191.5),
         ("NVIDIA RTX A1000", None),
     ],
 )

@@ -75,6 +75,45 @@ def test_a_tracker_that_waits_holds_nobody_up_and_is_reported_once(tmp_path: Pat
     hub.close("finished")
 
 
+def test_a_tracker_that_was_late_is_waited_for_long_only_after_it_has_answered_soon(
+    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(hub_module.time, "monotonic", lambda: now)
+    waits: list[float] = []
+    real = threading.Event.wait
+
+    def wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread() and timeout is not None:
+            waits.append(round(timeout, 6))
+            return real(event, 0.2 if blocked.may_go_on.is_set() else 0.0)
+        return real(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", wait)
+    hub = TrackerHub({"slow": blocked}, lambda _: None, patience=10.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    (thread,) = hub._threads
+
+    def checkpoint(seconds: float) -> list[float]:
+        """Waits of a checkpoint whose flush is answered after some seconds."""
+        nonlocal now
+        waits.clear()
+        blocked.may_go_on.clear()
+        hub.write(1, {"loss": 1.0})
+        hub.flush()
+        now += seconds
+        blocked.may_go_on.set()
+        assert real(thread._asked, 60)
+        return list(waits)
+
+    assert real(thread.opened, 60)
+    assert checkpoint(12.0) == [10.0]
+    assert checkpoint(9.0) == [0.2]  # in between, it has caught up
+    assert checkpoint(1.0) == [0.2]
+    assert checkpoint(1.0) == [10.0]
+    hub.close("finished")
+
+
 def test_what_a_tracker_had_not_taken_at_a_checkpoint_comes_again_after_a_crash(
     tmp_path: Path, blocked: Blocked
 ) -> None:
@@ -126,6 +165,24 @@ def test_values_are_flushed_before_a_checkpoint_and_its_state_counts_them(tmp_pa
     assert hub.state() == {"slow": {"writes": 2}}
     hub.close("stopped")
     assert blocked.calls == [1, "flush", "stopped"]
+
+
+def test_a_flush_that_is_not_through_yet_is_no_failure_and_is_repeated(tmp_path: Path, blocked: Blocked) -> None:
+    blocked.may_go_on.set()
+    answers = iter([False, None])
+    blocked.flush = lambda: next(answers)  # type: ignore[assignment, return-value]
+    said: list[str] = []
+    hub = TrackerHub({"slow": blocked}, said.append, patience=60.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    hub.write(1, {"loss": 1.0})
+    hub.flush()
+    assert [step for _, step, _ in hub.state()["(behind)"]["slow"]["entries"]] == [1]  # type: ignore[call-overload, index, misc, union-attr]
+    hub.write(2, {"loss": 2.0})
+    hub.flush()
+    assert "(behind)" not in hub.state()
+    hub.close("finished")
+    assert blocked.calls == [1, 2, "finished"]
+    assert said == ["warning: tracker 'slow' has not written everything yet; training goes on"]
 
 
 def test_entries_that_find_no_room_are_left_out_and_counted(

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from d9d_core.protocols.tracker import RunInfo
+from d9d_core.types import State
 from d9d_engine.job import print_note
 from d9d_engine.trackers import lines
+from d9d_engine.trackers.config import JsonlConfig
 from d9d_engine.trackers.console import ConsoleRun
+from d9d_engine.trackers.jsonl import JsonlRun, JsonlTracker
 from d9d_engine.trackers.lines import LineFile, read_lines
 from d9d_testing.suites.tracker import Logged, TrackerSuite, by_step
 
@@ -44,6 +48,29 @@ class TestJsonl(TrackerSuite):
         for line in read_lines(directory / f"{kind}.jsonl"):
             found.setdefault(line["step"], []).append(line["name" if kind == "texts" else "histogram"])
         return found
+
+
+def test_what_came_between_a_checkpoint_and_the_next_step_is_there_once_after_a_resume(tmp_path: Path) -> None:
+    def opened(resumed_step: int, state: State | None) -> JsonlRun:
+        info = RunInfo("run", tmp_path, "", {}, 10, resumed_step)
+        return JsonlTracker(JsonlConfig(picture=False)).open(info, state)
+
+    run = opened(0, None)
+    run.write(4, {"loss": 1.0})
+    run.write_texts(4, {"said": "before"})
+    run.flush()
+    state = run.state()
+    for step in (4, 5):
+        run.write(step, {"reward": 1.0})
+        run.write_texts(step, {"said": "after"})
+    run.close("failed")
+    again = opened(4, state)
+    assert again.state() == state
+    again.write(4, {"reward": 2.0})
+    again.write_texts(4, {"said": "again"})
+    again.close("finished")
+    assert list(read_lines(tmp_path / "metrics.jsonl")) == [{"step": 4, "loss": 1.0}, {"step": 4, "reward": 2.0}]
+    assert [line["text"] for line in read_lines(tmp_path / "texts.jsonl")] == ["before", "again"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")

@@ -95,10 +95,22 @@ def test_a_run_has_its_parameters_once_and_a_state(tmp_path: Path) -> None:
     params = found.data.params
     assert (params["optimizer/lr"], params["job/data/name"], len(params["long"])) == ("0.1", "x", 6000)
     assert (found.data.tags["mlflow.note.content"], found.data.tags["sweep"]) == ("of a test", "true")
-    assert found.data.metrics == {"train-loss": 1.0}
+    assert found.data.metrics == {"train_x40_loss": 1.0}
 
 
 @pytest.mark.thorough
+@pytest.mark.thorough
+def test_names_that_differ_stay_apart(tmp_path: Path) -> None:
+    names = ["a:b", "a-b", "a_x3a_b", "a_b", "a@b", "_x5:", "\x05x3a_"]
+    run = MlflowTracker(MlflowConfig()).open(info(tmp_path, hparams=dict.fromkeys(names, 1)), None)
+    run.write(1, {name: float(number) for number, name in enumerate(names)})
+    run.close("finished")
+    found = newest(tmp_path).data
+    assert sorted(found.metrics.values()) == [float(number) for number in range(len(names))]
+    assert len([name for name in found.params if not name.startswith("job/")]) == len(names)
+    assert found.metrics["a_x3a_b"] == 0.0
+
+
 def test_a_run_that_is_gone_is_said_or_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = MlflowTracker(MlflowConfig()).open(info(tmp_path), None)
     run.close("stopped")

@@ -47,6 +47,11 @@ def set_gradients(named: dict[str, nn.Parameter], step: int) -> None:
         ("Adamax", {}),
         ("Rprop", {"step_sizes": [1e-5, 1.0]}),
         ("Adafactor", {}),
+        ("ASGD", {}),
+        ("Adadelta", {}),
+        ("RMSprop", {"momentum": 0.9, "centered": True}),
+        ("SGD", {"momentum": 0.9, "nesterov": True}),
+        ("AdamW", {"amsgrad": True}),
     ],
 )
 def test_steps_equal_those_of_the_class_bit_for_bit(name: str, arguments: dict[str, Any]) -> None:
@@ -65,6 +70,26 @@ def test_steps_equal_those_of_the_class_bit_for_bit(name: str, arguments: dict[s
         optimizer.step(torch.tensor(True))
         reference.step()
     assert [torch.equal(mine[name], other[name]) for name in mine] == [True] * 3
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam", "Adamax", "Adafactor", "SGD"])
+def test_gradients_wider_than_their_parameters_are_rounded_for_the_step_alone(name: str) -> None:
+    mine, other = ({name: nn.Parameter(p.bfloat16()) for name, p in parameters().items()} for _ in range(2))
+    optimizer = TorchOptimizer(TorchConfig(target=f"torch.optim.{name}", lr=0.01), mine)
+    optimizer.init_state()
+    reference = getattr(torch.optim, name)(list(other.values()), lr=0.01, weight_decay=0.0)
+    for key, parameter in mine.items():
+        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+        parameter.grad_dtype = torch.float32
+        parameter.grad = gradient
+        other[key].grad = (gradient / 2).bfloat16()
+    grads = [parameter.grad for parameter in mine.values()]
+    optimizer.divide_gradients(torch.tensor(2.0))
+    optimizer.step(torch.tensor(True))
+    reference.step()
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert all(parameter.grad is grad for parameter, grad in zip(mine.values(), grads, strict=True))
+    assert [parameter.grad_dtype for parameter in mine.values()] == [torch.float32] * 3
 
 
 def test_groups_have_their_own_rate_and_decay() -> None:
@@ -101,6 +126,10 @@ def test_groups_have_their_own_rate_and_decay() -> None:
         ({"target": "torch.optim.Rprop", "weight_decay": 0.1}, "weight_decay: .*takes none"),
         ({"target": "torch.optim.RAdam", "state_dtype": "float32"}, "state_dtype: the class decides"),
         ({"target": f"{__name__}.CountsOnTheHost"}, "its state calls of embed.weight is no tensor"),
+        (
+            {"target": "torch.optim.SGD", "arguments": {"momentum": 0.9, "dampening": 0.5}},
+            r"first step makes state \(momentum_buffer\) out of the gradient, .*use 'optimizer: sgd'",
+        ),
         ({"target": f"{__name__}.CountsInItsGroup"}, "keeps calls in its parameter group"),
     ],
 )

@@ -32,9 +32,9 @@ def texts(reader: EventAccumulator, name: str) -> dict[int, str]:
     return {event.step: make_ndarray(event.tensor_proto).item().decode() for event in events}
 
 
-def opened(directory: Path, resumed_step: int = 0, **facts: Any) -> Any:
+def opened(directory: Path, resumed_step: int = 0, state: Any = None, **facts: Any) -> Any:
     run = RunInfo("mine", directory, "of a test", {"steps": 10}, 10, resumed_step, **facts)
-    return TensorBoardTracker(TensorBoardConfig()).open(run, None)
+    return TensorBoardTracker(TensorBoardConfig()).open(run, state)
 
 
 class TestTensorBoard(TrackerSuite):
@@ -81,6 +81,24 @@ def test_name_tags_and_hyperparameters_are_there_once(tmp_path: Path) -> None:
     assert [event.step for event in reader.Scalars("loss")] == [5]
 
 
+def test_what_came_between_a_checkpoint_and_the_next_step_is_there_once_after_a_resume(tmp_path: Path) -> None:
+    run = opened(tmp_path)
+    run.write(4, {"loss": 1.0})
+    run.flush()
+    state = run.state()
+    run.write(4, {"reward": 1.0})
+    run.write(5, {"loss": 1.0})
+    run.close("failed")
+    for reward in (2.0, 3.0):  # the second one resumes at the same checkpoint, over two files
+        again = opened(tmp_path, 4, state)
+        assert again.state() == state
+        again.write(4, {"reward": reward})
+        again.close("failed")
+    reader = read(tmp_path / "tensorboard")
+    found = {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in ("loss", "reward")}
+    assert found == {"loss": [(4, 1.0)], "reward": [(4, 3.0)]}
+
+
 def test_histograms_keep_their_counts_and_bounds(tmp_path: Path) -> None:
     run = opened(tmp_path)
     run.write_histograms(3, {"gradients": Histogram(tensor([1, 0, 3]), -1.0, 2.0)})
@@ -96,3 +114,17 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PluginError, match="file/tensorboard cannot be written .* set log_dir of the tracker"):
         opened(tmp_path / "file")
+
+
+@pytest.mark.parametrize(("first", "second"), [("lr.base", "base"), ("same", "same")])
+def test_runs_that_share_a_directory_leave_the_files_of_each_other_alone(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    config = TensorBoardConfig(log_dir=tmp_path / "shared")
+    for number, name in enumerate((first, second, second)):  # the last one starts anew in the directory of the second
+        info = RunInfo(name, tmp_path / str(min(number, 1)) / name, "", {}, 10, 0)
+        run = TensorBoardTracker(config).open(info, None)
+        run.write(1, {f"loss/{number}": 1.0})
+        run.close("finished")
+    reader = EventAccumulator(str(tmp_path / "shared")).Reload()
+    assert set(reader.Tags()["scalars"]) == {"loss/0", "loss/2"}

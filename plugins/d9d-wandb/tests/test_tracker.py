@@ -151,6 +151,7 @@ def test_a_run_on_the_server_is_resumed_and_ends_with_its_exit_code(
     run = tracker.open(info(tmp_path, 1, hparams={"lr": 0.1}, tags=("one",)), {"id": "abc"})
     for step in (2, 3):
         run.write(step, {"loss": 5.0})
+    assert run.flush() is False
     run.close("failed")
     (server,) = made
     asked = server.arguments

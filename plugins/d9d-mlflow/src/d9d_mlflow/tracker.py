@@ -183,8 +183,11 @@ class MlflowRun:
 
 
 def _name(name: str) -> str:
-    """Name with the characters that MLflow takes."""
-    return re.sub(r"[^\w\-. /]", "-", name)
+    """Name with the characters that MLflow takes, others by their code: ``a:b`` is ``a_x3a_b``.
+
+    No two names become one: ``_x`` itself is ``_x5f_x``.
+    """
+    return re.sub(r"[^\w\-. /]|_(?=x)", lambda found: f"_x{ord(found[0]):x}_", name)
 
 
 def _parts(items: Sequence[Any], length: int) -> list[Sequence[Any]]:

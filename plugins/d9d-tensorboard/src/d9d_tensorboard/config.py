@@ -15,6 +15,6 @@ class TensorBoardConfig(PluginConfig):
     name: Literal["tensorboard"] = "tensorboard"
     """Selects this tracker."""
     log_dir: Path | None = None
-    """Directory of the event files, of this run alone; by default ``<run>/tensorboard``."""
+    """Directory of the event files, which runs may share; by default ``<run>/tensorboard``."""
     flush_seconds: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Seconds after which other processes see what was logged; before each checkpoint, they see all of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,8 @@ class TensorBoardTracker:
     def __init__(self, config: TensorBoardConfig) -> None:
         self._config = config
 
-    def open(self, run: RunInfo, state: State | None) -> TensorBoardRun:  # noqa: ARG002 - the files are the state
-        """Open a new event file, once what older ones of this run have after the resumed step is cut out of them.
+    def open(self, run: RunInfo, state: State | None) -> TensorBoardRun:
+        """Open a new event file, once what older ones of this run have after the checkpoint is cut out of them.
 
         The new one also tells readers that have seen it to drop it.
 
@@ -37,9 +38,11 @@ class TensorBoardTracker:
         purge_step = run.resumed_step + 1 if run.resumed_step else 0  # a new one has a summary at step 0
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            for path in directory.glob(f"events.out.tfevents.*.{run.name}"):
-                _cut(path, purge_step)
-            writer = FileWriter(str(directory), flush_secs=self._config.flush_seconds, filename_suffix=f".{run.name}")
+            suffix = _suffix(run, self._config)
+            most, kept = (state or {}).get("values"), 0
+            for path in sorted(directory.glob(f"events.out.tfevents.*{suffix}")):
+                kept += _cut(path, purge_step, most - kept if isinstance(most, int) else None)
+            writer = FileWriter(str(directory), flush_secs=self._config.flush_seconds, filename_suffix=suffix)
         except OSError as error:
             raise PluginError(
                 f"{directory} cannot be written ({error.strerror}); set log_dir of the tracker 'tensorboard' to a "
@@ -48,7 +51,7 @@ class TensorBoardTracker:
         start = SessionLog(status=SessionLog.START)
         for event in (Event(step=purge_step, file_version="brain.Event:2"), Event(step=purge_step, session_log=start)):
             writer.add_event(event)
-        opened = TensorBoardRun(writer)
+        opened = TensorBoardRun(writer, kept)
         if not run.resumed_step:
             opened.summarise(run)
         return opened
@@ -59,10 +62,12 @@ class TensorBoardRun:
 
     Args:
         writer: of the event file.
+        values: how many values older files have.
     """
 
-    def __init__(self, writer: FileWriter) -> None:
+    def __init__(self, writer: FileWriter, values: int) -> None:
         self._writer = writer
+        self._values = values
         self._open = True
 
     def summarise(self, run: RunInfo) -> None:
@@ -72,7 +77,7 @@ class TensorBoardRun:
         if flat:
             lines.append(_markdown(["name", "value"], [[name, _plain(value)] for name, value in flat.items()]))
             for part in summary.hparams({name: _plain(value) for name, value in flat.items()}, {}):
-                self._writer.add_summary(part, 0)
+                self._add(part, 0)
         job = json.dumps(run.config, indent=2)
         self.write_texts(0, {"run": "\n\n".join(line for line in lines if line), "job": f"```json\n{job}\n```"})
         self.flush()
@@ -81,7 +86,7 @@ class TensorBoardRun:
         """Write one point per series."""
         self._check()
         for name, value in values.items():
-            self._writer.add_summary(summary.scalar(str(name), value), step)
+            self._add(summary.scalar(str(name), value), step)
 
     def write_histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Write histograms by their counts; moments are those of the centres of the bins."""
@@ -100,13 +105,13 @@ class TensorBoardRun:
                 bucket_limits=edges[1:].tolist(),
                 bucket_counts=counts.tolist(),
             )
-            self._writer.add_summary(made, step)
+            self._add(made, step)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Write texts, which TensorBoard shows as Markdown."""
         self._check()
         for name, text in texts.items():
-            self._writer.add_summary(summary.text(str(name), text), step)
+            self._add(summary.text(str(name), text), step)
 
     def write_pictures(self, step: int, pictures: Mapping[str, Tensor]) -> None:
         """Write pictures as PNG."""
@@ -116,7 +121,7 @@ class TensorBoardRun:
             image = Summary.Image(
                 height=height, width=width, colorspace=colours, encoded_image_string=encode_png(picture)
             )
-            self._writer.add_summary(Summary(value=[Summary.Value(tag=str(name), image=image)]), step)
+            self._add(Summary(value=[Summary.Value(tag=str(name), image=image)]), step)
 
     def write_tables(self, step: int, tables: Mapping[str, Table]) -> None:
         """Write tables as texts, with four significant digits."""
@@ -134,8 +139,8 @@ class TensorBoardRun:
         self._writer.flush()
 
     def state(self) -> State:
-        """No state: a resumed run opens one more file in the same directory."""
-        return {}
+        """Number of values: what is logged after a checkpoint and before the next step has the same step."""
+        return {"values": self._values}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002 - files have no status
         """Close the file."""
@@ -143,24 +148,51 @@ class TensorBoardRun:
             self._open = False
             self._writer.close()
 
+    def _add(self, value: Summary, step: int) -> None:
+        self._values += 1
+        self._writer.add_summary(value, step)
+
     def _check(self) -> None:
         if not self._open:  # the writer would begin another file
             raise ValueError("the run is closed")
 
 
-def _cut(path: Path, step: int) -> None:
-    """Remove the events of a step and later ones: readers drop points by themselves, but not texts."""
+def _suffix(run: RunInfo, config: TensorBoardConfig) -> str:
+    """Ending of this run's files, which tells them from those of other runs in a directory that the job file names.
+
+    Names of runs may be equal, or end alike; their directories are not equal. The default directory moves with the run.
+    """
+    if config.log_dir is None:
+        return ".d9d"
+    return f".d9d-{hashlib.sha256(str(run.directory.absolute()).encode()).hexdigest()[:16]}"
+
+
+def _cut(path: Path, step: int, most: int | None) -> int:
+    """Remove the events of a step and later ones: readers drop points by themselves, but not texts.
+
+    Of the step before, what comes after so many values goes too, if that is known: it came after the checkpoint.
+
+    Returns:
+        Number of values that stay.
+    """
     events = list(RawEventFileLoader(str(path)).Load())
-    kept = [event for event in events if Event.FromString(event).step < step]
+    kept, values = list[bytes](), 0
+    for content in events:
+        event = Event.FromString(content)
+        is_value = event.HasField("summary")
+        if event.step < step and not (is_value and most is not None and values >= most and event.step == step - 1):
+            kept.append(content)
+            values += is_value
     if not step:
         path.unlink()
     elif len(kept) < len(events):
         rest = path.with_name(f".{path.name}.rest")
         with rest.open("wb") as file:
             writer = RecordWriter(file)
-            for event in kept:
-                writer.write(event)
+            for content in kept:
+                writer.write(content)
         rest.replace(path)
+    return values
 
 
 def _plain(value: Json) -> str | float | bool:

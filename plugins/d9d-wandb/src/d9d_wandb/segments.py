@@ -34,8 +34,7 @@ class Segment:
 
         A histogram, a picture or a table is a mapping that says so in ``_type``.
         """
-        data = memoryview(self.path.read_bytes() if self.path.exists() else b"")
-        for content in self._records(data):
+        for content in self._records():
             record = Record()
             record.ParseFromString(content)
             if record.HasField("history"):
@@ -48,22 +47,33 @@ class Segment:
                         row[name] = json.loads(item.value_json)
                 yield row
 
-    def _records(self, data: memoryview) -> Iterator[bytes]:
-        position, pieces = self._offset, bytearray()
-        while position + _PIECE <= len(data):
+    def _records(self) -> Iterator[bytes]:
+        base = position = self._offset
+        data, pieces = memoryview(_read_from(self.path, base)), bytearray()
+        end = base + len(data)
+        while position + _PIECE <= end:
             if (left := _BLOCK - position % _BLOCK) < _PIECE:  # too little for a piece: filled with zeros
                 position += left
                 continue
-            length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+            head = data[position - base :][:_PIECE]
+            length, kind = int.from_bytes(head[4:6], "little"), head[6]
             begin = position + _PIECE
-            if kind == 0 or begin + length > len(data):
+            if kind == 0 or begin + length > end:
                 return
             position = begin + length
             pieces = pieces if kind not in (_WHOLE, _FIRST) else bytearray()
-            pieces += data[begin:position]
+            pieces += data[begin - base : position - base]
             if kind in (_WHOLE, _LAST):
                 self._offset = position
                 yield bytes(pieces)
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read()
 
 
 def find_segments(directory: Path, run_id: str) -> list[Path]:

@@ -156,21 +156,22 @@ class WandbRun:
             artifact.add_file(str(path))
             self._run.log_artifact(artifact)
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """Wait until wandb's own process has written all rows to its file, which a crash of both leaves alone.
 
-        Raises:
-            TimeoutError: it has not.
+        Returns:
+            Whether it has, after a limited time.
         """
         self._check()
         deadline = time.monotonic() + _PATIENCE
         while self._written < self._row - 1:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"wandb has not written all rows within {_PATIENCE:g} s")
+                return False
             for row in self._segment.rows():
                 self._written = int(row["_step"])
             if self._written < self._row - 1:
                 time.sleep(_WRITTEN_AFTER / 5)
+        return True
 
     def state(self) -> State:
         """Id of the run."""

@@ -113,16 +113,22 @@ class TrackerRun(Protocol):
 
     Each tracker has a thread, in which all calls to it are made, in order. Training waits for them only before a
     checkpoint, at most ten seconds each for ``flush`` and ``state`` (thirty while the run opens), and at most thirty at
-    the end of the run. What a tracker has not flushed by then, the checkpoint keeps: numbers, texts and histograms. A
-    resumed run then opens it with an earlier ``resumed_step``, and writes them again.
+    the end of the run. One that takes more than two seconds gets a fifth of one until it is quicker. What a tracker has
+    not flushed by then, the checkpoint keeps: numbers, texts and histograms. A resumed run then opens it with an
+    earlier ``resumed_step``, and writes them again.
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Write values after ``step`` steps (1-based), by series name."""
         ...
 
-    def flush(self) -> None:
-        """Make everything written so far survive a crash; called before each checkpoint."""
+    def flush(self) -> bool | None:
+        """Make everything written so far survive a crash; called before each checkpoint.
+
+        Returns:
+            ``False`` if that takes longer than is worth waiting for: the checkpoint keeps what no flush has confirmed,
+            and the next one flushes again. Anything else confirms it.
+        """
         ...
 
     def state(self) -> State:

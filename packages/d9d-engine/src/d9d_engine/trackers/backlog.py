@@ -53,9 +53,9 @@ class Backlog:
         return flushed
 
     def state(self) -> dict[str, Any]:
-        """The step up to which the tracker has everything, and entries of later ones, as JSON can hold them."""
+        """The step of the last flush, and the entries since then, as JSON can hold them."""
         with self._lock:
-            entries = [(kind, step, values) for _, kind, step, values in self._entries if step > self._step]
+            entries = [(kind, step, values) for _, kind, step, values in self._entries]
             step = self._step
         return {"step": step, "entries": [[kind, at, _plain(kind, values)] for kind, at, values in entries]}
 

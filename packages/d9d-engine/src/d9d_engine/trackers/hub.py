@@ -34,6 +34,8 @@ from d9d_engine.trackers.backlog import Backlog
 ROOM = 1000
 #: Name beside those of trackers, under which a checkpoint keeps what some had not taken yet.
 BEHIND = "(behind)"
+#: Shares of the patience: a tracker that takes longer than the first one is late, and then gets the second one.
+_SOON, _LATE = 0.2, 0.02
 
 
 #: Kind of values, by the method that writes it -> the protocol of runs that take it.
@@ -54,7 +56,8 @@ class TrackerHub:
         trackers: by a name that is unique within the job.
         warn: prints a line; called in any thread.
         patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; three times as long while
-            one opens, as :meth:`close` does.
+            one opens, as :meth:`close` does. One that is late gets a fiftieth of that time, until it answers within
+            a fifth again.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
@@ -133,11 +136,15 @@ class TrackerHub:
         """Flush every tracker, so that what was written survives a crash; waits for a limited time."""
 
         def flush(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
-            done = thread.backlog.mark()
+            # What is behind goes on from its last flush, so that the state has to be of then, or later.
+            done, keep = thread.backlog.mark(), self._keeps(thread.name)
 
             def call(run: TrackerRun) -> None:
-                run.flush()
-                done()
+                if run.flush() is False:
+                    thread.say_late("has not written everything yet")
+                else:
+                    keep(run)
+                    done()
 
             return call
 
@@ -148,17 +155,16 @@ class TrackerHub:
 
         Of those that are behind, also what they have not written for sure, as far as JSON can hold it.
         """
-
-        def keep(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
-            def call(run: TrackerRun) -> None:
-                self._states[thread.name] = json.loads(json.dumps(run.state(), allow_nan=False))
-
-            return call
-
-        self._ask(keep)
+        self._ask(lambda thread: self._keeps(thread.name))
         waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
         behind = {name: state for name, state in waiting.items() if state["entries"]}
         return {**self._states, **({BEHIND: behind} if behind else {})}
+
+    def _keeps(self, name: str) -> Callable[[TrackerRun], None]:
+        def call(run: TrackerRun) -> None:
+            self._states[name] = json.loads(json.dumps(run.state(), allow_nan=False))
+
+        return call
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:
         """End every run; waits for a limited time."""
@@ -175,13 +181,18 @@ class TrackerHub:
         self._threads = []
 
     def _ask(self, call: Callable[[_TrackerThread], Callable[[TrackerRun], None]]) -> None:
-        """Have all trackers run a call after all before it, and wait for those that were not late the last time."""
-        asked = [(thread, thread.ask(call(thread))) for thread in self._threads if not thread.is_late]
+        """Have all trackers run a call after all before it, and wait; little for those that are late."""
         begin = time.monotonic()
-        for thread, done in asked:
-            # Libraries are imported while a run opens, and a run that no checkpoint knows cannot be continued.
-            patience = self._patience if thread.opened.is_set() else 3 * self._patience
+        asked = []
+        for thread in self._threads:
+            if not thread.is_busy:
+                # Libraries are imported while a run opens, and a run that no checkpoint knows cannot be continued.
+                patience = self._patience if thread.opened.is_set() else 3 * self._patience
+                soon = patience * _SOON if thread.opened.is_set() else patience
+                asked.append((thread, patience * (_LATE if thread.is_late else 1.0), thread.ask(call(thread), soon)))
+        for thread, patience, done in asked:
             if not done.wait(max(0.0, begin + patience - time.monotonic())):
+                thread.is_late = True
                 thread.say_late(f"has not written everything within {patience:g} s, and is not waited for")
 
 
@@ -193,6 +204,7 @@ class _TrackerThread:
         opened: the run of the tracker is open, or failed.
         ended: the run of the tracker is closed, or failed.
         backlog: what it has not written for sure.
+        is_late: it has not answered soon the last time.
     """
 
     def __init__(
@@ -202,6 +214,7 @@ class _TrackerThread:
         self.opened = threading.Event()
         self.ended = threading.Event()
         self.backlog = Backlog(run.resumed_step, ROOM)
+        self.is_late = False
         self._warn = warn
         self._calls: SimpleQueue[Callable[[TrackerRun], None] | None] = SimpleQueue()
         self._asked = threading.Event()
@@ -212,7 +225,7 @@ class _TrackerThread:
         work.start()
 
     @property
-    def is_late(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether the tracker has not come yet to what it was asked last."""
         return not self._asked.is_set()
 
@@ -227,12 +240,17 @@ class _TrackerThread:
         self.backlog.add(kind, step, values)
         self._calls.put(call)
 
-    def ask(self, call: Callable[[TrackerRun], None]) -> threading.Event:
-        """Queue a call; the event happens when it was made or the tracker has failed."""
+    def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
+        """Queue a call; the event happens when it was made or the tracker has failed.
+
+        From then on the tracker is late if that took more seconds than ``soon``.
+        """
         done = self._asked = threading.Event()
+        begin = time.monotonic()
 
         def answer(run: TrackerRun) -> None:
             call(run)
+            self.is_late = time.monotonic() - begin > soon
             done.set()
 
         self._calls.put(answer)

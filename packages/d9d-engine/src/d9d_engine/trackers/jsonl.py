@@ -8,13 +8,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from d9d_core.errors import PluginError
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import Histogram, RunInfo
 from d9d_core.tensors import encode_png
-from d9d_core.types import State
+from d9d_core.types import Json, State
 from torch import Tensor
 
 from d9d_engine.trackers.config import JsonlConfig
@@ -28,21 +28,21 @@ class JsonlTracker:
     def __init__(self, config: JsonlConfig) -> None:
         self._config = config
 
-    def open(self, run: RunInfo, state: State | None) -> JsonlRun:  # noqa: ARG002 - the files themselves are the state
-        """Open the files; lines after the resumed step, and a line torn by a crash, are cut off."""
-        return JsonlRun(run, self._config.picture)
+    def open(self, run: RunInfo, state: State | None) -> JsonlRun:
+        """Open the files; lines that came after the checkpoint, and a line torn by a crash, are cut off."""
+        return JsonlRun(run, self._config.picture, (state or {}).get("lengths"))
 
 
 class JsonlRun:
     """Open run of the tracker ``jsonl``: its files."""
 
-    def __init__(self, run: RunInfo, picture: bool) -> None:
+    def __init__(self, run: RunInfo, picture: bool, lengths: Json = None) -> None:
         self._run = run
         self._picture = picture
-        self._metrics = LineFile(run.directory / "metrics.jsonl", run.resumed_step)
-        self._tables, self._histograms, self._texts = (
-            LineFile(run.directory / f"{kind}.jsonl", run.resumed_step, lazy=True)
-            for kind in ("tables", "histograms", "texts")
+        known: Mapping[str, Any] = lengths if isinstance(lengths, Mapping) else {}
+        self._metrics, self._tables, self._histograms, self._texts = (
+            LineFile(run.directory / name, run.resumed_step, lazy=name != "metrics.jsonl", length=known.get(name))
+            for name in ("metrics.jsonl", "tables.jsonl", "histograms.jsonl", "texts.jsonl")
         )
         self._pictures = run.directory / "pictures"
         for path in self._pictures.glob("*/*.png"):
@@ -89,8 +89,8 @@ class JsonlRun:
             file.sync()
 
     def state(self) -> State:
-        """No state: the files themselves are cut back on resume."""
-        return {}
+        """Lengths of the files: what is logged after a checkpoint and before the next step has the same step."""
+        return {"lengths": {file.path.name: file.length for file in self._files}}
 
     def close(self, status: Literal["finished", "stopped", "failed"]) -> None:  # noqa: ARG002
         """Close the files and draw the pictures."""

@@ -24,20 +24,28 @@ class LineFile:
     Args:
         path: where.
         resumed_step: lines of later steps, and a line torn by a crash, are cut off.
+        length: bytes that the file had at the checkpoint; lines of ``resumed_step`` itself that came later are cut off
+            too. ``None`` if that is not known.
         lazy: make a new file with its first line only.
     """
 
-    def __init__(self, path: Path, resumed_step: int, lazy: bool = False) -> None:
+    def __init__(self, path: Path, resumed_step: int, lazy: bool = False, length: int | None = None) -> None:
         self.path = path
         self._waiting = bytearray()
         self._said = False
         path.parent.mkdir(parents=True, exist_ok=True)
         if resumed_step and path.exists():
-            _cut(path, resumed_step)
+            _cut(path, resumed_step, length)
         else:
             path.unlink(missing_ok=True)
+        self._written = path.stat().st_size if path.exists() else 0
         # Without a buffer, so that it is known what has been written.
         self._file = path.open("ab", buffering=0) if path.exists() or not lazy else None
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file, with those that wait."""
+        return self._written + len(self._waiting)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line; other processes see it at once.
@@ -80,7 +88,9 @@ class LineFile:
             while self._waiting:
                 if self._file is None:
                     self._file = self.path.open("ab", buffering=0)
-                del self._waiting[: self._file.write(self._waiting)]
+                done = self._file.write(self._waiting)
+                self._written += done
+                del self._waiting[:done]
         except OSError as error:
             return error
         return None
@@ -88,19 +98,29 @@ class LineFile:
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Read the complete lines of a file, one by one; lines torn by a crash are left out."""
+    for _, line in _read(path):
+        yield line
+
+
+def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read complete lines with the bytes before each."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    position = 0
+    with path.open("rb") as file:
         for text in file:
+            begin, position = position, position + len(text)
             try:
-                line = json.loads(text)
+                line = json.loads(text.decode("utf-8", "replace"))
             except ValueError:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):
-                yield line
+                yield begin, line
 
 
-def _cut(path: Path, step: int) -> None:
+def _cut(path: Path, step: int, length: int | None) -> None:
     # Line by line and not as a whole: tables of a long run are large.
     with replacing(path) as temporary, temporary.open("x", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step)
+        for begin, line in _read(path):
+            if line["step"] < step or (line["step"] == step and (length is None or begin < length)):
+                file.write(json.dumps(line) + "\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from d9d_core.plugin.entries import shown
 from d9d_core.protocols.metric import Table
 from d9d_core.protocols.tracker import Histogram, SeriesName
 from d9d_core.tensors import is_dtensor, wide_dtype
@@ -52,23 +53,32 @@ class HubLog:
         """Log a number, or a tensor with one element.
 
         Raises:
-            ValueError: it has more than one element.
+            ValueError: it is no number, or has more than one element.
         """
         if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"scalar '{name}' has shape {list(value.shape)}; log a single value, or a histogram")
-            self._keep("write", name, tags, [_wide(value)], _number)
+            self._keep("write", name, tags, [_single(f"scalar '{name}'", value)], _number)
         else:
-            self._keep("write", name, tags, [], partial(float, value))
+            self._keep("write", name, tags, [], partial(float, _as_float(f"scalar '{name}'", value)))
 
     def histogram(self, name: str, value: Histogram, tags: Mapping[str, str] | None = None) -> None:
-        """Log a histogram."""
-        bounds = [_wide(torch.as_tensor(bound)) for bound in (value.low, value.high)]
-        self._keep("write_histograms", name, tags, [_wide(value.counts), *bounds], _histogram)
+        """Log a histogram.
+
+        Raises:
+            ValueError: it is none, or a bound is no single number.
+        """
+        _check_type(f"histogram '{name}'", value, Histogram)
+        counts = _real(f"counts of histogram '{name}'", value.counts)
+        bounds = [
+            _single(what, bound)
+            if isinstance(bound, Tensor)
+            else torch.tensor(_as_float(what, bound), dtype=torch.float64)
+            for what, bound in ((f"{side} of histogram '{name}'", getattr(value, side)) for side in ("low", "high"))
+        ]
+        self._keep("write_histograms", name, tags, [counts, *bounds], _histogram)
 
     def text(self, name: str, value: str, tags: Mapping[str, str] | None = None) -> None:
-        """Log a text."""
-        self._keep("write_texts", name, tags, [], partial(str, value))
+        """Log a text; of another object, what ``str`` makes of it now."""
+        self._keep("write_texts", name, tags, [], partial(str, str(value)))
 
     def picture(self, name: str, value: Tensor, tags: Mapping[str, str] | None = None) -> None:
         """Log a picture: uint8 [height, width, 3].
@@ -76,6 +86,7 @@ class HubLog:
         Raises:
             ValueError: it has another shape or dtype.
         """
+        _check_type(f"picture '{name}'", value, Tensor)
         if value.ndim != 3 or value.shape[2] != 3 or value.dtype != torch.uint8 or not value.numel():
             raise ValueError(
                 f"picture '{name}' is {value.dtype} {list(value.shape)}; a picture is uint8 [height, width, 3]"
@@ -83,7 +94,13 @@ class HubLog:
         self._keep("write_pictures", name, tags, [value], lambda picture: picture)
 
     def table(self, name: str, value: Table, tags: Mapping[str, str] | None = None) -> None:
-        """Log a table."""
+        """Log a table.
+
+        Raises:
+            ValueError: it is none.
+        """
+        _check_type(f"table '{name}'", value, Table)
+        _check_type(f"values of table '{name}'", value.values, Tensor)
         self._keep("write_tables", name, tags, [value.values], lambda values: replace(value, values=values))
 
     def file(self, name: str, path: Path, tags: Mapping[str, str] | None = None) -> None:
@@ -116,6 +133,9 @@ class HubLog:
         tensors: list[Tensor],
         read: Callable[..., Any],
     ) -> None:
+        # Whatever is wrong is an error on all ranks: on those without trackers too, which would wait for the others.
+        if not isinstance(name, str) or not all(isinstance(text, str) for tag in (tags or {}).items() for text in tag):
+            raise ValueError(f"the name {shown(name)} with tags {shown(tags)}: names and tags are texts")
         if any(map(is_dtensor, tensors)):
             raise ValueError(f"'{name}' is spread over ranks; log its full_tensor(), taken on all ranks")
         if self._hub.is_empty:
@@ -141,9 +161,32 @@ class HubLog:
             getattr(self._hub, kind)(step, values)
 
 
-def _wide(value: Tensor) -> Tensor:
+def _check_type(what: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):  # one kind of error for all that cannot be logged
+        raise ValueError(f"{what} is a {type(value).__name__}; log a {kind.__name__}")  # noqa: TRY004
+
+
+def _real(what: str, value: Tensor) -> Tensor:
     """Float tensor, so that bfloat16 and integers are read alike."""
+    _check_type(what, value, Tensor)
+    if value.is_complex():
+        raise ValueError(f"{what} is complex; log its real and imaginary part")
+    if value.is_meta:
+        raise ValueError(f"{what} has no value: it is on the device 'meta'")
     return value.detach().to(wide_dtype(value.device))
+
+
+def _single(what: str, value: Tensor) -> Tensor:
+    if value.numel() != 1:
+        raise ValueError(f"{what} has shape {list(value.shape)}; log a single value, or a histogram")
+    return _real(what, value)
+
+
+def _as_float(what: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{what} is {shown(value)}, which is no number: {error}") from error
 
 
 def _host_copy(value: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ _PEAKS: Mapping[str, float] = {
     "RTX 3090": 71.0,
     "MI325X": 1307.0,
     "MI300X": 1307.0,
-    "MI250X": 383.0,
+    "MI250X": 191.5,  # of one of its two dies, each of which is a device
 }
 _GIB = 2**30
 _STATUS = Path("/proc/self/status")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class TorchOptimizer(NamedOptimizer):
         self._initial: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self._parameters.items():
             self._initial[name] = self._probe(name, parameter)
+        self._refuse_late_state()
         here = {name: parameter for name, parameter in self._parameters.items() if not parameter.is_meta}
         self._names = {id(parameter): name for name, parameter in here.items()}
         groups = [[here[name] for name in group.names if name in here] for group in self._groups]
@@ -89,7 +91,8 @@ class TorchOptimizer(NamedOptimizer):
         optimizer = next(one for one in self._inner if one and any(p is batch.layouts[0] for p in _params(one)))
         for group in optimizer.param_groups:
             group["lr"] = batch.lr
-        optimizer.step()
+        with _narrow_gradients(batch.layouts):
+            optimizer.step()
         for parameter, state in zip(batch.layouts, states, strict=True):
             present = optimizer.state[parameter]
             for slot, own in state.items():
@@ -106,15 +109,50 @@ class TorchOptimizer(NamedOptimizer):
         except FOREIGN_FAILURES as error:
             raise JobError(f"optimizer.arguments: {self._class.__name__} refuses them: {error}") from error
 
+    @property
+    def _plain(self) -> dict[str, Any]:
+        """Arguments without those that ask for some device."""
+        asks = {"fused", "capturable", "foreach"}.intersection(_accepted(self._class))
+        return {**self._arguments, **dict.fromkeys(asks, False)}
+
+    def _refuse_late_state(self) -> None:
+        """Refuse a class that does something else in its first step if its state is there already.
+
+        SGD with dampening does: its momentum begins as the first gradient.
+        """
+        record = _Record()
+        results: list[list[Tensor]] = []
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            for prepared in (False, True):
+                parameter = nn.Parameter(torch.ones(2, 2))
+                optimizer = self._made([parameter], 0.0, self._plain)
+                try:
+                    if prepared:
+                        optimizer.state[parameter] = record
+                        parameter.grad = torch.zeros(2, 2)
+                        optimizer.step()
+                        parameter.data.fill_(1.0)
+                        optimizer.state[parameter] = dict(record.first)
+                    parameter.grad = torch.tensor([[1.0, -2.0], [0.5, 3.0]])
+                    torch.manual_seed(0)  # some classes round stochastically
+                    optimizer.step()
+                except FOREIGN_FAILURES:
+                    return  # no class for small matrices or for the CPU
+                state = sorted(optimizer.state[parameter].items())
+                results.append([parameter.detach(), *(value for _, value in state if isinstance(value, Tensor))])
+        if not all(map(torch.equal, *results)):
+            way_out = "'optimizer: sgd'" if self._class is torch.optim.SGD else "other arguments or another class"
+            raise BuildError(
+                f"{self._where}: its first step makes state ({', '.join(sorted(record.first))}) out of the gradient, "
+                f"so that it differs where the state is there before, as it is here; use {way_out}"
+            )
+
     def _probe(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Initial state of a parameter. Collective over its mesh, if the class communicates."""
         stand_in = nn.Parameter(torch.zeros_like(parameter))
         stand_in.grad = torch.zeros_like(stand_in)
         # A meta tensor shows which state there is, if nothing asks for a device that computes.
-        plain: dict[str, Any] = {
-            key: False for key in ("fused", "capturable", "foreach") if key in _accepted(self._class)
-        }
-        optimizer = self._made([stand_in], 0.0, {**self._arguments, **(plain if parameter.is_meta else {})})
+        optimizer = self._made([stand_in], 0.0, self._plain if parameter.is_meta else self._arguments)
         record = _Record()
         optimizer.state[stand_in] = record
         group_before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -173,6 +211,25 @@ class _Record(dict[str, Any]):
         if slot not in self:
             self[slot] = default
         return self[slot]
+
+
+@contextmanager
+def _narrow_gradients(parameters: list[Tensor]) -> Iterator[None]:
+    """Give parameters gradients of their own dtype, as classes expect them; wider ones come back afterwards."""
+    wide = [(p, p.grad, p.grad_dtype) for p in parameters if p.grad is not None and p.grad.dtype != p.dtype]
+    try:
+        for parameter, gradient, _ in wide:
+            _set_gradient(parameter, gradient.to(parameter.dtype), parameter.dtype)
+        yield
+    finally:
+        for parameter, gradient, dtype in wide:
+            _set_gradient(parameter, gradient, dtype)
+
+
+def _set_gradient(parameter: Tensor, gradient: Tensor, dtype: torch.dtype | None) -> None:
+    parameter.grad = None  # a dtype that the present one has not is refused
+    parameter.grad_dtype = dtype
+    parameter.grad = gradient
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
