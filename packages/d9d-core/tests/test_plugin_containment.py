@@ -9,7 +9,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from d9d_core.cli.main import main
 from d9d_core.errors import PluginError, TrainingError
 from d9d_core.failures import exits_are_errors
 from d9d_core.plugin import PluginPolicy, Registry, discover, ref
+from d9d_core.plugin.collect import RefusedError, contained
 
 HEADER = "from d9d_core.plugin import *\nD9D_API = 1\n"
 #: The process must survive: what is wrong would end it, or hang for ever.
@@ -185,3 +187,17 @@ def test_what_a_plugin_prints_spoils_no_json(
     assert end.value.code in (0, None)
     assert json.loads(out)
     assert "{declaration" in err
+
+
+def test_an_interrupt_before_the_handler_is_there_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def interrupted(*_: object) -> Iterator[None]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("d9d_core.plugin.collect._limited", interrupted)
+    with pytest.raises(KeyboardInterrupt), contained("a plugin"):
+        pass
+    monkeypatch.undo()
+    with pytest.raises(RefusedError, match=r"failed to declare its records: KeyboardInterrupt\(\)"), contained("it"):
+        raise KeyboardInterrupt  # of the plugin itself

@@ -152,6 +152,7 @@ def contained(who: str) -> Iterator[None]:
         PluginError: the limit is no number of seconds.
     """
     interrupted = False
+    raised: BaseException | None = None
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
@@ -166,13 +167,18 @@ def contained(who: str) -> Iterator[None]:
             exits_raised(),
             redirect_stdout(sys.stderr),
         ):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                raised = error
+                raise
     except RefusedError:
         raise
     except _TooLongError as error:
         raise RefusedError(str(error)) from error
     except BaseException as error:
-        if interrupted and isinstance(error, KeyboardInterrupt):
+        # Of the user, too, is one that comes before the handler is there or after it is gone.
+        if isinstance(error, KeyboardInterrupt) and (interrupted or error is not raised):
             raise
         raise RefusedError(f"failed to declare its records: {shown(error)}") from error
 
