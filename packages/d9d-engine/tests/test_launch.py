@@ -121,6 +121,7 @@ def wait_for(true: Callable[[], object]) -> None:
 # --- real processes --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_traceback_of_the_failing_rank_is_printed_last_and_once(start: Run, tmp_path: Path) -> None:
     process = start("raises")
     _, errors = process.communicate(timeout=90)
@@ -279,6 +280,7 @@ def test_a_rank_that_stands_still_ends_all_and_they_start_again(start: Run, tmp_
     assert process.returncode == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_launch_listens_on_the_loopback_only_and_when_it_is_killed_leaves_no_file_and_no_process(
     start: Run, tmp_path: Path

@@ -204,6 +204,7 @@ def _arguments_are_untouched(_: nn.Module, args: tuple[Any, ...]) -> None:
     assert (hidden.dtype, rotation.cos.dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.thorough
 def test_mixed_precision_wrappers_leave_masks_and_angles_alone(world: Any) -> None:
     ((sharded, plain),) = world(1).run(bfloat16_with_and_without_fsdp)
     assert torch.equal(sharded, plain)
