@@ -31,5 +31,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_runtest_setup() -> None:
     """Spare what lies about from the collection of garbage that each training begins with: half a second each."""
+    # A command that was interrupted inside of a test leaves the signal blocked, as is right for a process that ends.
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.collect()  # what the test before has left; all older objects are frozen
     gc.freeze()
