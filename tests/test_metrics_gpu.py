@@ -55,7 +55,7 @@ class InPlace:
 
 
 def logged(beside: bool) -> list[dict[str, float]]:
-    """What is logged of some periods, with steps that take longer than a reduction."""
+    """Log entries of some periods, with steps that take longer than a reduction."""
     rank = dist.get_rank()
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)

@@ -37,7 +37,7 @@ class Rollouts:
 
     @property
     def facts(self) -> State:
-        """Nothing is known before the rollouts are made."""
+        """Facts of the data: none before the rollouts are made."""
         return {}
 
     def next_pack(self) -> Pack:

@@ -1,4 +1,4 @@
-"""The same bits each time: settings of torch, kernels, and generators that code of users draws from."""
+"""Determinism, the same bits each time: settings of torch, kernels, and generators that code of users draws from."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class TrackerSuite(ComponentSuite):
         return self.fields(directory)
 
     def logged(self, directory: Path) -> Logged | None:  # noqa: ARG002 - for subclasses
-        """What the backend has of the run, by step; ``None`` if it keeps nothing that can be read.
+        """Values that the backend has of the run, by step; ``None`` if it keeps nothing that can be read.
 
         :func:`by_step` makes it of single points, and finds duplicates. Of several runs in one place, the last counts.
         """
