@@ -1,0 +1,1 @@
+"""Triton kernels of d9d, each a backend of one op."""

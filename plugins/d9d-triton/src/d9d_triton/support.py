@@ -1,0 +1,35 @@
+"""Where Triton kernels run, and in which number formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+from d9d_core.extend import Decision, OpSignature
+
+#: Number formats that the kernels read; they compute in float32.
+FLOATS = ("bfloat16", "float16", "float32")
+#: Above the backends of d9d-nn, which are at most at 10.
+PRIORITY = 20
+
+
+def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS) -> Decision:
+    """Accept on CUDA with priority :data:`PRIORITY`, and on a CPU by name where Triton interprets kernels.
+
+    Args:
+        signature: of the op's calls.
+        reason: what speaks for the kernel, measured.
+        dtypes: number formats that the kernel reads.
+    """
+    if signature.dtype not in dtypes:
+        return Decision(False, f"reads {', '.join(dtypes)}; the tensors are {signature.dtype}")
+    if signature.device == "cuda":
+        return Decision(True, reason, PRIORITY)
+    if signature.device == "cpu" and interpreted():
+        return Decision(True, "interpreted on the CPU, for tests: by name only", 0)
+    return Decision(False, f"Triton kernels run on cuda; the device is {signature.device}")
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in Python, on tensors of the CPU: ``TRITON_INTERPRET=1``."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
