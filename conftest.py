@@ -5,8 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import pytest
+
+# Triton reads it when it is imported. Without a GPU, its kernels run in Python, here and in the processes of worlds.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.hookimpl(tryfirst=True)
