@@ -168,7 +168,7 @@ def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(kind: str) -> No
 
 
 @triton.jit
-def round_all(values: Any, noise: Any, out: Any, SIZE: tl.constexpr) -> None:
+def round_all(values, noise, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)
     tl.store(out + at, rounded(tl.load(values + at), tl.load(noise + at).to(tl.uint32)))
 

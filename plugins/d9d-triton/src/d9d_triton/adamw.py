@@ -22,8 +22,9 @@ from d9d_triton.support import interpreted
 if TYPE_CHECKING:
     from d9d_optim.optimizer.base import Batch
 
-_BLOCK = 4096
-_WARPS = 8
+#: Elements of a program: at 4.1 TB/s on an H200, where 4096 with 8 warps reach 3.7 (float32) or 2.8 (with rounding).
+_BLOCK = 1024
+_WARPS = 4
 #: Interpreted programs take milliseconds each, whatever they compute.
 _BLOCK_INTERPRETED = 1 << 16
 #: Tensors whose step counts one program advances.
@@ -106,7 +107,7 @@ class FusedAdamW:
         ).to(device, non_blocking=True)
         if sizes not in self._work:
             self._work[sizes] = _blocks(sizes, self._block, device)
-        owners, begins = self._work[sizes]
+        owners, firsts = self._work[sizes]
         factors = torch.empty(2, len(rows), dtype=torch.float32, device=device)
         keys = torch.empty(len(rows), dtype=torch.int64, device=device)
         count_step[(triton.cdiv(len(rows), _COUNTS),)](
@@ -127,7 +128,7 @@ class FusedAdamW:
         update_weights[(len(owners),)](
             table,
             owners,
-            begins,
+            firsts,
             factors,
             keys,
             batch.gate,
@@ -159,11 +160,10 @@ def _log2(beta: float) -> float:
 
 
 def _blocks(sizes: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tensor that each program works on, int32, and its first element there, int64."""
-    owners = [index for index, size in enumerate(sizes) for _ in range(0, size, block)]
-    begins = [begin for size in sizes for begin in range(0, size, block)]
-    pinned = device.type == "cuda"
-    return (
-        torch.tensor(owners, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=True),
-        torch.tensor(begins, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True),
-    )
+    """Tensor that each program works on, and the first program of each tensor; both int32."""
+    counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
+    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+    firsts = (counts.cumsum(0) - counts).to(torch.int32)
+    if device.type == "cuda":
+        owners, firsts = owners.pin_memory(), firsts.pin_memory()
+    return owners.to(device, non_blocking=True), firsts.to(device, non_blocking=True)

@@ -59,7 +59,7 @@ def count_step(
 def update_weights(
     table,
     owners,
-    begins,
+    firsts,
     factors,
     keys,
     gate,
@@ -81,21 +81,23 @@ def update_weights(
     """AdamW of one block of one tensor; the table is that of :func:`count_step`."""
     if tl.load(gate) != 0:
         owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
-        begin = tl.load(begins + tl.program_id(0))
+        begin = (tl.program_id(0) - tl.load(firsts + owner)).to(tl.int64) * BLOCK
         weights = tl.load(table + owner).to(tl.pointer_type(WEIGHT))
         gradients = tl.load(table + count + owner).to(tl.pointer_type(GRADIENT))
         averages = tl.load(table + 2 * count + owner).to(tl.pointer_type(MOMENT))
         squares = tl.load(table + 3 * count + owner).to(tl.pointer_type(MOMENT))
+        weights, gradients, averages, squares = weights + begin, gradients + begin, averages + begin, squares + begin
         if ALIGNED:
             weights = tl.multiple_of(weights, 16)
             gradients = tl.multiple_of(gradients, 16)
             averages = tl.multiple_of(averages, 16)
             squares = tl.multiple_of(squares, 16)
         key = begin
-        start = owner.to(tl.int32)
+        position = begin.to(tl.uint32)
         if STOCHASTIC:
             key = tl.load(keys + owner)
-            start = tl.load(tl.load(table + 6 * count + owner).to(tl.pointer_type(tl.int32)))
+            start = tl.load(table + 6 * count + owner).to(tl.pointer_type(tl.uint32))
+            position += tl.load(start)
             size = tl.load(table + 7 * count + owner)
         else:
             size = tl.load(table + 5 * count + owner)
@@ -103,57 +105,19 @@ def update_weights(
         inverse = tl.load(factors + count + owner)
         scale = step_size
         if DIVIDES:
-            scale = tl.load(divisor)
-        offset = tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK).to(tl.int64)
+            scale = 1 / tl.load(divisor)
         # A mask would keep loads narrow, so blocks in the middle have none.
         if begin + BLOCK <= size:
             _update_block(
-                weights,
-                gradients,
-                averages,
-                squares,
-                offset,
-                size,
-                start,
-                key,
-                step_size,
-                inverse,
-                scale,
-                keep,
-                one_minus_beta1,
-                beta2,
-                one_minus_beta2,
-                eps,
-                WEIGHT,
-                MOMENT,
-                DIVIDES,
-                STOCHASTIC,
-                False,
-            )
+                weights, gradients, averages, squares, BLOCK, position, key, step_size, inverse, scale, keep,
+                one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, False, BLOCK,
+            )  # fmt: skip
         else:
             _update_block(
-                weights,
-                gradients,
-                averages,
-                squares,
-                offset,
-                size,
-                start,
-                key,
-                step_size,
-                inverse,
-                scale,
-                keep,
-                one_minus_beta1,
-                beta2,
-                one_minus_beta2,
-                eps,
-                WEIGHT,
-                MOMENT,
-                DIVIDES,
-                STOCHASTIC,
-                True,
-            )
+                weights, gradients, averages, squares, (size - begin).to(tl.int32), position, key, step_size, inverse,
+                scale, keep, one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, True,
+                BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -162,9 +126,8 @@ def _update_block(
     gradients,
     averages,
     squares,
-    offset,
     size,
-    start,
+    position,
     key,
     step_size,
     inverse,
@@ -179,40 +142,41 @@ def _update_block(
     DIVIDES: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    offset = tl.arange(0, BLOCK)
     inside = offset < size if MASKED else None
     weight = tl.load(weights + offset, mask=inside).to(tl.float32)
     gradient = tl.load(gradients + offset, mask=inside).to(tl.float32)
     average = tl.load(averages + offset, mask=inside).to(tl.float32)
     square = tl.load(squares + offset, mask=inside).to(tl.float32)
     if DIVIDES:
-        gradient = gradient / scale
+        gradient = gradient * scale
     average += (gradient - average) * one_minus_beta1
     square = square * beta2 + gradient * gradient * one_minus_beta2
     weight = weight * keep - step_size * average / (tl.sqrt(square * inverse) + eps)
     rounds_weight: tl.constexpr = STOCHASTIC and WEIGHT == tl.bfloat16
     rounds_moment: tl.constexpr = STOCHASTIC and MOMENT == tl.bfloat16
     if rounds_weight or rounds_moment:
-        random = _hashed((start + offset.to(tl.int32)).to(tl.uint32, bitcast=True), key)
+        random = _mix((position + offset.to(tl.uint32)) ^ _folded(key))
     if rounds_weight:
-        tl.store((weights + offset).to(tl.pointer_type(tl.int16)), rounded(weight, random & 0xFFFF), mask=inside)
+        tl.store(weights.to(tl.pointer_type(tl.int16)) + offset, rounded(weight, random & 0xFFFF), mask=inside)
     else:
         tl.store(weights + offset, weight.to(WEIGHT), mask=inside)
     if rounds_moment:
         # The squares need bits of their own: another position, which no element of the tensor has.
-        other = _hashed(random, ~key)
-        tl.store((averages + offset).to(tl.pointer_type(tl.int16)), rounded(average, random >> 16), mask=inside)
-        tl.store((squares + offset).to(tl.pointer_type(tl.int16)), rounded(square, other & 0xFFFF), mask=inside)
+        other = _mix(random ^ _folded(~key))
+        tl.store(averages.to(tl.pointer_type(tl.int16)) + offset, rounded(average, random >> 16), mask=inside)
+        tl.store(squares.to(tl.pointer_type(tl.int16)) + offset, rounded(square, other & 0xFFFF), mask=inside)
     else:
         tl.store(averages + offset, average.to(MOMENT), mask=inside)
         tl.store(squares + offset, square.to(MOMENT), mask=inside)
 
 
 @triton.jit
-def _hashed(position, key):
-    """Random 32 bits, see :func:`d9d_optim.optimizer.rounding.hashed`."""
-    mixed = _mix(position ^ key.to(tl.uint32))
-    return _mix(mixed + (key >> 32).to(tl.uint32))
+def _folded(key):
+    """32 bits of a generator's state, see :func:`d9d_optim.optimizer.rounding.hashed`."""
+    return _mix(_mix(key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
 
 
 @triton.jit
@@ -229,9 +193,8 @@ def rounded(value, noise):
     """Bits of the bfloat16, as int16, see :func:`d9d_optim.optimizer.rounding.rounded`."""
     bits = value.to(tl.uint32, bitcast=True)
     up = bits + noise
-    # A carry into an exponent of ones would make infinity of a finite number; infinities and NaN get no noise either.
+    # A carry into an exponent of ones would make infinity of a finite number; infinities get no noise either.
     chosen = tl.where((up & 0x7F800000) == 0x7F800000, bits, up)
-    chosen = tl.where((bits & 0x7F800000) == 0x7F800000, bits, chosen)
     # The fraction of a NaN may be in the bits that are cut off.
     chosen = tl.where(value != value, bits | 0x400000, chosen)
     return (chosen >> 16).to(tl.int16)
