@@ -195,3 +195,37 @@ def test_what_it_does_not_compute_is_left_to_torch() -> None:
     assert not support.adamw(OpSignature("adamw", "cuda", "float64", {})).accept
     assert not support.stochastic_adamw(OpSignature("stochastic_adamw", "cuda", "float16", {})).accept
     assert not support.adamw(OpSignature("adamw", "xpu", "float32", {})).accept
+
+
+def sharded(dim: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Whole weight, moment and generator after two steps of a tensor that two ranks share."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    drawn = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for split in (False, True):
+        weight = nn.Parameter(distribute_tensor(drawn, mesh, [Shard(dim)]) if split else drawn.clone())
+        optimizer = StochasticAdamW(StochasticAdamWConfig(lr=0.01, state_dtype="parameter"), {"weight": weight})
+        optimizer.op_slots()["step"].bind("triton", FusedAdamW(stochastic=True))
+        optimizer.init_state()
+        for step in range(2):
+            gradient = torch.randn(7, 5, generator=torch.Generator().manual_seed(step)).bfloat16()
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(dim)]) if split else gradient
+            optimizer.step(torch.tensor(True))
+        tensors = [weight.detach(), optimizer.state()["weight/exp_avg"], optimizer.state()["weight/generator"]]
+        found.append(tuple(t.full_tensor() if isinstance(t, DTensor) else t for t in tensors))
+    return found  # type: ignore[return-value]
+
+
+def test_shards_of_rows_draw_the_noise_of_the_whole_tensor(world: Callable[[int], Any]) -> None:
+    for whole, shards in world(2).run(sharded, 0):
+        assert all(torch.equal(a, b) for a, b in zip(whole, shards, strict=True))
+
+
+def test_shards_of_columns_are_left_to_the_reference_with_the_same_noise(world: Callable[[int], Any]) -> None:
+    for whole, shards in world(2).run(sharded, 1):
+        for a, b in zip(whole, shards, strict=True):
+            torch.testing.assert_close(a, b, rtol=1 / 128, atol=1e-6)
+            assert (a != b).double().mean() < 0.1
