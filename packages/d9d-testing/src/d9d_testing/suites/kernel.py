@@ -88,7 +88,7 @@ class KernelSuite:
             assert_close_values(found, expected, replace(within, atol=within.atol * scale), where)
 
     def test_gradients_are_those_of_the_reference(self) -> None:
-        """Of all floating-point inputs, by angle and norm; also where the gradient that arrives is expanded."""
+        """Of all inputs that models differentiate, by angle and norm; also where an expanded gradient arrives."""
         self.need_gradients()
         for where, signature, call in self.accepted():
             within = TOLERANCES[getattr(torch, signature.dtype)]
@@ -249,8 +249,9 @@ class KernelSuite:
         return found
 
     def differentiable(self, call: Call) -> list[str]:
-        """Names of the floating-point inputs."""
-        return [name for name, tensor in call.inputs.items() if tensor.is_floating_point()]
+        """Names of the floating-point inputs that models differentiate."""
+        inputs = call.inputs.items()
+        return [name for name, tensor in inputs if tensor.is_floating_point() and name not in call.constants]
 
     def is_rounding(self, gradient: Tensor, call: Call) -> bool:
         """Whether a gradient in float64 is nothing but rounding, so that its direction says nothing."""

@@ -6,7 +6,7 @@ in, O features out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,12 +26,14 @@ class Call:
         inputs: tensors by name; the floating-point ones are differentiated.
         static: the facts that a slot states about its calls.
         options: further arguments.
+        constants: names of floating-point inputs that no model differentiates.
     """
 
     name: str
     inputs: Mapping[str, Tensor]
     static: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    constants: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,31 @@ def _silu_mul_calls() -> Iterator[Call]:
         yield Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
 
 
+def _rope_calls() -> Iterator[Call]:
+    for samples, length, query_heads, heads, features, shared in (
+        (2, 3, 4, 2, 8, False),
+        (2, 3, 4, 2, 8, True),
+        (1, 1, 1, 1, 2, False),
+        (1, 5, 5, 3, 20, True),
+        (2, 1, 1, 4, 16, False),
+        (0, 5, 4, 2, 8, True),
+        (2, 0, 4, 2, 8, False),
+    ):
+        angles = 3 * draw(1 if shared else samples, length, features // 2, seed=2)
+        inputs = {
+            "query": draw(samples, length, query_heads, features, seed=0),
+            "key": draw(samples, length, heads, features, seed=1),
+            "cos": angles.cos(),
+            "sin": angles.sin(),
+        }
+        name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, cos {list(angles.shape)}"
+        yield Call(name, inputs, {"head_dim": features}, constants=("cos", "sin"))
+
+
+def _invoke_rope(slot: OpSlot, call: Call) -> Tensor:
+    return torch.cat(slot(*call.inputs.values()), dim=2)
+
+
 def _grouped_linear_calls() -> Iterator[Call]:
     features_in, features_out = 16, 24
     for counts, spare in (
@@ -139,6 +166,7 @@ KNOWN_OPS: Mapping[str, Op] = {
     "silu_mul": Op(
         partial(_plain_slot, "silu_mul", "d9d_nn.ops.silu_mul:silu_mul"), _silu_mul_calls, invoke_plainly
     ),
+    "rope": Op(partial(_plain_slot, "rope", "d9d_nn.ops.rope:rope"), _rope_calls, _invoke_rope),
     "grouped_linear": Op(
         partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),
         _grouped_linear_calls,
