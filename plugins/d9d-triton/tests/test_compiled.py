@@ -6,6 +6,7 @@ A new kernel fails here until something in ``LAUNCHES`` launches it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -54,20 +55,20 @@ def rope() -> None:
 
 
 def adamw() -> None:
-    from d9d_optim.optimizer.adamw import AdamW
-    from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
-    from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
     from d9d_triton.adamw import FusedAdamW
 
+    config, plain, rounding = (
+        import_module(f"d9d_optim.optimizer.{name}") for name in ("config", "adamw", "stochastic_adamw")
+    )
     for dtype, of_gradient in DTYPES:
         for stochastic in (False, True) if dtype == torch.bfloat16 else (False,):
             weight = nn.Parameter(torch.ones(3000, dtype=dtype))
             weight.grad_dtype = of_gradient
             weight.grad = torch.ones(3000, dtype=of_gradient)
             named = {"weight": weight}
-            optimizer: Any = AdamW(AdamWConfig(), named)
+            optimizer: Any = plain.AdamW(config.AdamWConfig(), named)
             if stochastic:
-                optimizer = StochasticAdamW(StochasticAdamWConfig(), named)
+                optimizer = rounding.StochasticAdamW(config.StochasticAdamWConfig(), named)
             (slot,) = optimizer.op_slots().values()
             slot.bind("triton", FusedAdamW(stochastic=stochastic))
             optimizer.init_state()
@@ -75,10 +76,23 @@ def adamw() -> None:
             optimizer.step(torch.tensor(True))
 
 
+def permutation() -> None:
+    from d9d_triton.permutation import permute, unpermute
+
+    for choices, features in ((8, 2048), (6, 33)):
+        slots = torch.arange(4 * choices)
+        places = slots.view(4, choices)
+        backward(permute(ones(4, features), slots, places))
+        backward(unpermute(ones(4 * choices, features), slots, places, ones(4, choices, dtype=torch.float32)))
+        backward(unpermute(ones(4 * choices, features).detach(), slots, places, ones(4, choices)))
+        backward(unpermute(ones(4 * choices, features), slots, places, ones(4, choices).detach()))
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     "rms_norm": rms_norm,
     "silu_mul": silu_mul,
     "rope": rope,
+    "permutation": permutation,
     "adamw": adamw,
 }
 

@@ -21,6 +21,16 @@ class TestRope(KernelSuite):
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
+class TestPermute(KernelSuite):
+    target = "permute.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+class TestUnpermute(KernelSuite):
+    target = "unpermute.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
 @pytest.mark.gpu
 class TestRmsNormOnCuda(TestRmsNorm):
     device = "cuda"
@@ -33,4 +43,14 @@ class TestSiluMulOnCuda(TestSiluMul):
 
 @pytest.mark.gpu
 class TestRopeOnCuda(TestRope):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestPermuteOnCuda(TestPermute):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestUnpermuteOnCuda(TestUnpermute):
     device = "cuda"

@@ -47,3 +47,15 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             build=Ref(f"d9d_triton.{op}:build"),
             requires=_TRITON,
         )
+    for op, summary in (
+        ("permute", "Copies of tokens for their experts; by itself on CUDA where nothing compiles it."),
+        ("unpermute", "Weighted sums of experts' rows in one pass; by itself on CUDA where nothing compiles it."),
+    ):
+        yield KernelSpec(
+            name="triton",
+            summary=summary,
+            op=op,
+            supports=Ref("d9d_triton.rules:by_rule"),
+            build=Ref(f"d9d_triton.permutation:build_{op}"),
+            requires=_TRITON,
+        )

@@ -44,9 +44,15 @@ RULES: Mapping[str, Rule] = {
         eager=(PRIORITY, "one launch and one pass for queries and keys, which take the reference many"),
         compiled=(BY_NAME, "inductor fuses rotations with the norms before them; by name only"),
     ),
+    "permute": Rule(
+        eager=(PRIORITY, "copies as the reference does; their gradients are summed in one pass, not in one per choice"),
+        compiled=(BY_NAME, "inductor sums the gradients in one pass, too; by name only"),
+    ),
+    "unpermute": Rule(
+        eager=(PRIORITY, "one pass in each direction, which takes the reference one per choice"),
+        compiled=(BY_NAME, "inductor fuses the passes of the reference; by name only"),
+    ),
 }
-
-
 #: A program of ``rms_norm`` holds whole rows in registers: x, its gradient, the weight, the sum of its gradient.
 MOST_FEATURES = 16384
 

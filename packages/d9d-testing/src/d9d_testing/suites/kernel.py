@@ -29,7 +29,7 @@ class KernelSuite:
             target = "rms_norm.my_kernel"
             device = "cuda"
 
-    The ops of d9d-nn are known: how a model calls them, with which shapes. For another op, say so in ``op``
+    The ops of d9d-nn and d9d-moe are known: how a model calls them, with which shapes. For another op, say so in ``op``
     (:class:`d9d_testing.suites.support.ops.Op`).
 
     Attributes:
@@ -59,8 +59,9 @@ class KernelSuite:
         """How models call the op."""
         name = self.target.partition(".")[0]
         assert name in KNOWN_OPS, f"say in {type(self).__name__}.op how models call '{name}'"
-        pytest.importorskip("d9d_nn", reason=f"the reference of '{name}' is in d9d-nn")
-        return KNOWN_OPS[name]
+        known = KNOWN_OPS[name]
+        pytest.importorskip(known.package, reason=f"the reference of '{name}' is in {known.package}")
+        return known
 
     def takes(self, call: Call) -> bool:  # noqa: ARG002 - for subclasses
         """Whether the backend computes a call that its signature does not rule out, such as one without documents."""

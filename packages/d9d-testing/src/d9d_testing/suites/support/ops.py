@@ -44,11 +44,13 @@ class Op:
         slot: the static facts of a call -> a slot that holds the op's reference.
         calls: its calls, with float32 inputs.
         invoke: calls a slot, as models do.
+        package: module of the package that has the reference.
     """
 
     slot: Callable[[Mapping[str, Any]], OpSlot]
     calls: Callable[[], Iterator[Call]]
     invoke: Callable[[OpSlot, Call], Tensor]
+    package: str = "d9d_nn"
 
 
 def _plain_slot(op: str, reference: str, static: Mapping[str, Any]) -> OpSlot:
@@ -157,7 +159,37 @@ def _grouped_linear_calls() -> Iterator[Call]:
             yield Call(name, inputs, static, {"spare_rows": spare_rows})
 
 
-#: The ops that d9d-nn declares backends for, and its small ones.
+def _permutation(tokens: int, choices: int, rows: int) -> dict[str, Tensor]:
+    """Slots int64 [R] and places int64 [T, k], where choices beyond the rows have none."""
+    slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
+    places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
+    return {"slots": slots[:rows], "places": places.view(tokens, choices)}
+
+
+def _permutation_calls(*, back: bool) -> Iterator[Call]:
+    for tokens, choices, rows, features in (
+        (5, 2, 10, 16),
+        (3, 3, 7, 33),
+        (1, 1, 1, 8),
+        (2, 5, 10, 2),
+        (2, 2, 0, 8),
+        (0, 2, 0, 8),
+    ):
+        inputs = _permutation(tokens, choices, rows)
+        if back:
+            inputs = {"rows": draw(rows, features, seed=0), **inputs, "weights": draw(tokens, choices, seed=1)}
+        else:
+            inputs = {"tokens": draw(tokens, features, seed=0), **inputs}
+        name = f"{tokens} tokens of {features} features, {choices} choices, {rows} rows"
+        yield Call(name, inputs, options={"absent": rows < tokens * choices})
+
+
+def _permutation_op(op: str) -> Op:
+    slot = partial(_plain_slot, op, f"d9d_moe.dispatch.permutation:{op}")
+    return Op(slot, partial(_permutation_calls, back=op == "unpermute"), invoke_plainly, package="d9d_moe")
+
+
+#: The ops that d9d-nn declares backends for, its small ones, and those of d9d-moe.
 KNOWN_OPS: Mapping[str, Op] = {
     "attention": Op(_attention_slot, _attention_calls, _invoke_attention),
     "rms_norm": Op(
@@ -172,4 +204,6 @@ KNOWN_OPS: Mapping[str, Op] = {
         _grouped_linear_calls,
         invoke_plainly,
     ),
+    "permute": _permutation_op("permute"),
+    "unpermute": _permutation_op("unpermute"),
 }  # fmt: skip
