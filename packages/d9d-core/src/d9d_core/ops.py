@@ -21,12 +21,15 @@ class OpSignature:
         device: device type, for example ``cuda``.
         dtype: dtype of the tensors, for example ``bfloat16``; in optimizers, of most parameters.
         static: whatever else is fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
+        compiled: whether the module is compiled: its compiler fuses what it can look into, such as the reference, with
+            the operations around it, and calls a kernel of somebody else's as it is.
     """
 
     op: str
     device: str
     dtype: str
     static: Mapping[str, Any] = field(default_factory=dict)
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
