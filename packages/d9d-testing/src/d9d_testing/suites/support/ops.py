@@ -130,6 +130,19 @@ def _grouped_linear_calls() -> Iterator[Call]:
             yield Call(name, inputs, static, {"spare_rows": spare_rows})
 
 
+def _linear_cross_entropy_calls() -> Iterator[Call]:
+    for shape, features, words in (((2, 7), 16, 33), ((5,), 8, 64), ((1, 1), 24, 1), ((3,), 16, 130), ((0,), 8, 16)):
+        targets = torch.randint(words, shape, generator=torch.Generator().manual_seed(2))
+        targets.view(-1)[1::4] = -100  # not predicted
+        inputs = {
+            "hidden": draw(*shape, features, seed=0),
+            "weight": draw(words, features, seed=1),
+            "targets": targets,
+        }
+        name = f"hidden {[*shape, features]}, weight {[words, features]}"
+        yield Call(name, inputs, {"features": features, "vocabulary": words})
+
+
 #: The ops that d9d-nn declares backends for, and its small ones.
 KNOWN_OPS: Mapping[str, Op] = {
     "attention": Op(_attention_slot, _attention_calls, _invoke_attention),
@@ -142,6 +155,11 @@ KNOWN_OPS: Mapping[str, Op] = {
     "grouped_linear": Op(
         partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),
         _grouped_linear_calls,
+        invoke_plainly,
+    ),
+    "linear_cross_entropy": Op(
+        partial(_plain_slot, "linear_cross_entropy", "d9d_nn.ops.linear_cross_entropy:linear_cross_entropy"),
+        _linear_cross_entropy_calls,
         invoke_plainly,
     ),
 }  # fmt: skip
