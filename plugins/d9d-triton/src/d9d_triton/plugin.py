@@ -30,3 +30,19 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         build=Ref("d9d_triton.linear_cross_entropy.backend:build_sum"),
         requires=_TRITON,
     )
+    yield KernelSpec(
+        name="triton",
+        summary="AdamW in one launch for all tensors of a group: each byte is read and written once.",
+        op="adamw",
+        supports=Ref("d9d_triton.support:adamw"),
+        build=Ref("d9d_triton.adamw:build"),
+        requires=_TRITON,
+    )
+    yield KernelSpec(
+        name="triton",
+        summary="AdamW with stochastic rounding in one launch for all tensors of a group.",
+        op="stochastic_adamw",
+        supports=Ref("d9d_triton.support:stochastic_adamw"),
+        build=Ref("d9d_triton.adamw:build_stochastic"),
+        requires=_TRITON,
+    )

@@ -180,7 +180,13 @@ def assemble(
     judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
     kernels = bind_kernels(
-        full_model, registry, job.kernels, topology.device.type, compute, judge.verdicts, job.deterministic
+        full_model.named_modules(),
+        registry,
+        job.kernels,
+        topology.device.type,
+        compute,
+        judge.verdicts,
+        job.deterministic,
     )
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
