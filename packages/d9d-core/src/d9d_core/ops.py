@@ -65,6 +65,11 @@ class OpSlot:
         self.backend = backend
         self._function = function
 
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The bound function. Some ops say which further methods a backend's may have."""
+        return self._function
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the bound function."""
         return self._function(*args, **kwargs)

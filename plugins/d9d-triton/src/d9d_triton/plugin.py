@@ -13,7 +13,23 @@ _TRITON = frozenset({"import:triton"})
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backends named ``triton``."""
+    """Backends ``triton`` of ops, and variants of them."""
+    yield KernelSpec(
+        name="triton",
+        summary="Two passes over the logits, which become their gradient in their place; exact.",
+        op="linear_cross_entropy",
+        supports=Ref("d9d_triton.linear_cross_entropy.backend:supports"),
+        build=Ref("d9d_triton.linear_cross_entropy.backend:build"),
+        requires=_TRITON,
+    )
+    yield KernelSpec(
+        name="triton_sum",
+        summary="The same for losses without weights, in memory for one chunk of logits; never chosen by itself.",
+        op="linear_cross_entropy",
+        supports=Ref("d9d_triton.linear_cross_entropy.backend:supports_sum"),
+        build=Ref("d9d_triton.linear_cross_entropy.backend:build_sum"),
+        requires=_TRITON,
+    )
     yield KernelSpec(
         name="triton",
         summary="AdamW in one launch for all tensors of a group: each byte is read and written once.",

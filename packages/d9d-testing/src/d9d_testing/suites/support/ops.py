@@ -159,6 +159,19 @@ def _grouped_linear_calls() -> Iterator[Call]:
             yield Call(name, inputs, static, {"spare_rows": spare_rows})
 
 
+def _linear_cross_entropy_calls() -> Iterator[Call]:
+    for shape, features, words in (((2, 7), 16, 33), ((5,), 8, 64), ((1, 1), 24, 1), ((3,), 16, 130), ((0,), 8, 16)):
+        targets = torch.randint(words, shape, generator=torch.Generator().manual_seed(2))
+        targets.view(-1)[1::4] = -100  # not predicted
+        inputs = {
+            "hidden": draw(*shape, features, seed=0),
+            "weight": draw(words, features, seed=1),
+            "targets": targets,
+        }
+        name = f"hidden {[*shape, features]}, weight {[words, features]}"
+        yield Call(name, inputs, {"features": features, "vocabulary": words})
+
+
 def _permutation(tokens: int, choices: int, rows: int) -> dict[str, Tensor]:
     """Slots int64 [R] and places int64 [T, k], where choices beyond the rows have none."""
     slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
@@ -202,6 +215,11 @@ KNOWN_OPS: Mapping[str, Op] = {
     "grouped_linear": Op(
         partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),
         _grouped_linear_calls,
+        invoke_plainly,
+    ),
+    "linear_cross_entropy": Op(
+        partial(_plain_slot, "linear_cross_entropy", "d9d_nn.ops.linear_cross_entropy:linear_cross_entropy"),
+        _linear_cross_entropy_calls,
         invoke_plainly,
     ),
     "permute": _permutation_op("permute"),
