@@ -190,3 +190,17 @@ def test_a_reference_asked_for_by_name_says_so() -> None:
     registry = Registry.of(offering("acme", spec("plain", "always")))
     (asked,) = choose(registry, Square(4), square="reference")
     assert explained(asked).splitlines()[0] == "  square: reference, asked for by kernels.square, at op"
+
+
+def test_backends_learn_whether_the_data_packs_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool | None] = []
+
+    def sees(signature: OpSignature) -> Decision:
+        asked.append(signature.documents)
+        return Decision(True, "takes everything")
+
+    monkeypatch.setattr(Backends, "always", staticmethod(sees))
+    registry = Registry.of(offering("acme", spec("plain", "always")))
+    for documents in (True, False, None):
+        bind_kernels(Square(4), registry, {}, "cpu", "float32", lambda _: (), documents=documents)
+    assert asked == [True, False, None]

@@ -49,6 +49,7 @@ def bind_kernels(
     dtype: str,
     judge: Judgement,
     deterministic: bool = False,
+    documents: bool | None = None,
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot of the stage and bind it.
 
@@ -62,6 +63,7 @@ def bind_kernels(
         dtype: dtype of the tensors the ops meet.
         judge: whether the capabilities that a backend requires and refuses let it run here.
         deterministic: refuse backends that say they are not.
+        documents: whether samples hold several documents; ``None`` if that is not known.
 
     Raises:
         BuildError: a requested backend refuses, or the model calls no such op.
@@ -80,12 +82,11 @@ def bind_kernels(
     groups: dict[tuple[str, str], list[tuple[str, OpSlot]]] = {}
     for site, slot in slots:
         groups.setdefault((slot.op, repr(sorted(slot.static.items()))), []).append((site, slot))
-    return [
-        _bind(
-            registry, requested.get(op), same, OpSignature(op, device, dtype, same[0][1].static), judge, deterministic
-        )
-        for (op, _), same in groups.items()
-    ]
+    choices = []
+    for (op, _), same in groups.items():
+        signature = OpSignature(op, device, dtype, same[0][1].static, documents)
+        choices.append(_bind(registry, requested.get(op), same, signature, judge, deterministic))
+    return choices
 
 
 def _bind(

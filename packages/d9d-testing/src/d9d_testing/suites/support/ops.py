@@ -26,12 +26,14 @@ class Call:
         inputs: tensors by name; the floating-point ones are differentiated.
         static: the facts that a slot states about its calls.
         options: further arguments.
+        documents: whether samples of the data that the call is made with hold several documents, if that is known.
     """
 
     name: str
     inputs: Mapping[str, Tensor]
     static: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    documents: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ def _attention_calls() -> Iterator[Call]:
             inputs["documents"] = (torch.arange(length) >= length // 3).long() + torch.zeros(samples, length).long()
         static = {"query_heads": query_heads, "key_value_heads": heads, "head_dim": features, "window": window}
         name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, window {window}"
-        yield Call(f"{name}, {'several documents' if packed else 'one document'}", inputs, {"causal": True, **static})
+        name += ", several documents" if packed else ", one document"
+        yield Call(name, inputs, {"causal": True, **static}, documents=packed or None)
 
 
 def _invoke_attention(slot: Any, call: Call) -> Tensor:
