@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from d9d_testing.layouts import job_of, topology_here
 from d9d_testing.world import World
 from torch import Tensor
@@ -36,6 +37,11 @@ def occupied(tensors: list[Tensor]) -> int:
 
 def train(cases: list[tuple[dict[str, Any], bool]]) -> list[list[tuple[float, float]]]:
     """Loss and gradient norm of every step, with sleep after the second and the fourth if it is asked for."""
+    from torch.distributed.distributed_c10d import Backend
+
+    # NCCL's communicators stay awake where torch cannot suspend them, which is an error if asked for.
+    everything = hasattr(Backend, "suspend") or not torch.cuda.is_available()
+    tags: tuple[Any, ...] = () if everything else ("weights", "optimizer")
     found = []
     for values, sleeps in cases:
         job = job_of(values, PLUGINS)
@@ -46,7 +52,7 @@ def train(cases: list[tuple[dict[str, Any], bool]]) -> list[list[tuple[float, fl
                 if sleeps and trainer.progress.step in (2, 4):
                     held = [*trainer.stage.parameters(), *trainer.stage.buffers()]
                     held += trainer.step.optimizer.state().values()
-                    trainer.sleep()
+                    trainer.sleep(*tags)
                     assert occupied(held) == 0
                     trainer.wake("weights")
                     trainer.wake()
@@ -62,5 +68,22 @@ def test_sleep_changes_no_bit(small_job: Write, world: type[World], layout: str)
         (json.loads(small_job(name, **common).read_text()), name == "sleeping") for name in ("straight", "sleeping")
     ]
     for straight, sleeping in world(2).run(train, cases):
+        assert len(straight) == 6
+        assert straight == sleeping
+
+
+@pytest.mark.gpu
+@pytest.mark.gpus(2)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sleep_changes_no_bit_on_gpus(small_job: Write, layout: str) -> None:
+    common = {
+        "export": False, "trackers": [], "checkpoint": {"every": 3}, "device": "cuda", "deterministic": True,
+        "precision": {"parameters": "bfloat16"}, **LAYOUTS[layout],
+    }  # fmt: skip
+    cases = [
+        (json.loads(small_job(name, **common).read_text()), name == "sleeping") for name in ("straight", "sleeping")
+    ]
+    for straight, sleeping in World(2, timeout=180.0, backend="cpu:gloo,cuda:nccl").run(train, cases):
         assert len(straight) == 6
         assert straight == sleeping

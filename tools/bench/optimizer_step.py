@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from d9d_optim.optimizer.adamw import AdamW
 from d9d_optim.optimizer.base import NamedOptimizer
 from d9d_optim.optimizer.config import AdamWConfig, StochasticAdamWConfig
 from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
+from d9d_triton.adamw import FusedAdamW
 from timing import timed
 from torch import nn
 
@@ -46,10 +47,10 @@ def moved(named: Mapping[str, nn.Parameter], bytes_of_state: int) -> int:
     return sum(p.numel() * (3 * p.element_size() + 2 * bytes_of_state) for p in named.values())
 
 
-def stepper(optimizer: NamedOptimizer, device: str) -> Callable[[], None]:
+def stepper(optimizer: NamedOptimizer) -> Callable[[], None]:
     """One step with an open gate."""
     optimizer.init_state()
-    gate = torch.tensor(True, device=device)
+    gate = torch.tensor(True, device=next(iter(optimizer.state().values())).device)
     return lambda: optimizer.step(gate)
 
 
@@ -64,54 +65,85 @@ def milliseconds(runs: Mapping[str, Callable[[], Any]], steps: int, rounds: int)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
+def contenders() -> Iterator[tuple[str, torch.dtype, int, Callable[[Any], Callable[[], Any]]]]:
+    """Name, dtype of parameters, bytes of state of each, and the step for given parameters."""
+    wide, narrow = torch.float32, torch.bfloat16
+    for dtype in (wide, narrow):
+        yield f"torch fused adamw, {dtype}", dtype, 2 * dtype.itemsize, lambda named: torch_adamw(named).step
+        yield f"adamw triton, {dtype}", dtype, 2 * dtype.itemsize, lambda named: bound(AdamW(AdamWConfig(), named))
+    config = StochasticAdamWConfig()
+    yield "stochastic_adamw reference", narrow, 8, lambda named: stepper(StochasticAdamW(config, named))
+    yield "stochastic_adamw triton", narrow, 8, lambda named: bound(StochasticAdamW(config, named))
+    narrow_state = StochasticAdamWConfig(state_dtype="parameter")
+    yield (
+        "stochastic_adamw triton, bfloat16 moments",
+        narrow,
+        4,
+        lambda named: bound(StochasticAdamW(narrow_state, named)),
+    )
+
+
+def torch_adamw(named: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
+    """Torch's, with its fused kernel."""
+    return torch.optim.AdamW(list(named.values()), fused=True)
+
+
+def bound(optimizer: AdamW | StochasticAdamW) -> Callable[[], None]:
+    """One step with the kernel of d9d-triton."""
+    (slot,) = optimizer.op_slots().values()
+    slot.bind("triton", FusedAdamW(stochastic=isinstance(optimizer, StochasticAdamW)))
+    return stepper(optimizer)
+
+
 def bandwidths(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Of each optimizer alone, because the state of several would not fit."""
     results: dict[str, dict[str, float]] = {}
-    for name, dtype, state, make in (
-        ("torch fused adamw", torch.float32, 8, None),
-        ("adamw", torch.float32, 8, lambda named: AdamW(AdamWConfig(), named)),
-        ("stochastic_adamw", torch.bfloat16, 8, lambda named: StochasticAdamW(StochasticAdamWConfig(), named)),
-        (
-            "stochastic_adamw, bfloat16 moments",
-            torch.bfloat16,
-            4,
-            lambda named: StochasticAdamW(StochasticAdamWConfig(state_dtype="parameter"), named),
-        ),
-    ):
+    for name, dtype, state, make in contenders():
         named = parameters(options.parameters, dtype, options.device)
-        if make is None:
-            run: Callable[[], Any] = torch.optim.AdamW(list(named.values()), fused=True).step
-        else:
-            run = stepper(make(named), options.device)
+        run = make(named)
         time = milliseconds({name: run}, options.steps, options.rounds)[name]
         results[name] = {"milliseconds": time, "gigabytes": moved(named, state) / 1e9}
         results[name]["gigabytes_per_second"] = results[name]["gigabytes"] / time * 1e3
         del named, run
         if options.device == "cuda":
             torch.cuda.empty_cache()
-    reference = results["torch fused adamw"]["gigabytes_per_second"]
+    reference = next(iter(results.values()))["gigabytes_per_second"]
     for result in results.values():
         result["share_of_fused"] = result["gigabytes_per_second"] / reference
     return results
 
 
-def clipping(options: argparse.Namespace) -> dict[str, float]:
+def clipping(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Milliseconds of AdamW's step with and without a divisor. It is 1, so that gradients stay as they are."""
-    named = parameters(options.parameters, torch.float32, options.device)
-    optimizer = AdamW(AdamWConfig(), named)
-    step = stepper(optimizer, options.device)
+    return {str(dtype): clipping_of(options, dtype) for dtype in (torch.float32, torch.bfloat16)}
+
+
+def clipping_of(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, float]:
+    """The same for one dtype of parameters."""
+    named = parameters(options.parameters, dtype, options.device)
+    plain, triton = AdamW(AdamWConfig(), named), AdamW(AdamWConfig(), named)
+    steps = {"torch": stepper(plain), "triton": bound(triton)}
     divisor = torch.ones((), device=options.device)
     gradients = [p.grad for p in named.values() if p.grad is not None]
 
     def before() -> None:
         torch._foreach_div_(gradients, divisor)
-        step()
+        steps["torch"]()
 
-    def inside() -> None:
-        optimizer.divide_gradients(divisor)
-        step()
+    def inside(name: str, optimizer: AdamW) -> Callable[[], None]:
+        def run() -> None:
+            optimizer.divide_gradients(divisor)
+            steps[name]()
 
-    runs = {"no clipping": step, "a pass before": before, "inside of the step": inside}
+        return run
+
+    runs = {
+        "no clipping": steps["torch"],
+        "a pass before": before,
+        "inside of the step": inside("torch", plain),
+        "triton, no clipping": steps["triton"],
+        "triton, inside of the step": inside("triton", triton),
+    }
     return milliseconds(runs, options.steps, options.rounds)
 
 

@@ -97,7 +97,9 @@ def stages_of(options: argparse.Namespace, job: Job, topology: Topology) -> dict
             Compile(CompileConfig()).apply(stage, topology)
         dtypes: Any = {"compute_dtype": "bfloat16", "reduce_dtype": "float32"} if device.type == "cuda" else {}
         Fsdp(FsdpConfig(reshard_after_forward=False, **dtypes)).apply(stage, topology)
-        bind_kernels(stage, job.registry, {}, device.type, dtypes.get("compute_dtype", "float32"), lambda _: ())
+        bind_kernels(
+            stage.named_modules(), job.registry, {}, device.type, dtypes.get("compute_dtype", "float32"), lambda _: ()
+        )
         stage.to_empty(device=device)
         initialise(stage, 0, device)
         stages[index] = stage.train()

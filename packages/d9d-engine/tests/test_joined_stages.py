@@ -108,7 +108,7 @@ def test_kernels_reach_modules_of_equal_names_in_every_stage(monkeypatch: pytest
     registry = Registry.of(SimpleNamespace(d9d_kernels=d9d_kernels, __name__="acme"))
     stages = [Calling(CONFIG, Stage(index, 3)) for index in range(3)]
     judge = Judge([], registry, Circumstances(device="cpu"))
-    (choice,) = bind_kernels(joined_stages(stages), registry, {}, "cpu", "float32", judge.verdicts)
+    (choice,) = bind_kernels(joined_stages(stages).named_modules(), registry, {}, "cpu", "float32", judge.verdicts)
     assert [stage.slot.backend for stage in stages] == ["fast"] * 3
     assert choice.sites == ("slot",)
 

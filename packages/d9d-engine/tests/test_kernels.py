@@ -11,7 +11,7 @@ from d9d_core.errors import BuildError, PluginError
 from d9d_core.ops import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
 from d9d_core.plugin.capabilities import Circumstances, Judge
-from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.cli.report import print_kernel
 from rich.console import Console
 from torch import nn
@@ -87,7 +87,9 @@ def registry() -> Registry:
 
 def choose(registry: Registry, stage: nn.Module, **requested: str) -> list[KernelChoice]:
     judge = Judge([], registry, Circumstances(device="cpu"))
-    return bind_kernels(stage, registry, requested, "cpu", "float32", judge.verdicts)
+    choices = bind_kernels(stage.named_modules(), registry, requested, "cpu", "float32", judge.verdicts)
+    refuse_unused(requested, choices)
+    return choices
 
 
 def test_the_accepting_backend_with_the_highest_priority_is_bound_per_signature(registry: Registry) -> None:
@@ -121,7 +123,7 @@ def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error(registry: Regis
 def test_an_unknown_backend_or_op_is_an_error(registry: Registry) -> None:
     with pytest.raises(PluginError, match="unknown kernel 'square.wied'; did you mean 'square.wide'"):
         choose(registry, Square(4), square="wied")
-    with pytest.raises(BuildError, match="kernels.sqare: the model calls no op 'sqare'; its ops are: square"):
+    with pytest.raises(BuildError, match="kernels.sqare: the job calls no op 'sqare'; its ops are: square"):
         choose(registry, Square(4), sqare="wide")
 
 
@@ -202,5 +204,5 @@ def test_backends_learn_whether_the_data_packs_documents(monkeypatch: pytest.Mon
     monkeypatch.setattr(Backends, "always", staticmethod(sees))
     registry = Registry.of(offering("acme", spec("plain", "always")))
     for documents in (True, False, None):
-        bind_kernels(Square(4), registry, {}, "cpu", "float32", lambda _: (), documents=documents)
+        bind_kernels(Square(4).named_modules(), registry, {}, "cpu", "float32", lambda _: (), documents=documents)
     assert asked == [True, False, None]

@@ -37,10 +37,23 @@ class Keeps:
 
     def close(self, status: str) -> None: ...
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("write"):
-            raise AttributeError(name)
-        return lambda step, values: self.calls.append((name, step, dict(values)))
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        self.calls.append(("write", step, dict(values)))
+
+    def write_histograms(self, step: int, values: Mapping[str, Any]) -> None:
+        self.calls.append(("write_histograms", step, dict(values)))
+
+    def write_texts(self, step: int, values: Mapping[str, Any]) -> None:
+        self.calls.append(("write_texts", step, dict(values)))
+
+    def write_pictures(self, step: int, values: Mapping[str, Any]) -> None:
+        self.calls.append(("write_pictures", step, dict(values)))
+
+    def write_tables(self, step: int, values: Mapping[str, Any]) -> None:
+        self.calls.append(("write_tables", step, dict(values)))
+
+    def write_files(self, step: int, values: Mapping[str, Any]) -> None:
+        self.calls.append(("write_files", step, dict(values)))
 
     def of(self, kind: str, name: str) -> dict[int, Any]:
         return {step: values[name] for call, step, values in self.calls if call == kind and name in values}

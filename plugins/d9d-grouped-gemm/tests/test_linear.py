@@ -164,7 +164,7 @@ class Products(nn.Module):
 def bound(registry: Any, requested: dict[str, str]) -> str:
     offers = registry("d9d_grouped_gemm.plugin")
     judge = Judge([], offers, Circumstances(device="cuda"))
-    (choice,) = bind_kernels(Products(), offers, requested, "cuda", "bfloat16", judge.verdicts)
+    (choice,) = bind_kernels(Products().named_modules(), offers, requested, "cuda", "bfloat16", judge.verdicts)
     return choice.backend
 
 

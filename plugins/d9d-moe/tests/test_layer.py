@@ -147,7 +147,7 @@ def test_autocast_computes_experts_narrow_and_keeps_gradients_wide() -> None:
 
 def test_kernels_are_chosen_for_its_products(registry: Any) -> None:
     made = layer()
-    choices = bind_kernels(made, registry("d9d_nn.plugin"), {}, "cpu", "float32", lambda _: ())
+    choices = bind_kernels(made.named_modules(), registry("d9d_nn.plugin"), {}, "cpu", "float32", lambda _: ())
     assert {(c.op, c.backend) for c in choices} == {("grouped_linear", "grouped_mm"), ("silu_mul", "reference")}
     hidden = normal(2, 9, HIDDEN)
     assert_close_gradients(outcome(made, hidden), outcome(layer(), hidden))

@@ -19,7 +19,7 @@ class OpSignature:
     Attributes:
         op: name of the op, for example ``attention``.
         device: device type, for example ``cuda``.
-        dtype: dtype of the tensors, for example ``bfloat16``.
+        dtype: dtype of the tensors, for example ``bfloat16``; in optimizers, of most parameters.
         static: whatever else is fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
         documents: whether samples of the job's data hold several documents. If not, ``documents`` of a microbatch tells
             padding behind a sample apart, which causal attention need not know. ``None`` if its datasets do not say

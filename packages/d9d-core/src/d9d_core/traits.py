@@ -285,10 +285,10 @@ class Divisible(Protocol):
 
 @runtime_checkable
 class HasOps(Protocol):
-    """``model:ops``: the module calls ops whose backend may be chosen."""
+    """``model:ops``: the module calls ops whose backend may be chosen. An optimizer may, too, for instance its step."""
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Op slots of this module (not its children's), keyed by attribute name."""
+        """Op slots of this module (not its children's) or optimizer, keyed by attribute name."""
         ...
 
 

@@ -14,4 +14,19 @@ _TRITON = frozenset({"import:triton"})
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
     """Backends named ``triton``."""
-    yield from ()
+    yield KernelSpec(
+        name="triton",
+        summary="AdamW in one launch for all tensors of a group: each byte is read and written once.",
+        op="adamw",
+        supports=Ref("d9d_triton.support:adamw"),
+        build=Ref("d9d_triton.adamw:build"),
+        requires=_TRITON,
+    )
+    yield KernelSpec(
+        name="triton",
+        summary="AdamW with stochastic rounding in one launch for all tensors of a group.",
+        op="stochastic_adamw",
+        supports=Ref("d9d_triton.support:stochastic_adamw"),
+        build=Ref("d9d_triton.adamw:build_stochastic"),
+        requires=_TRITON,
+    )

@@ -1,4 +1,4 @@
-"""Where Triton kernels run, and in which number formats."""
+"""Decisions of the backends: where each runs, and in which number formats. Imports no Triton."""
 
 from __future__ import annotations
 
@@ -11,6 +11,19 @@ from d9d_core.extend import Decision, OpSignature
 FLOATS = ("bfloat16", "float16", "float32")
 #: Above the backends of d9d-nn, which are at most at 15.
 PRIORITY = 20
+
+
+def adamw(signature: OpSignature) -> Decision:
+    """Accept AdamW of narrow and float32 parameters, without ``amsgrad`` and ``maximize``."""
+    for name in ("amsgrad", "maximize"):
+        if signature.static.get(name):
+            return Decision(False, f"does not compute {name}")
+    return decide(signature, "one launch for all tensors; clipping divides inside, in every number format")
+
+
+def stochastic_adamw(signature: OpSignature) -> Decision:
+    """Accept AdamW of bfloat16 and float32 parameters with stochastic rounding."""
+    return decide(signature, "one launch for all tensors, the rounding inside", ("bfloat16", "float32"))
 
 
 def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS) -> Decision:

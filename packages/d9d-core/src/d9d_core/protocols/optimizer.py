@@ -59,7 +59,7 @@ class DividesGradients(Optimizer, Protocol):
     """Optimizer that clips gradients inside of its step, which saves a pass over them.
 
     The trainer asks for it where nobody reads gradients between clipping and the step. Results are those of gradients
-    that were divided before, each in its own dtype.
+    that were divided before; the quotients of narrow ones need not be rounded to their dtype.
     """
 
     def divide_gradients(self, divisor: Tensor) -> None:

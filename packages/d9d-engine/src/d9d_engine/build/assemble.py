@@ -181,7 +181,7 @@ def assemble(
     judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
     kernels = bind_kernels(
-        full_model,
+        full_model.named_modules(),
         registry,
         job.kernels,
         topology.device.type,

@@ -110,7 +110,7 @@ def build(
     trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
     note(f"model: {_parameters(assembly, topology)}")
 
-    optimizer = build_optimizer(job, selection, assembly.trained())
+    optimizer, _ = build_optimizer(job, selection, registry, assembly, topology)
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = build_statistics(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_frozen_executor
+from d9d_engine.build.kernels import refuse_unused
 from d9d_engine.build.plan import circumstances
 from d9d_engine.build.weights import Published, start_weights
 from d9d_engine.distributed.mesh import Topology
@@ -52,7 +53,9 @@ def assemble_forward(job: BaseJob, selection: Parts, registry: Registry, topolog
     Raises:
         BuildError: a part asked for has no effect or cannot run.
     """
-    return assemble(job, selection, registry, topology, circumstances(job, topology.device), trains=False)
+    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device), trains=False)
+    refuse_unused(job.kernels, assembly.kernels)
+    return assembly
 
 
 def build_forward(

@@ -15,7 +15,6 @@ from d9d_core.plugin.records import KernelSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 from d9d_core.plugin.registry import Registry
 from d9d_core.traits import HasOps
-from torch import nn
 
 Judgement = Callable[[Chosen], Iterable[Verdict]]
 
@@ -42,7 +41,7 @@ class KernelChoice:
 
 
 def bind_kernels(
-    stage: nn.Module,
+    holders: Iterable[tuple[str, object]],
     registry: Registry,
     requested: Mapping[str, str],
     device: str,
@@ -51,12 +50,12 @@ def bind_kernels(
     deterministic: bool = False,
     documents: bool | None = None,
 ) -> list[KernelChoice]:
-    """Choose a kernel for every op slot of the stage and bind it.
+    """Choose a kernel for every op slot and bind it.
 
     Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0.
 
     Args:
-        stage: the model.
+        holders: objects that may have op slots, and their names: the modules of a model, or an optimizer.
         registry: offers backends.
         requested: op -> backend; one asked for by name must run.
         device: device type.
@@ -66,19 +65,15 @@ def bind_kernels(
         documents: whether samples hold several documents; ``None`` if that is not known.
 
     Raises:
-        BuildError: a requested backend refuses, or the model calls no such op.
+        BuildError: a requested backend refuses.
         PluginError: a requested backend does not exist.
     """
     slots = [
         (f"{name}.{attribute}".lstrip("."), slot)
-        for name, module in stage.named_modules()  # several stages may each have one of the same name
-        if isinstance(module, HasOps)
-        for attribute, slot in module.op_slots().items()
+        for name, holder in holders  # several stages may each have one of the same name
+        if isinstance(holder, HasOps)
+        for attribute, slot in holder.op_slots().items()
     ]
-    ops = sorted({slot.op for _, slot in slots})
-    for op in requested:
-        if op not in ops:
-            raise BuildError(f"kernels.{op}: the model calls no op '{op}'; its ops are: {', '.join(ops) or 'none'}")
     groups: dict[tuple[str, str], list[tuple[str, OpSlot]]] = {}
     for site, slot in slots:
         groups.setdefault((slot.op, repr(sorted(slot.static.items()))), []).append((site, slot))
@@ -87,6 +82,22 @@ def bind_kernels(
         signature = OpSignature(op, device, dtype, same[0][1].static, documents)
         choices.append(_bind(registry, requested.get(op), same, signature, judge, deterministic))
     return choices
+
+
+def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice]) -> None:
+    """Refuse requests for ops that nothing calls.
+
+    Args:
+        requested: ops that the job names a backend of.
+        choices: those of the model, and of the optimizer if there is one.
+
+    Raises:
+        BuildError: a request would have no effect.
+    """
+    ops = sorted({choice.op for choice in choices})
+    for op in requested:
+        if op not in ops:
+            raise BuildError(f"kernels.{op}: the job calls no op '{op}'; its ops are: {', '.join(ops) or 'none'}")
 
 
 def _bind(

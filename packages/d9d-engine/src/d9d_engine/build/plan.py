@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from d9d_core.components.contract import check_metric, check_optimizer
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.resolve import Selection, resolve
-from d9d_core.plugin.capabilities import Circumstances, Verdict
+from d9d_core.plugin.capabilities import Circumstances, Judge, Verdict
 from d9d_core.plugin.records import ModelSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
@@ -20,10 +20,10 @@ from d9d_core.protocols.metric import StageMetric
 from d9d_core.protocols.optimizer import LrSchedule, Optimizer
 from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
-from torch import nn
 
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
+from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
 
@@ -56,6 +56,7 @@ class Plan:
         flops_per_token: of forward and backward, if the model and data tell.
         program: what the first pipeline rank does in one step.
         groups: the optimizer's parameter groups in words.
+        kernels: what the ops of model and optimizer run with.
         pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
     """
 
@@ -67,6 +68,7 @@ class Plan:
     flops_per_token: float | None
     program: Program
     groups: dict[str, Any]
+    kernels: Sequence[KernelChoice]
     pretrained: str | None = None
 
 
@@ -94,7 +96,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         check_metric(chosen, metric)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
-    optimizer = build_optimizer(job, selection, trained)
+    optimizer, step_kernels = build_optimizer(job, selection, registry, assembly, topology, circumstances)
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
         gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
@@ -112,6 +114,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         flops_per_token=flops_per_token(job, selection),
         program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),
         groups=dict(optimizer.describe()),
+        kernels=[*assembly.kernels, *step_kernels],
         pretrained=pretrained,
     )
 
@@ -143,12 +146,42 @@ def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSch
     return schedule
 
 
-def build_optimizer(job: JobConfig, selection: Selection, trained: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The optimizer of the job over these parameters, with its state."""
-    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, trained)
+def build_optimizer(
+    job: JobConfig,
+    selection: Selection,
+    registry: Registry,
+    assembly: Assembly,
+    topology: Topology,
+    around: Circumstances | None = None,
+) -> tuple[Optimizer, list[KernelChoice]]:
+    """Build the optimizer of the trained parameters, with its state, and choose kernels for its ops.
+
+    Args:
+        job: validated.
+        selection: its records.
+        registry: has the backends of ops.
+        assembly: the model.
+        topology: this process among others.
+        around: what capabilities are judged against; those of this process if absent.
+
+    Raises:
+        BuildError: the job names a backend of an op that neither model nor optimizer calls.
+    """
+    optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, assembly.trained())
+    judge = Judge(selection.all(), registry, around or circumstances(job, topology.device))
+    kernels = bind_kernels(
+        [("optimizer", optimizer)],
+        registry,
+        job.kernels,
+        topology.device.type,
+        job.precision.parameters,
+        judge.verdicts,
+        job.deterministic,
+    )
+    refuse_unused(job.kernels, [*assembly.kernels, *kernels])
     optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
-    return optimizer
+    return optimizer, kernels
 
 
 def flops_per_token(job: JobConfig, selection: Selection) -> float | None:

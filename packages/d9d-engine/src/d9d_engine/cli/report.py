@@ -72,7 +72,7 @@ def print_explanation(job: Job, plan: Plan) -> None:
     if not plan.assembly.applied:
         console.print("  none")
     _heading(console, "kernels")
-    for choice in plan.assembly.kernels:
+    for choice in plan.kernels:
         print_kernel(console, choice)
     _heading(console, "optimizer groups")
     for name, facts in plan.groups.items():

@@ -91,6 +91,19 @@ def positions(parameter: Tensor) -> list[Tensor]:
     return found[::-1]
 
 
+def are_consecutive(parameter: Tensor) -> bool:
+    """Whether the elements that this rank holds follow each other in the whole tensor."""
+    if not is_dtensor(parameter):
+        return True
+    from torch.distributed.tensor import Replicate, Shard
+
+    # Exactly these classes: subclasses of Shard deal rows out in another order.
+    return all(
+        type(placement) is Replicate or (type(placement) is Shard and placement.dim == 0)
+        for placement in parameter.placements
+    )
+
+
 def _own_part(whole: Tensor, parameter: Tensor, dim: int) -> Tensor:
     """Part of a tensor that extends in one dimension, cut as the parameter is."""
     if not is_dtensor(parameter):
@@ -104,7 +117,7 @@ def _own_part(whole: Tensor, parameter: Tensor, dim: int) -> Tensor:
 
 
 def hashed(position: Tensor, key: Tensor) -> Tensor:
-    """Random 32 bits of each position: two rounds of a bijective mixer, between them another half of the key.
+    """Random 32 bits of each position: a bijective mixer of its exclusive or with the mixed key.
 
     Mixer: Ellis' ``lowbias32`` (https://nullprogram.com/blog/2018/07/31). Integers only, so that every device
     computes the same bits.
@@ -116,8 +129,8 @@ def hashed(position: Tensor, key: Tensor) -> Tensor:
     Returns:
         int32 of the same shape.
     """
-    mixed = _mix(position ^ key.to(torch.int32))
-    return _mix(mixed.add_((key >> 32).to(torch.int32)))
+    folded = _mix(_mix(key.to(torch.int32)).add_((key >> 32).to(torch.int32)))
+    return _mix(position ^ folded)
 
 
 def _mix(x: Tensor) -> Tensor:

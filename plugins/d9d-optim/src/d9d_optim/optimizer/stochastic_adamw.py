@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.extend import BuildError, OpSlot
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, keep_if, zeros
 from d9d_optim.optimizer.config import StochasticAdamWConfig
-from d9d_optim.optimizer.rounding import first_key, hashed, high_bits, low_bits, next_key, positions, rounded
+from d9d_optim.optimizer.rounding import (
+    are_consecutive,
+    first_key,
+    hashed,
+    high_bits,
+    low_bits,
+    next_key,
+    positions,
+    rounded,
+)
 
 #: Most elements that are computed at once: on a CPU what caches hold, else what bounds the memory for float32 copies.
 _PIECE_OF_CPU, _PIECE = 1 << 16, 1 << 24
@@ -27,6 +36,10 @@ class StochasticAdamW(NamedOptimizer):
     (0-d int64). The noise of an element is a function of that number and of the element's place in the whole tensor: a
     resumed run draws the same, so do ranks with a copy of the same weights, and every layout.
 
+    Its step is the op ``stochastic_adamw``: a backend is called with a :class:`~d9d_optim.optimizer.base.Batch`, the
+    keywords ``betas`` and ``eps``, and ``starts``, the position of each tensor's first element as int32 [1]. Tensors
+    whose elements do not follow each other in the whole tensor are always the reference's.
+
     Raises:
         BuildError: no trainable parameter is bfloat16, or one is narrower than float32 in another way.
     """
@@ -35,6 +48,7 @@ class StochasticAdamW(NamedOptimizer):
         super().__init__(config, parameters)
         self._config = config
         self._positions: dict[str, list[Tensor]] = {}
+        self._step = OpSlot("stochastic_adamw", self._by_torch, state_dtype=config.state_dtype)
         known = (torch.bfloat16, torch.float32)
         for name, parameter in self._parameters.items():
             if parameter.dtype not in known:
@@ -58,25 +72,48 @@ class StochasticAdamW(NamedOptimizer):
         """The moments, the count of taken steps and the generator's state."""
         return {"exp_avg": zeros, "exp_avg_sq": zeros, "step": counter, "generator": _generator}
 
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """The step."""
+        return {"step": self._step}
+
     def apply(self, batch: Batch) -> None:
-        """A few operations for each piece of each tensor."""
+        """One call for the tensors of which this rank holds one piece, another for the rest."""
+        follow = [are_consecutive(layout) for layout in batch.layouts]
+        config = self._config
+        for step, wanted in ((self._step, True), (self._by_torch, False)):
+            chosen = [index for index, consecutive in enumerate(follow) if consecutive is wanted]
+            if chosen:
+                part = batch.part(chosen)
+                step(
+                    part, betas=config.betas, eps=config.eps, starts=[self._start(part, i) for i in range(len(chosen))]
+                )
+
+    def update(self, batch: Batch) -> None:
+        """A few operations for each piece of each tensor, whose gradients are final."""
+        for index in range(len(batch.params)):
+            self._update_tensor(batch, index)
+
+    def _by_torch(self, batch: Batch, **_given: object) -> None:
         if batch.divisor is not None:
             divide(batch.grads, batch.divisor)
         self.update(batch)
 
-    def update(self, batch: Batch) -> None:
-        """A few operations for each piece of each tensor."""
-        for index in range(len(batch.params)):
-            self._update_tensor(batch, index)
+    def _start(self, batch: Batch, index: int) -> Tensor:
+        """Position of the first local element, int32 [1] or, without any, [0]."""
+        return self._places(batch, index)[0].flatten()[:1]
+
+    def _places(self, batch: Batch, index: int) -> list[Tensor]:
+        name = batch.names[index]
+        if name not in self._positions:
+            self._positions[name] = positions(batch.layouts[index])
+        return self._positions[name]
 
     def _update_tensor(self, batch: Batch, index: int) -> None:
-        name, key, step = batch.names[index], batch.slots["generator"][index], batch.slots["step"][index]
+        key, step = batch.slots["generator"][index], batch.slots["step"][index]
         tensors = [batch.params[index], batch.grads[index], batch.slots["exp_avg"][index]]
         tensors.append(batch.slots["exp_avg_sq"][index])
         taken = step + 1
-        if name not in self._positions:
-            self._positions[name] = positions(batch.layouts[index])
-        first, *others = self._positions[name]
+        first, *others = self._places(batch, index)
         tensors = [tensor.view(1) if tensor.ndim == 0 else tensor for tensor in tensors]
         piece = _PIECE_OF_CPU if tensors[0].device.type == "cpu" else _PIECE
         rows = max(1, piece // max(1, tensors[0][:1].numel()))

@@ -1,0 +1,1 @@
+"""Triton functions alone; the modules above call them with tensors."""

@@ -1,0 +1,200 @@
+"""Kernels of AdamW steps, see :mod:`d9d_triton.adamw`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_step(
+    table,
+    factors,
+    keys,
+    gate,
+    count,
+    lr,
+    LOG2_BETA1: tl.constexpr,
+    LOG2_BETA2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Factors of each tensor's step; where the gate is open, its count and its generator go on.
+
+    Args:
+        table: int64 [8, n] (without noise [6, n]): addresses of parameter, gradient, moments, count, generator and
+            first position, and the number of elements.
+        factors: float32 [2, n], out: learning rate over the correction of the average, inverse of that of the squares.
+        keys: int64 [n], out: generators before this step.
+        gate: bool [1]: whether the step is taken.
+        count: n.
+        lr: learning rate.
+        LOG2_BETA1: base-2 logarithm of the share of the average that is kept.
+        LOG2_BETA2: the same of the squares.
+        STOCHASTIC: whether there are generators.
+        BLOCK: tensors of a program.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    known = index < count
+    opened = tl.load(gate) != 0
+    steps = tl.load(table + 4 * count + index, mask=known, other=0).to(tl.pointer_type(tl.float32))
+    taken = tl.load(steps, mask=known, other=0.0) + 1
+    # In double precision: 1 - beta ** n loses most digits of a float32 in the first steps.
+    wide = taken.to(tl.float64)
+    first = 1 - tl.exp2(wide * LOG2_BETA1)
+    second = 1 - tl.exp2(wide * LOG2_BETA2)
+    tl.store(factors + index, (lr / first).to(tl.float32), mask=known)
+    tl.store(factors + count + index, (1 / second).to(tl.float32), mask=known)
+    if opened:
+        tl.store(steps, taken, mask=known)
+    if STOCHASTIC:
+        places = tl.load(table + 5 * count + index, mask=known, other=0).to(tl.pointer_type(tl.int64))
+        key = tl.load(places, mask=known, other=0)
+        tl.store(keys + index, key, mask=known)
+        if opened:
+            tl.store(places, key * 6364136223846793005 + 1442695040888963407, mask=known)
+
+
+@triton.jit
+def update_weights(
+    table,
+    owners,
+    firsts,
+    factors,
+    keys,
+    gate,
+    divisor,
+    count,
+    keep,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    WEIGHT: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """AdamW of one block of one tensor; the table is that of :func:`count_step`."""
+    if tl.load(gate) != 0:
+        owner = tl.load(owners + tl.program_id(0)).to(tl.int64)
+        begin = (tl.program_id(0) - tl.load(firsts + owner)).to(tl.int64) * BLOCK
+        weights = tl.load(table + owner).to(tl.pointer_type(WEIGHT))
+        gradients = tl.load(table + count + owner).to(tl.pointer_type(GRADIENT))
+        averages = tl.load(table + 2 * count + owner).to(tl.pointer_type(MOMENT))
+        squares = tl.load(table + 3 * count + owner).to(tl.pointer_type(MOMENT))
+        weights, gradients, averages, squares = weights + begin, gradients + begin, averages + begin, squares + begin
+        if ALIGNED:
+            weights = tl.multiple_of(weights, 16)
+            gradients = tl.multiple_of(gradients, 16)
+            averages = tl.multiple_of(averages, 16)
+            squares = tl.multiple_of(squares, 16)
+        key = begin
+        position = begin.to(tl.uint32)
+        if STOCHASTIC:
+            key = tl.load(keys + owner)
+            start = tl.load(table + 6 * count + owner).to(tl.pointer_type(tl.uint32))
+            position += tl.load(start)
+            size = tl.load(table + 7 * count + owner)
+        else:
+            size = tl.load(table + 5 * count + owner)
+        step_size = tl.load(factors + owner)
+        inverse = tl.load(factors + count + owner)
+        scale = step_size
+        if DIVIDES:
+            scale = 1 / tl.load(divisor)
+        # A mask would keep loads narrow, so blocks in the middle have none.
+        if begin + BLOCK <= size:
+            _update_block(
+                weights, gradients, averages, squares, BLOCK, position, key, step_size, inverse, scale, keep,
+                one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, False, BLOCK,
+            )  # fmt: skip
+        else:
+            _update_block(
+                weights, gradients, averages, squares, (size - begin).to(tl.int32), position, key, step_size, inverse,
+                scale, keep, one_minus_beta1, beta2, one_minus_beta2, eps, WEIGHT, MOMENT, DIVIDES, STOCHASTIC, True,
+                BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def _update_block(
+    weights,
+    gradients,
+    averages,
+    squares,
+    size,
+    position,
+    key,
+    step_size,
+    inverse,
+    scale,
+    keep,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    WEIGHT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    DIVIDES: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offset = tl.arange(0, BLOCK)
+    inside = offset < size if MASKED else None
+    weight = tl.load(weights + offset, mask=inside).to(tl.float32)
+    gradient = tl.load(gradients + offset, mask=inside).to(tl.float32)
+    average = tl.load(averages + offset, mask=inside).to(tl.float32)
+    square = tl.load(squares + offset, mask=inside).to(tl.float32)
+    if DIVIDES:
+        gradient = gradient * scale
+    average += (gradient - average) * one_minus_beta1
+    square = square * beta2 + gradient * gradient * one_minus_beta2
+    weight = weight * keep - step_size * average / (tl.sqrt(square * inverse) + eps)
+    rounds_weight: tl.constexpr = STOCHASTIC and WEIGHT == tl.bfloat16
+    rounds_moment: tl.constexpr = STOCHASTIC and MOMENT == tl.bfloat16
+    if rounds_weight or rounds_moment:
+        random = _mix((position + offset.to(tl.uint32)) ^ _folded(key))
+    if rounds_weight:
+        tl.store(weights.to(tl.pointer_type(tl.int16)) + offset, rounded(weight, random & 0xFFFF), mask=inside)
+    else:
+        tl.store(weights + offset, weight.to(WEIGHT), mask=inside)
+    if rounds_moment:
+        # The squares need bits of their own: another position, which no element of the tensor has.
+        other = _mix(random ^ _folded(~key))
+        tl.store(averages.to(tl.pointer_type(tl.int16)) + offset, rounded(average, random >> 16), mask=inside)
+        tl.store(squares.to(tl.pointer_type(tl.int16)) + offset, rounded(square, other & 0xFFFF), mask=inside)
+    else:
+        tl.store(averages + offset, average.to(MOMENT), mask=inside)
+        tl.store(squares + offset, square.to(MOMENT), mask=inside)
+
+
+@triton.jit
+def _folded(key):
+    """32 bits of a generator's state, see :func:`d9d_optim.optimizer.rounding.hashed`."""
+    return _mix(_mix(key.to(tl.uint32)) + (key >> 32).to(tl.uint32))
+
+
+@triton.jit
+def _mix(x):
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def rounded(value, noise):
+    """Bits of the bfloat16, as int16, see :func:`d9d_optim.optimizer.rounding.rounded`."""
+    bits = value.to(tl.uint32, bitcast=True)
+    up = bits + noise
+    # A carry into an exponent of ones would make infinity of a finite number; infinities get no noise either.
+    chosen = tl.where((up & 0x7F800000) == 0x7F800000, bits, up)
+    # The fraction of a NaN may be in the bits that are cut off.
+    chosen = tl.where(value != value, bits | 0x400000, chosen)
+    return (chosen >> 16).to(tl.int16)

@@ -1,0 +1,51 @@
+"""Jobs that run Triton's kernels, interpreted on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.extend import BuildError
+from d9d_engine.api import Job
+
+Write = Callable[..., Path]
+D9d = Callable[..., tuple[int, str, str]]
+STOCHASTIC = {"optimizer": {"name": "stochastic_adamw", "lr": 0.01}, "precision": {"parameters": "bfloat16"}}
+
+
+def losses(path: Path) -> list[float]:
+    Job.load(path).build(lambda _: None).train()
+    run = json.loads(path.read_text())["run"]
+    lines = (Path(run["dir"]) / run["name"] / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines)]
+
+
+@pytest.mark.parametrize(("op", "sections"), [("adamw", {}), ("stochastic_adamw", STOCHASTIC)])
+def test_a_job_trains_with_the_kernel_that_it_names_as_with_the_reference(
+    small_job: Write, op: str, sections: dict[str, Any]
+) -> None:
+    common = {"export": False, "logging": {"every": 1}, **sections}
+    found = losses(small_job("fused", kernels={op: "triton"}, **common))
+    expected = losses(small_job("plain", kernels={op: "reference"}, **common))
+    assert len(found) == 6
+    assert found == pytest.approx(expected, rel=2e-3)
+
+
+def test_explain_shows_the_kernel_of_the_optimizer_and_why(small_job: Write, d9d: D9d) -> None:
+    status, out, _ = d9d("explain", str(small_job(kernels={"adamw": "triton"})))
+    assert status == 0
+    assert "adamw: triton (d9d-triton 0.1.0), asked for by kernels.adamw, at optimizer.step" in out
+
+
+def test_on_a_cpu_nothing_is_interpreted_unasked(small_job: Write, d9d: D9d) -> None:
+    status, out, _ = d9d("explain", str(small_job()))
+    assert status == 0
+    assert "adamw: reference at optimizer.step" in out
+
+
+def test_a_kernel_of_an_optimizer_that_the_job_does_not_have_is_an_error(small_job: Write) -> None:
+    with pytest.raises(BuildError, match="kernels.stochastic_adamw: the job calls no op 'stochastic_adamw'; its ops"):
+        Job.load(small_job(kernels={"stochastic_adamw": "triton"})).build(lambda _: None)
