@@ -242,3 +242,17 @@ def test_stages_of_other_ranks_are_compiled_as_those_here() -> None:
     compiled = compiled_modules([(chosen("compile"), Applied(modules=("layers.0",)))], kinds, here)
     assert compiled == {"layers.0", "layers.2"}, "layers.1 is here, and was left out"
     assert not compiled_modules([(chosen("data"), Applied(modules=("layers.0",)))], kinds, here)
+
+
+def test_backends_learn_whether_the_data_packs_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool | None] = []
+
+    def sees(signature: OpSignature) -> Decision:
+        asked.append(signature.documents)
+        return Decision(True, "takes everything")
+
+    monkeypatch.setattr(Backends, "always", staticmethod(sees))
+    registry = Registry.of(offering("acme", spec("plain", "always")))
+    for documents in (True, False, None):
+        bind_kernels(Square(4).named_modules(), registry, {}, "cpu", "float32", lambda _: (), documents=documents)
+    assert asked == [True, False, None]

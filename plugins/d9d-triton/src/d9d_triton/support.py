@@ -9,7 +9,7 @@ from d9d_core.extend import Decision, OpSignature
 
 #: Number formats that the kernels read; they compute in float32.
 FLOATS = ("bfloat16", "float16", "float32")
-#: Above the backends of d9d-nn, which are at most at 10.
+#: Above the backends of d9d-nn, which are at most at 15.
 PRIORITY = 20
 
 

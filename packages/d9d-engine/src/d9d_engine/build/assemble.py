@@ -29,6 +29,7 @@ from torch import nn
 
 from d9d_engine.build.joined_stages import JoinedStages, joined_stages
 from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.build.parts.data import documents_of
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, settle
@@ -189,7 +190,8 @@ def assemble(
         compute,
         judge.verdicts,
         job.deterministic,
-        compiled,
+        compiled=compiled,
+        documents=documents_of(job),
     )
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]

@@ -51,6 +51,7 @@ def bind_kernels(
     judge: Judgement,
     deterministic: bool = False,
     compiled: Collection[str] = (),
+    documents: bool | None = None,
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot and bind it.
 
@@ -65,6 +66,7 @@ def bind_kernels(
         judge: whether the capabilities that a backend requires and refuses let it run here.
         deterministic: refuse backends that say they are not.
         compiled: names of the modules that are compiled, with all that is inside of them.
+        documents: whether samples hold several documents; ``None`` if that is not known.
 
     Raises:
         BuildError: a requested backend refuses.
@@ -81,7 +83,7 @@ def bind_kernels(
         groups.setdefault((slot.op, inside, repr(sorted(slot.static.items()))), []).append((site, slot))
     choices = []
     for (op, inside, _), same in groups.items():
-        signature = OpSignature(op, device, dtype, same[0][1].static, inside)
+        signature = OpSignature(op, device, dtype, same[0][1].static, inside, documents)
         choices.append(_bind(registry, requested.get(op), same, signature, judge, deterministic))
     return choices
 

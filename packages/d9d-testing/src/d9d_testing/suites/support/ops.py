@@ -27,6 +27,7 @@ class Call:
         static: the facts that a slot states about its calls.
         options: further arguments.
         constants: names of floating-point inputs that no model differentiates.
+        documents: whether samples of the data that the call is made with hold several documents, if that is known.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Call:
     static: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     constants: Collection[str] = ()
+    documents: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,8 @@ def _attention_calls() -> Iterator[Call]:
             inputs["documents"] = (torch.arange(length) >= length // 3).long() + torch.zeros(samples, length).long()
         static = {"query_heads": query_heads, "key_value_heads": heads, "head_dim": features, "window": window}
         name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, window {window}"
-        yield Call(f"{name}, {'several documents' if packed else 'one document'}", inputs, {"causal": True, **static})
+        name += ", several documents" if packed else ", one document"
+        yield Call(name, inputs, {"causal": True, **static}, documents=packed or None)
 
 
 def _invoke_attention(slot: Any, call: Call) -> Tensor:
