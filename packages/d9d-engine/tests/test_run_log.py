@@ -239,6 +239,7 @@ def test_names_with_tags_are_plain_text_that_remembers() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_device_tensors_are_copied_without_waiting(kept: tuple[Keeps, HubLog]) -> None:
     tracker, log = kept
     value = torch.ones((), device="cuda")
