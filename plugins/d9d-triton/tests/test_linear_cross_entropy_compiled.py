@@ -12,7 +12,8 @@ import pytest
 SCRIPT = """
 import itertools
 import triton
-from d9d_triton.linear_cross_entropy import kernels
+from d9d_triton.kernels import linear_cross_entropy as kernels
+from d9d_triton.linear_cross_entropy import passes
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -23,7 +24,7 @@ def compiled(kernel, capability, dtype, aligned, **constants):
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     attrs = {(kernel.arg_names.index("logits"),): [["tt.divisibility", 16]]} if aligned else {}
     source = ASTSource(kernel, signature, constants, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(kernels._OPTIONS))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(passes._OPTIONS))
 
 def report(name, capability, dtype, words, found):
     wide = sum("ld.global.v4" in line for line in found.asm["ptx"].splitlines())
@@ -33,12 +34,12 @@ for capability, dtype, words in (
     (90, "*bf16", 151936), (90, "*fp16", 151936), (90, "*fp32", 151936), (90, "*bf16", 50257), (90, "*bf16", 1),
     (80, "*bf16", 32000), (100, "*bf16", 32000),
 ):
-    block = kernels._block(words)
-    sizes = {"WORDS": words, "STRIDE": kernels.columns(words), "BLOCK": block}
+    block = passes._block(words)
+    sizes = {"WORDS": words, "STRIDE": passes.columns(words), "BLOCK": block}
     for ranked in (False, True):
-        found = compiled(kernels._take_statistics, capability, dtype, True, RANKED=ranked, **sizes)
+        found = compiled(kernels.take_statistics, capability, dtype, True, RANKED=ranked, **sizes)
         report(f"statistics {ranked}", capability, dtype, words, found)
-    found = compiled(kernels._differentiate, capability, dtype, True, BLOCKS=kernels._BLOCKS, **sizes)
+    found = compiled(kernels.differentiate, capability, dtype, True, BLOCKS=passes._BLOCKS, **sizes)
     report("gradient", capability, dtype, words, found)
 """
 

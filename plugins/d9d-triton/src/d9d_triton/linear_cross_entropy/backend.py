@@ -6,30 +6,18 @@ Shapes: H features, V words of the vocabulary, C tokens of a chunk.
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.extend import OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from d9d_nn.ops.linear_cross_entropy import may_be_kept
 from torch import Tensor
 
-from d9d_triton.linear_cross_entropy.kernels import columns
 from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses_ahead
-from d9d_triton.support import FLOATS, decide
+from d9d_triton.linear_cross_entropy.passes import columns
+from d9d_triton.support import FLOATS
 
-_REASON = "each logit is read once for the loss, and once more to become its gradient, in bfloat16 and in its place"
 #: Logits of a chunk, in bytes. Each chunk but the first costs two passes over the weight's gradient in float32.
 _CHUNK_BYTES = 1 << 30
 _LEAST_ROWS = 256
-
-
-def supports(signature: OpSignature) -> Decision:
-    """Accept what the kernels read, on CUDA by itself."""
-    return decide(signature, _REASON)
-
-
-def supports_sum(signature: OpSignature) -> Decision:
-    """Accept the same, by name only."""
-    decision = decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only")
-    return Decision(decision.accept, decision.reason)
 
 
 def build(_signature: OpSignature) -> LinearCrossEntropy:
