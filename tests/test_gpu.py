@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 import torch
 from d9d_core.extend import NonFiniteError
 from d9d_engine.api import Job, Trainer
+from d9d_nn.attention.core import AttentionCore
 
 Write = Callable[..., Path]
 pytestmark = [
@@ -91,6 +92,44 @@ def test_the_gpu_computes_what_the_cpu_computes(small_job: Write) -> None:
         a, b = (trainer.step(step, trainer.prefetcher.next()) for trainer in (cpu, gpu))
         torch.testing.assert_close(a.loss, b.loss.cpu(), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(a.grad_norm, b.grad_norm.cpu(), rtol=1e-3, atol=1e-3)
+
+
+#: Heads that flex computes.
+WIDE_HEADS = {
+    "name": "qwen3", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 64, "num_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("windows", [None, 8], ids=["all", "windows"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        [],
+        ["compile"],
+        ["activation_checkpointing"],
+        ["activation_checkpointing", "compile"],
+        [{"name": "activation_checkpointing", "save": ["aten.mm"]}],
+        [{"name": "activation_checkpointing", "save": ["aten.mm"]}, "compile"],
+    ],
+    ids=str,
+)
+def test_packed_documents_with_flex_are_those_of_the_cpu(
+    small_job: Write, parallel: list[Any], windows: int | None
+) -> None:
+    """And no step waits."""
+    model = {**WIDE_HEADS, "sliding_window": windows, "sliding_from_layer": 1 if windows else None}
+    model = {name: value for name, value in model.items() if value is not None}
+    cpu = build(small_job, "cpu", device="cpu", model=model)
+    gpu = build(small_job, "gpu", model=model, parallel=parallel)
+    assert {module.attention.backend for module in gpu.stage.modules() if isinstance(module, AttentionCore)} == {"flex"}
+    gpu.stage.load_state_dict(cpu.stage.state_dict())
+    for step in range(5):
+        a = cpu.step(step, cpu.prefetcher.next())
+        with no_host_synchronisation() if step > 1 else nullcontext():
+            b = gpu.step(step, gpu.prefetcher.next())
+        torch.testing.assert_close(a.loss, b.loss.cpu(), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(a.grad_norm, b.grad_norm.cpu(), rtol=1e-2, atol=1e-2)
 
 
 def test_a_run_on_the_gpu_logs_every_step_in_order_and_learns(small_job: Write, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ reference in the kernel's own dtype, times a factor: kernels round at other plac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from d9d_nn.ops.attention.reference import attention
 from d9d_nn.ops.attention.sdpa_pinned import CUDNN, EFFICIENT, FLASH
 from d9d_nn.ops.attention.slot import AttentionSlot
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,7 +94,7 @@ def test_a_backend_computes_what_the_reference_does(backend: str, dtype: str, ca
     samples, length, heads, shared, features, window, count = CASES[case]
     supports, build = BACKENDS[backend]
     slot = AttentionSlot(query_heads=heads, key_value_heads=shared, head_dim=features, window=window)
-    signature = OpSignature("attention", "cuda", dtype, slot.static)
+    signature = OpSignature("attention", "cuda", dtype, slot.static)  # data that does not say whether it packs
     decision = supports(signature)
     if not decision.accept:
         pytest.skip(f"{backend} refuses, and says: {decision.reason}")
@@ -140,6 +143,121 @@ def test_packed_documents_are_as_if_alone(backend: str) -> None:
             start += length
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["alone", "in a block"])
+@pytest.mark.parametrize("seed", range(6))
+def test_flex_computes_what_the_reference_does_over_random_packings(seed: int, compiled: bool) -> None:
+    """Of any lengths, windows and groups of heads, one after another, as batches come in training."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def pick(*options: Any) -> Any:
+        return options[int(torch.randint(len(options), (1,), generator=draw))]
+
+    heads, groups, features = pick(4, 6, 8), pick(1, 2), pick(16, 64, 128)
+    window = pick(None, None, 1, 70, 128, 300)
+    slot = AttentionSlot(query_heads=heads, key_value_heads=heads // groups, head_dim=features, window=window)
+    slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
+    attend = torch.compile(slot.__call__) if compiled else slot.__call__
+    for _ in range(4):
+        samples, length, count = pick(1, 2, 3), pick(64, 128, 200, 384, 777, 1024), pick(1, 2, 9, 60)
+        documents = documents_of(samples, length, count)
+        tensors = inputs_of(samples, length, heads, heads // groups, features, torch.bfloat16)
+        mask = slot.prepare(documents, length, tensors[0].device)
+        found = forward_and_backward(lambda *inputs, mask=mask: attend(*inputs, mask), tensors)
+
+        def reference(*inputs: Tensor, documents: Tensor | None = documents) -> Tensor:
+            return attention(*inputs, documents, window=window)
+
+        exact = forward_and_backward(reference, [tensor.double() for tensor in tensors])
+        rounded = forward_and_backward(reference, tensors)
+        for name, tensor in found.items():
+            if exact[name].norm() < 1e-9:
+                assert tensor.double().norm() < FLOOR["bfloat16"] * exact["value"].norm(), f"{name} should be zero"
+                continue
+            allowed = max(FACTOR * distance(rounded[name], exact[name]), FLOOR["bfloat16"])
+            off = distance(tensor, exact[name])
+            assert off <= allowed, f"{name} is off by {off:.1e} of its norm, allowed {allowed:.1e}"
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_with_flex_another_document_changes_no_bit(window: int | None) -> None:
+    """Neither of outputs nor of gradients."""
+    slot = AttentionSlot(query_heads=8, key_value_heads=2, head_dim=128, window=window)
+    slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
+    documents = documents_of(2, 900, 6)
+    assert documents is not None
+    tensors = inputs_of(2, 900, 8, 2, 128, torch.bfloat16)
+    mask = slot.prepare(documents, 900, tensors[0].device)
+    changed = documents == 3
+    assert changed.any()
+    others = [torch.where(changed[:, :, None, None], tensor + 1, tensor) for tensor in tensors]
+    before, after = (forward_and_backward(lambda *inputs: slot(*inputs, mask), one) for one in (tensors, others))
+    for name in before:
+        assert torch.equal(before[name][~changed], after[name][~changed]), name
+        if name != "value":  # the gradient of values does not depend on them
+            assert not torch.equal(before[name][changed], after[name][changed]), name
+
+
+def test_flex_computes_the_same_bits_each_time() -> None:
+    slot = AttentionSlot(query_heads=8, key_value_heads=2, head_dim=128, window=None)
+    slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
+    tensors = inputs_of(2, 2048, 8, 2, 128, torch.bfloat16)
+    mask = slot.prepare(documents_of(2, 2048, 6), 2048, tensors[0].device)
+    first, again = (forward_and_backward(lambda *inputs: slot(*inputs, mask), tensors) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("save", [False, True], ids=["recomputed", "chosen outputs kept"])
+def test_checkpointed_attention_with_flex_holds_no_scores(save: bool) -> None:
+    length, heads = 8192, 8
+    slot = AttentionSlot(query_heads=heads, key_value_heads=heads, head_dim=64, window=None)
+    slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
+    tensors = inputs_of(1, length, heads, heads, 64, torch.bfloat16)
+    mask = slot.prepare(documents_of(1, length, 9), length, tensors[0].device)
+    options: dict[str, Any] = {}
+    if save:
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        options = {"context_fn": contexts}
+
+    def block(*inputs: Tensor) -> Tensor:
+        out: Tensor = slot(*inputs, mask)
+        return out * 2
+
+    def step(checkpointed: bool) -> dict[str, Tensor]:
+        if not checkpointed:
+            return forward_and_backward(block, tensors)
+        return forward_and_backward(lambda *inputs: checkpoint(block, *inputs, use_reentrant=False, **options), tensors)
+
+    expected, found = step(False), step(True)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(True)
+    assert torch.cuda.max_memory_allocated() - before < heads * length * length / 2  # of bytes; scores have 4 each
+
+
+def test_batches_of_other_shapes_are_compiled_a_few_times_only(caplog: pytest.LogCaptureFixture) -> None:
+    slot = AttentionSlot(query_heads=4, key_value_heads=2, head_dim=64, window=None)
+    slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
+    torch._dynamo.utils.counters.clear()
+
+    def step(samples: int, length: int) -> None:
+        tensors = inputs_of(samples, length, 4, 2, 64, torch.bfloat16)
+        mask = slot.prepare(documents_of(samples, length, 5), length, tensors[0].device)
+        forward_and_backward(lambda *inputs: slot(*inputs, mask), tensors)
+
+    with caplog.at_level(logging.INFO, "d9d"):
+        for samples, length in ((2, 512), (2, 640), (3, 384), (1, 896), (2, 300), (1, 300)):
+            step(samples, length)
+        known = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for samples, length in ((4, 700), (3, 1100), (5, 513), (2, 1024), (1, 333)):
+            step(samples, length)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == known <= 6
+    lines = [record.getMessage() for record in caplog.records if record.name == "d9d.attention"]
+    assert len(lines) == 1
+    assert lines[0].startswith("compiling attention (flex): ")
+
+
 def test_flex_makes_no_mask_of_length_by_length() -> None:
     length = 8192
     core = AttentionCore(query_heads=2, key_value_heads=2, head_dim=64, window=128)
@@ -147,7 +265,7 @@ def test_flex_makes_no_mask_of_length_by_length() -> None:
     slot.bind("flex", flex.build(OpSignature("attention", "cuda", "bfloat16", slot.static)))
     documents = documents_of(1, length, 9)
     assert documents is not None
-    prepare_masks([core.attention], documents, length, documents.device)  # compiles
+    prepare_masks([core.attention], documents, length, documents.device)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -165,6 +165,19 @@ def test_compiled_layers_take_shared_masks_in_one_graph(backend: str) -> None:
     assert_close_gradients(gradients(compiled, found), gradients(plain, expected))
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
+def test_compiled_layers_hold_flex_in_their_graph(shared: bool) -> None:
+    """Forward only: on the CPU it has no backward."""
+    torch.compiler.reset()  # Dynamo counts what other tests compiled
+    plain, compiled = Tower(WINDOWS["mixed"], "flex"), Tower(WINDOWS["mixed"], "flex")
+    for layer in compiled.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for documents in (DOCUMENTS, None):
+            expected, found = (tower(tokens(), POSITIONS, documents, shared=shared) for tower in (plain, compiled))
+            assert_close_values(found, expected)
+
+
 def test_a_recomputed_layer_makes_no_mask_again() -> None:
     made: list[int | None] = []
 
@@ -184,9 +197,9 @@ def test_a_recomputed_layer_makes_no_mask_again() -> None:
     assert made == [None, 3]
 
 
-def bfloat16_with_and_without_fsdp() -> tuple[Tensor, Tensor]:
+def bfloat16_with_and_without_fsdp(backend: str) -> tuple[Tensor, Tensor]:
     """Collective over the one rank."""
-    sharded, plain = (Tower(WINDOWS["mixed"], "sdpa") for _ in range(2))
+    sharded, plain = (Tower(WINDOWS["mixed"], backend) for _ in range(2))
     mesh = init_device_mesh("cpu", (1,))
     for layer in sharded.layers:
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -205,6 +218,7 @@ def _arguments_are_untouched(_: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.thorough
-def test_mixed_precision_wrappers_leave_masks_and_angles_alone(world: Any) -> None:
-    ((sharded, plain),) = world(1).run(bfloat16_with_and_without_fsdp)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mixed_precision_wrappers_leave_masks_and_angles_alone(world: Any, backend: str) -> None:
+    ((sharded, plain),) = world(1).run(bfloat16_with_and_without_fsdp, backend)
     assert torch.equal(sharded, plain)

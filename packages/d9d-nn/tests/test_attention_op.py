@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -160,16 +161,54 @@ def test_sdpa_explains_its_answer() -> None:
     assert "causal" in refused.reason
 
 
-def cuda(dtype: str = "bfloat16", **static: Any) -> OpSignature:
-    return OpSignature("attention", "cuda", dtype, {"causal": True, "head_dim": 64, "window": None} | static)
+def cuda(dtype: str = "bfloat16", documents: bool | None = None, **static: Any) -> OpSignature:
+    facts = {"causal": True, "head_dim": 64, "window": None} | static
+    return OpSignature("attention", "cuda", dtype, facts, documents)
 
 
-def test_the_pinned_kernels_and_flex_are_never_chosen_by_themselves() -> None:
-    for supports in (FLASH.supports, CUDNN.supports, EFFICIENT.supports, flex.supports):
-        decision = supports(cuda())
+@pytest.mark.parametrize("documents", [None, False])
+def test_the_pinned_kernels_are_never_chosen_by_themselves(documents: bool | None) -> None:
+    for supports in (FLASH.supports, CUDNN.supports, EFFICIENT.supports):
+        decision = supports(cuda(documents=documents))
         assert decision.accept
         assert decision.priority == 0
         assert "only by name" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("signature", "chosen", "reason"),
+    [
+        (cuda(documents=True), flex, "the data packs documents: skips what lies outside of them, with no mask"),
+        (cuda(documents=None), flex, "where microbatches have them, which the data does not say"),
+        (cuda(documents=False), sdpa, "samples are of one document, so it reads no mask"),
+        (cuda(documents=False, window=8), flex, "skips what lies outside of windows of 8"),
+        (cuda(documents=True, window=8), flex, "the data packs documents"),
+        (cuda("float32", documents=True), flex, "no mask of S x S; compiled in the first step"),
+        (cuda("float64", documents=True), sdpa, "with documents it reads a mask of S x S"),
+        (cuda(documents=True, head_dim=8), sdpa, "with documents it reads a mask of S x S"),
+        (cuda(documents=True, head_dim=512), sdpa, "with documents it reads a mask of S x S"),
+        (replace(CPU, documents=True), sdpa, "with documents it reads a mask of S x S"),
+        (replace(CPU, documents=False), sdpa, "with documents it reads a mask of S x S"),
+    ],
+    ids=str,
+)
+def test_flex_is_chosen_where_it_skips_something(signature: OpSignature, chosen: Any, reason: str) -> None:
+    answers = {module: module.supports(signature) for module in (sdpa, flex)}
+    best = max((module for module in answers if answers[module].accept), key=lambda module: answers[module].priority)
+    assert best is chosen
+    assert reason in answers[best].reason
+
+
+def test_samples_of_one_document_need_no_mask_for_their_padding() -> None:
+    padding = (torch.arange(8) >= 5).long()[None]
+    cpu = torch.device("cpu")
+    for build in (sdpa.build, FLASH.build, CUDNN.build):
+        assert build(cuda(documents=False)).prepare(padding, 8, cpu) is None
+    assert sdpa.build(cuda(documents=False, window=3)).prepare(padding, 8, cpu).shape == (8, 8)
+    assert sdpa.build(cuda()).prepare(padding, 8, cpu).shape == (1, 1, 8, 8)
+    query, key, value = (heads(1, 8, count, seed=seed).detach() for seed, count in enumerate((4, 2, 2)))
+    found, masked = (attention(query, key, value, documents) for documents in (None, padding))
+    assert torch.equal(found[:, :5], masked[:, :5])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +223,11 @@ def test_the_pinned_kernels_and_flex_are_never_chosen_by_themselves() -> None:
         (CUDNN.supports, cuda("float32"), "the model is float32"),
         (EFFICIENT.supports, cuda("float64"), "the model is float64"),
         (flex.supports, cuda("float64"), "the model is float64"),
+        (
+            FLASH.supports,
+            cuda(documents=True),
+            "the data packs documents, which needs a mask, and flash attention reads",
+        ),
         (FLASH.supports, cuda(window=8), "a window needs a mask, and flash attention reads none"),
         (FLASH.supports, cuda(head_dim=512), "head_dim up to 256, a multiple of 8; here it is 512"),
         (CUDNN.supports, cuda(head_dim=136), "head_dim up to 128"),

@@ -196,13 +196,19 @@ class TestGroupedMM(KernelSuite):
 
 
 @pytest.mark.gpu
+class TestFlex(KernelSuite):
+    pytestmark = pytest.mark.filterwarnings("default")  # torch's own, inside Inductor
+
+    target = "attention.flex"
+    device = "cuda"
+    refused = ({"dtype": "float64"}, {"device": "cpu"}, {"causal": False}, {"head_dim": 8})
+
+
+@pytest.mark.gpu
 class TestSdpaFlash(KernelSuite):
     target = "attention.sdpa_flash"
     device = "cuda"
     refused = ({"dtype": "float32"}, {"device": "cpu"}, {"window": 8}, {"head_dim": 512})
-
-    def takes(self, call: Call) -> bool:
-        return "documents" not in call.inputs  # an error that names the other backends
 
 
 @pytest.mark.gpu

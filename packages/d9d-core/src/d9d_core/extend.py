@@ -9,7 +9,7 @@ Everything a component itself needs is here; importing this module imports no to
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor``, ``wide_dtype`` |
-| data | ``DataContext``, ``DataStream`` |
+| data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
@@ -114,7 +114,7 @@ from d9d_core.program.index import ProgramIndex
 from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
 from d9d_core.program.validation import placement, problems_of, validate
-from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.data import DataContext, DataStream, PacksDocuments, packs_documents
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.health import Health
@@ -314,6 +314,7 @@ __all__ = [
     "Pack",
     "PackEnds",
     "PackStarts",
+    "PacksDocuments",
     "PassModel",
     "PeftMethod",
     "Picture",
@@ -403,6 +404,7 @@ __all__ = [
     "load_config",
     "local",
     "modules_with",
+    "packs_documents",
     "parse_json",
     "parse_programs",
     "placement",

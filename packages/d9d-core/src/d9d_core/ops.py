@@ -21,12 +21,19 @@ class OpSignature:
         device: device type, for example ``cuda``.
         dtype: dtype of the tensors, for example ``bfloat16``; in optimizers, of most parameters.
         static: whatever else is fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
+        compiled: whether the module is compiled: its compiler fuses what it can look into, such as the reference, with
+            the operations around it, and calls a kernel of somebody else's as it is.
+        documents: whether samples of the job's data hold several documents. If not, ``documents`` of a microbatch tells
+            padding behind a sample apart, which causal attention need not know. ``None`` if its datasets do not say
+            (:class:`d9d_core.extend.PacksDocuments`).
     """
 
     op: str
     device: str
     dtype: str
     static: Mapping[str, Any] = field(default_factory=dict)
+    compiled: bool = False
+    documents: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

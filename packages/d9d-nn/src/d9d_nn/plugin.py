@@ -137,7 +137,8 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         )
     yield KernelSpec(
         name="flex",
-        summary="torch flex_attention: skips what documents and windows hide; CUDA only, never chosen by itself.",
+        summary="torch flex_attention: skips what documents and windows hide, no mask of S x S; CUDA only.",
+        requires=frozenset({"import:triton"}),
         op="attention",
         supports=Ref("d9d_nn.ops.attention.flex:supports"),
         build=Ref("d9d_nn.ops.attention.flex:build"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -184,12 +185,20 @@ class RowsOfTheRank(InOnePass):
         return super().numbered(rows - self._context.rank)
 
 
+class DeniesItsDocuments(Faulty):
+    def next_pack(self) -> Pack:
+        return [{**m, "documents": torch.arange(8).expand_as(m["tokens"]) // 3} for m in super().next_pack()]
+
+
 class Sound(DatasetSuite):
     target = "faulty"
     plugin = "d9d_testing.toy.plugin"
     other = {"vocab_size": 32}
     workers = None
     made_of: type[Faulty] = Faulty
+
+    def packs_documents(self, directory: Path) -> bool | None:
+        return False
 
     def build(self, *arguments: Any, **fields: Any) -> Faulty:
         return self.made_of(ToyTokensConfig(**fields), *arguments)
@@ -208,6 +217,7 @@ FAULTS = {
     "state has tensors": ({"made_of": StateWithTensors}, "must be what JSON can hold"),
     "state is of one rank": ({"made_of": StateOfTheRank}, "has state"),
     "takes the state of other data": ({"made_of": TakesOtherState}, "keep what identifies the data in state()"),
+    "denies that it packs documents": ({"made_of": DeniesItsDocuments}, "a sample holds several documents"),
     "reuses memory of packs": ({"made_of": ReusesMemory}, "after two more packs"),
     "drops a microbatch": ({"made_of": DropsTheLastMicrobatch}, ""),
     "facts have tensors": ({"made_of": FactsWithTensors}, "must be what JSON can hold"),

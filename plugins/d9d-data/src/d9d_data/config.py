@@ -130,6 +130,11 @@ class PaddedConfig(PreparedConfig):
     pad_multiple: int = Field(default=8, ge=1)
     """A microbatch is as long as its longest sample, rounded up to a multiple of this; divides ``sequence_length``."""
 
+    @property
+    def packs_documents(self) -> bool:
+        """False: a sample is one document, with padding behind it."""
+        return False
+
     @model_validator(mode="after")
     def _padding_stays_within_a_sequence(self) -> Self:
         check_padding(self.sequence_length, self.pad_multiple)
@@ -144,6 +149,11 @@ class TextConfig(CorpusConfig):
     packing: Literal["concat", "best_fit"] = "concat"
     """Samples cut from all documents in a row, or filled with whole documents (best-fit decreasing), of which those
     longer than a sample are cut. Unpacked documents are the dataset ``documents``."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """True: a sample has as many documents as fit."""
+        return True
 
 
 class DocumentsConfig(PaddedConfig, CorpusConfig):
@@ -190,6 +200,11 @@ class ChatConfig(ModelTextConfig):
     packing: Literal["none", "concat", "best_fit"] = "none"
     """Samples of one conversation each, cut from all conversations in a row, or of as many whole ones as fit (best-fit
     decreasing). Conversations in a sample do not see each other."""
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether a sample has several conversations."""
+        return self.packing != "none"
 
 
 class PreferenceConfig(ModelTextConfig):

@@ -9,7 +9,7 @@ from d9d_core.extend import Decision, OpSignature
 
 #: Number formats that the kernels read; they compute in float32.
 FLOATS = ("bfloat16", "float16", "float32")
-#: Above the backends of d9d-nn, which are at most at 10.
+#: Above the backends of d9d-nn, which are at most at 15.
 PRIORITY = 20
 
 
@@ -33,22 +33,22 @@ def linear_cross_entropy(signature: OpSignature) -> Decision:
 
 def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
     """Accept the same, by name only."""
-    decision = decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only")
-    return Decision(decision.accept, decision.reason)
+    return decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only", priority=0)
 
 
-def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS) -> Decision:
-    """Accept on CUDA with priority :data:`PRIORITY`, and on a CPU by name where Triton interprets kernels.
+def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS, priority: int = PRIORITY) -> Decision:
+    """Accept on CUDA, and on a CPU by name where Triton interprets kernels.
 
     Args:
         signature: of the op's calls.
         reason: what speaks for the kernel, measured.
         dtypes: number formats that the kernel reads.
+        priority: on CUDA.
     """
     if signature.dtype not in dtypes:
         return Decision(False, f"reads {', '.join(dtypes)}; the tensors are {signature.dtype}")
     if signature.device == "cuda":
-        return Decision(True, reason, PRIORITY)
+        return Decision(True, reason, priority)
     if signature.device == "cpu" and interpreted():
         return Decision(True, "interpreted on the CPU, for tests: by name only", 0)
     return Decision(False, f"Triton kernels run on cuda; the device is {signature.device}")

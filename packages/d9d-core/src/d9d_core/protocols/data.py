@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from d9d_core.types import Pack, State
 
@@ -86,3 +86,26 @@ class DataStream(Protocol):
     def save_assets(self, directory: Path) -> None:
         """Write what an exported model needs from the data, such as tokenizer files."""
         ...
+
+
+@runtime_checkable
+class PacksDocuments(Protocol):
+    """Config of a dataset that says whether samples hold several documents, so that kernels are chosen for it."""
+
+    @property
+    def packs_documents(self) -> bool | None:
+        """Whether samples hold several documents; false if each is one, with nothing but padding behind it.
+
+        ``None`` if only the data can tell.
+        """
+        ...
+
+
+def packs_documents(*datasets: object) -> bool | None:
+    """Whether samples of some of these datasets hold several documents; ``None`` if none surely does, and not all say.
+
+    Args:
+        datasets: their configs.
+    """
+    answers = [dataset.packs_documents if isinstance(dataset, PacksDocuments) else None for dataset in datasets]
+    return True if True in answers else None if None in answers else False

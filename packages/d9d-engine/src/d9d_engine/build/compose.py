@@ -26,7 +26,7 @@ from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import Exporter
 from d9d_engine.build.first_pass.build import build_first_pass
-from d9d_engine.build.parts.data import open_data
+from d9d_engine.build.parts.data import documents_of, open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
@@ -132,7 +132,11 @@ def build(
     ranges = Ranges()
     executor = build_executor(job, selection, assembly, topology, task, *running, ranges=ranges)
     by_name = partial(build_executor, job, selection, assembly, topology, task, *running, inputs_by_name)
-    events.emit(ev.ForwardReady(ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology), topology))
+    events.emit(
+        ev.ForwardReady(
+            ModelForward(by_name, model, assembly.pipeline, job.microbatches, topology, documents_of(job)), topology
+        )
+    )
     first = build_first_pass(job, registry, selection, assembly, topology, task, own_task, running, note)
     step = TrainStep(
         task=task,

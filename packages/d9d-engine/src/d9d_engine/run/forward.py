@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import torch
+from d9d_core.errors import TrainingError
 from d9d_core.program.placement import Pipeline
 from d9d_core.protocols.task import StageInputs
 from d9d_core.types import Microbatch, Pack
@@ -28,16 +29,24 @@ class ModelForward:
         pipeline: all stages.
         most: microbatches of a training step, which the schedule takes.
         topology: this process among others.
+        packed: whether samples of the job hold several documents, as its kernels were told.
     """
 
     def __init__(
-        self, build: Callable[[], Executor], model: nn.Module, pipeline: Pipeline, most: int, topology: Topology
+        self,
+        build: Callable[[], Executor],
+        model: nn.Module,
+        pipeline: Pipeline,
+        most: int,
+        topology: Topology,
+        packed: bool | None = None,
     ) -> None:
         self._build = build
         self._model = model
         self._pipeline = pipeline
         self._most = most
         self._topology = topology
+        self._packed = packed
 
     @cached_property
     def least_microbatches(self) -> int:
@@ -50,8 +59,14 @@ class ModelForward:
         Args:
             pack: microbatches on the device, each with ``tokens``.
             outputs: called with what the last stage returns for each microbatch, on the ranks that have that stage.
+
+        Raises:
+            TrainingError: a sample holds several documents, and kernels were chosen for samples of one.
         """
         self._topology.watchdog.beat()
+        if self._packed is False:
+            for microbatch in pack:
+                _check_documents(microbatch)
         # Dynamo would compile the training for any shape once it has seen another one here, which changes its numbers.
         eager = torch.compiler.set_stance("force_eager")
         with evaluation_mode(self._model), generators_kept(self._topology.device), eager:
@@ -66,6 +81,22 @@ def inputs_by_name(microbatch: Microbatch) -> StageInputs:
     """Inputs of a stage: ``tokens`` enter the first one, and what else there is reaches every stage."""
     shared = {name: tensor for name, tensor in microbatch.items() if name != "tokens"}
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+
+def _check_documents(microbatch: Microbatch) -> None:
+    """Refuse several documents in a sample. Waits for the device if there are ``documents``."""
+    documents, lengths = microbatch.get("documents"), microbatch.get("lengths")
+    if documents is None:
+        return
+    others = documents != documents[:, :1]
+    if lengths is not None:
+        others = others & (torch.arange(documents.shape[1], device=documents.device) < lengths[:, None])
+    if others.any():
+        raise TrainingError(
+            "a sample of this microbatch holds several documents, but the job's data says that each of its samples is "
+            "one, so that kernels of attention may ignore 'documents'; give each document as a sample of its own, or "
+            "name padding behind a sample by 'lengths'"
+        )
 
 
 @contextmanager

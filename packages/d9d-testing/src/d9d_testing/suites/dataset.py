@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from d9d_core.extend import DataContext, DataError
+from d9d_core.extend import DataContext, DataError, packs_documents
 from torch import Tensor
 
 from d9d_testing.suites.support.component import ComponentSuite, configured, plain_json
@@ -55,6 +56,11 @@ class DatasetSuite(ComponentSuite):
     def fields(self, directory: Path) -> Mapping[str, Any]:  # noqa: ARG002 - for subclasses
         """Fields of the config, over data in an empty directory; the same data in every call."""
         return {}
+
+    def packs_documents(self, directory: Path) -> bool | None:
+        """Whether samples hold several documents, as the config says (:class:`d9d_core.extend.PacksDocuments`)."""
+        fields = {**self.config, **self._data(directory)}
+        return packs_documents(configured(self.kind, self.plugin, self.target, fields)[1])
 
     def sample(self, microbatch: Mapping[str, Tensor], row: int) -> object:
         """Identity of a sample, whatever it is batched with; by default all of its values, without padding."""
@@ -111,6 +117,20 @@ class DatasetSuite(ComponentSuite):
                         f"{self.rows_per_sample} that a sample has"
                     )
         assert len(names) == 1, f"microbatches have different names: {sorted(names)}"
+
+    def test_samples_hold_several_documents_only_if_the_config_says_so(self, tmp_path: Path) -> None:
+        """Kernels of attention are chosen by that, and ignore ``documents`` where it is denied."""
+        if self.packs_documents(tmp_path) is not False:
+            pytest.skip("the config does not say that a sample is one document")
+        with self.opened(tmp_path) as stream:
+            for microbatch in itertools.chain(*self.take(stream, self.packs)):
+                documents = microbatch.get("documents", microbatch["tokens"] * 0)
+                lengths = microbatch.get("lengths", torch.tensor([documents.shape[1]] * len(documents)))
+                inside = torch.arange(documents.shape[1]) < lengths[:, None]
+                assert not ((documents != documents[:, :1]) & inside).any(), (
+                    f"a sample holds several documents: {documents.tolist()}, of lengths {lengths.tolist()}; "
+                    "return True or None from packs_documents of the config"
+                )
 
     def test_slices_of_ranks_make_up_the_global_pack(self, tmp_path: Path) -> None:
         """Slices of all ranks hold the same samples in every step, whatever the ranks and the microbatch size."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from d9d_core.extend import Named, PluginConfig, Section
+from d9d_core.extend import Named, PluginConfig, Section, packs_documents
 from pydantic import Field, model_validator
 
 
@@ -28,6 +28,11 @@ class MixtureConfig(PluginConfig):
     """Datasets with their weights."""
     workers: int = Field(default=0, ge=0)
     """Processes that build packs ahead; 0 builds them where they are asked for. Has no say in what is in them."""
+
+    @property
+    def packs_documents(self) -> bool | None:
+        """Whether samples of some part hold several documents; ``None`` if none surely does, and not all say."""
+        return packs_documents(*(part.data for part in self.parts))
 
     @model_validator(mode="after")
     def _something_is_mixed(self) -> Self:

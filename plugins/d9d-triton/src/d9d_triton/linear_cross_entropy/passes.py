@@ -5,14 +5,11 @@ Shapes: C rows, V words, P columns of a row in memory: V, and maybe some that no
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 import triton
 from torch import Tensor
 
 from d9d_triton.kernels.linear_cross_entropy import differentiate, take_statistics
+from d9d_triton.launch import on_device
 
 #: Columns in memory are a multiple of this, so that every row begins where wide loads may, whatever V is.
 _COLUMNS = 16
@@ -52,7 +49,7 @@ def row_statistics(
         words: V.
         ignored: target of rows that are left out.
     """
-    with _on_device(logits):
+    with on_device(logits):
         take_statistics[(len(logits),)](
             logits,
             own,
@@ -85,7 +82,7 @@ def gradient_in_place(
     """
     block = _block(words)
     sections = triton.cdiv(words, block * _BLOCKS)
-    with _on_device(logits):
+    with on_device(logits):
         differentiate[(len(logits) * sections,)](
             logits,
             targets,
@@ -105,8 +102,3 @@ def gradient_in_place(
 def _block(words: int) -> int:
     block: int = triton.next_power_of_2(words)
     return min(_BLOCK, max(_COLUMNS, block))
-
-
-def _on_device(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Context in which launches go to the GPU of the tensor; Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()

@@ -1,4 +1,4 @@
-"""Data of a job: a dataset that is opened for this rank."""
+"""Data of a job: what its datasets say beforehand, and a dataset that is opened for this rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from typing import Any
 
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
-from d9d_core.config.job import BaseJob
+from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.plugin.capabilities import Chosen
-from d9d_core.protocols.data import DataContext, DataStream
+from d9d_core.protocols.data import DataContext, DataStream, packs_documents
 
 from d9d_engine.distributed.mesh import Topology
+
+
+def documents_of(job: BaseJob) -> bool | None:
+    """Whether samples of the job hold several documents, those of evaluations included; ``None`` if that is not known.
+
+    See :func:`d9d_core.extend.packs_documents`.
+    """
+    evaluation = job.evaluation if isinstance(job, JobConfig) else None
+    return packs_documents(job.data, *(evaluation.datasets.values() if evaluation else ()))
 
 
 def open_data(

@@ -25,19 +25,35 @@ def supports(signature: OpSignature) -> Decision:
         )
     if not signature.static.get("causal", True):
         return Decision(accept=False, reason="computes causal attention only")
-    masks = "with documents it reads a mask of S x S per sample, without them none"
     if signature.static.get("window") is not None:
-        masks = "a window makes it read a mask of S x S, per sample with documents"
+        masks = "a window makes it read a mask of S x S" + (", per sample with documents" * (not of_one(signature)))
+    elif of_one(signature):
+        masks = "samples are of one document, so it reads no mask"
+    else:
+        masks = "with documents it reads a mask of S x S per sample, without them none"
     return Decision(accept=True, reason=f"fused, torch picks the kernel; {masks}", priority=10)
 
 
+def of_one(signature: OpSignature) -> bool:
+    """Whether a backend leaves ``documents`` unread: each sample is one document, and no token sees what is behind it.
+
+    On CUDA, where a mask rules the fast kernels out.
+    """
+    return signature.documents is False and signature.device == "cuda"
+
+
 def build(signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend for this device and window."""
+    """Backend for this device, window and data."""
     # On CUDA, the flash and cuDNN kernels read grouped heads, in 16 bits and without a mask. What is left would be the
     # kernel that holds all scores, so for the others heads are repeated. On CPU all kernels read grouped heads.
     on_cuda = signature.device == "cuda"
     grouped = not on_cuda or signature.dtype in ("bfloat16", "float16")
-    return Sdpa(signature.static.get("window"), grouped=grouped, grouped_with_mask=signature.device == "cpu")
+    return Sdpa(
+        signature.static.get("window"),
+        grouped=grouped,
+        grouped_with_mask=signature.device == "cpu",
+        of_one=of_one(signature),
+    )
 
 
 class Sdpa:
@@ -47,16 +63,20 @@ class Sdpa:
         window: number of positions that a query sees, its own included; ``None`` for all.
         grouped: whether the kernels that read no mask read grouped heads; if not, they are repeated.
         grouped_with_mask: whether the kernels that read a mask read grouped heads.
+        of_one: leave documents unread, see :func:`of_one`.
     """
 
-    def __init__(self, window: int | None, *, grouped_with_mask: bool, grouped: bool = True) -> None:
+    def __init__(
+        self, window: int | None, *, grouped_with_mask: bool, grouped: bool = True, of_one: bool = False
+    ) -> None:
         self._window = window
+        self._of_one = of_one
         self._grouped = grouped
         self._grouped_with_mask = grouped_with_mask
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
         """Make the mask: bool [B, 1, S, S] with documents, [S, S] with a window, else ``None`` for plain causal."""
-        if documents is not None:
+        if documents is not None and not self._of_one:
             return visible(length, documents, device, self._window)[:, None]
         if self._window is not None and self._window < length:
             return visible(length, None, device, self._window)

@@ -16,7 +16,7 @@ from d9d_core.extend import Decision, JobError, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from d9d_nn.ops.attention.sdpa import Sdpa
+from d9d_nn.ops.attention.sdpa import Sdpa, of_one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,14 @@ class PinnedKernel:
         """Accept what the kernel computes, with priority 0."""
         if refusal := self._refusal(signature):
             return Decision(accept=False, reason=refusal)
-        masks = "" if self.masks else "; refuses documents when it is called, as it reads no mask"
+        masks = "; refuses documents when it is called, as it reads no mask"
+        if self.masks or signature.documents is False:
+            masks = ""
         return Decision(accept=True, reason=f"{self.name} alone; only by name, as sdpa picks among all kernels{masks}")
 
     def build(self, signature: OpSignature) -> Callable[..., Tensor]:
         """Backend for this window."""
-        return _Pinned(self, signature.static.get("window"))
+        return _Pinned(self, signature.static.get("window"), of_one(signature))
 
     def _refusal(self, signature: OpSignature) -> str | None:
         head_dim = signature.static.get("head_dim")
@@ -65,17 +67,19 @@ class PinnedKernel:
             )
         if signature.static.get("window") is not None and not self.masks:
             return f"a window needs a mask, and {self.name} reads none"
+        if signature.documents and not self.masks:
+            return f"the data packs documents, which needs a mask, and {self.name} reads none"
         return None
 
 
 class _Pinned(Sdpa):
-    def __init__(self, kernel: PinnedKernel, window: int | None) -> None:
-        super().__init__(window, grouped=kernel.grouped, grouped_with_mask=False)
+    def __init__(self, kernel: PinnedKernel, window: int | None, of_one: bool) -> None:
+        super().__init__(window, grouped=kernel.grouped, grouped_with_mask=False, of_one=of_one)
         self._kernel = kernel
         self._backend: SDPBackend = _BACKENDS[kernel.name]
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:
-        if documents is not None and not self._kernel.masks:
+        if documents is not None and not self._kernel.masks and not self._of_one:
             raise JobError(
                 f"kernels.attention: {self._kernel.name} reads no mask, but the microbatch has documents; "
                 "choose sdpa, sdpa_efficient or flex, or data of one document per sample"

@@ -1,0 +1,93 @@
+"""Block masks of FlexAttention, made from block borders: the work grows with (S / 128)^2, not with S^2.
+
+Shapes: B samples, S positions, Q blocks of queries and as many of keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+#: Positions of a block; torch's own choice.
+BLOCK = 128
+
+
+def block_mask(documents: Tensor | None, length: int, window: int | None, device: torch.device) -> BlockMask:
+    """Mask for ``flex_attention``: causal, inside documents and windows, the same for all heads.
+
+    Made without waiting for the device, by some sixty small kernels, and without compilation.
+
+    Args:
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        length: S.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+        device: device of queries and keys.
+    """
+    # With torch's symbolic shapes, which take a second to import.
+    from torch.nn.attention.flex_attention import BlockMask
+
+    # Kernels look documents up for each score of a block that is seen in part: narrow numbers are faster.
+    numbers = None if documents is None else documents.to(torch.int32)
+
+    def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        near = query >= key
+        if window is not None:
+            near = near & (query - key < window)
+        if numbers is None:
+            return near
+        return near & (numbers[sample, query] == numbers[sample, key])
+
+    partly, wholly = visible_blocks(numbers, length, window, device)
+    return BlockMask.from_kv_blocks(
+        *_listed(partly), *_listed(wholly), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
+    )
+
+
+def visible_blocks(
+    documents: Tensor | None, length: int, window: int | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Blocks of the score matrix that are seen in part, and those that are seen as a whole.
+
+    A block counts as seen in part if the smallest and largest documents of its queries and keys do not rule that out.
+    Where documents follow each other in order, as packing numbers them, no block without a visible score does.
+
+    Args:
+        documents: integers [B, S]; ``None`` if a sample is one document.
+        length: S.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+        device: device of the results.
+
+    Returns:
+        Two bools [B, Q, Q], B = 1 without documents; ``[..., query block, key block]``. No block is in both.
+    """
+    count = -(-length // BLOCK)
+    number = torch.arange(count, device=device)
+    behind = number[:, None] - number  # [Q, Q], in blocks
+    some, whole = behind >= 0, behind > 0
+    if window is not None:  # a block's nearest and farthest pair of positions
+        some = some & (BLOCK * behind - (BLOCK - 1) < window)
+        whole = whole & (BLOCK * behind + (BLOCK - 1) < window)
+    missing = count * BLOCK - length
+    if missing:  # what lies behind the sample is not seen
+        whole = whole & (number[:, None] < count - 1)
+    some, whole = some[None], whole[None]
+    if documents is not None:
+        padded = torch.cat([documents, documents[:, -1:].expand(-1, missing)], dim=1)
+        blocks = padded.view(-1, count, BLOCK)
+        low, high = blocks.amin(-1), blocks.amax(-1)  # [B, Q]
+        some = some & (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
+        one = low == high
+        whole = whole & (one[:, :, None] & one[:, None]) & (low[:, :, None] == low[:, None])
+    return some & ~whole, whole
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of key blocks per query block, int32 [B, 1, Q]; and their places, first of all, int32 [B, 1, Q, Q]."""
+    chosen = blocks[:, None].to(torch.int32)
+    places = torch.argsort(chosen, dim=-1, descending=True, stable=True)
+    return chosen.sum(dim=-1, dtype=torch.int32), places.to(torch.int32)

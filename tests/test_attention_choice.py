@@ -1,0 +1,99 @@
+"""The backend of attention that a job gets on a GPU, as its data says; none is needed to ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import ForwardReady, TrainingError, TrainingStarts
+from d9d_engine.job import Job
+
+Write = Callable[..., Path]
+D9d = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.smoke
+
+MODEL = {
+    "name": "qwen3", "vocab_size": 257, "hidden_size": 64, "intermediate_size": 64, "num_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
+}  # fmt: skip
+TEXT: dict[str, Any] = {"name": "text", "sources": ["python:topics"], "sequence_length": 64}
+DOCUMENTS: dict[str, Any] = {**TEXT, "name": "documents"}
+
+
+@pytest.fixture
+def explained(small_job: Write, d9d: D9d) -> Callable[..., list[str]]:
+    """Lines of ``d9d explain`` about attention: each choice, and what flex and sdpa answered to it."""
+
+    def lines_of(data: dict[str, Any], device: str = "cuda", **sections: Any) -> list[str]:
+        sections = {"model": MODEL, "precision": {"parameters": "bfloat16"}} | sections
+        job = small_job(data=data, device=device, **sections)
+        status, out, err = d9d("explain", str(job), "--world-size", "1")
+        assert status == 0, err
+        lines = [" ".join(line.split()) for line in out.splitlines()]
+        return [line for line in lines if line.startswith(("attention: ", "flex ", "sdpa accepts"))]
+
+    return lines_of
+
+
+def test_packed_documents_get_flex(explained: Any) -> None:
+    chosen, flex, sdpa = explained(TEXT)
+    assert chosen.startswith("attention: flex (d9d-nn")
+    assert "accepts, priority 15: the data packs documents: skips what lies outside of them" in flex
+    assert "accepts, priority 10: fused, torch picks the kernel; with documents it reads a mask of S x S" in sdpa
+
+
+def test_samples_of_one_document_get_sdpa_without_a_mask_unless_an_evaluation_packs(explained: Any) -> None:
+    chosen, flex, sdpa = explained(DOCUMENTS)
+    assert chosen.startswith("attention: sdpa (d9d-nn")
+    assert "taken by name only: samples are of one document and there is no window" in flex
+    assert "samples are of one document, so it reads no mask" in sdpa
+    chosen, flex, _ = explained(DOCUMENTS, evaluation={"every": 1, "sets": {"whole": DOCUMENTS, "packed": TEXT}})
+    assert chosen.startswith("attention: flex (d9d-nn")
+    assert "the data packs documents" in flex
+
+
+def test_layers_with_windows_get_flex_and_the_others_sdpa(explained: Any) -> None:
+    model = {**MODEL, "sliding_window": 16, "sliding_from_layer": 1}
+    lines = explained(DOCUMENTS, model=model)
+    chosen = sorted(line for line in lines if line.startswith("attention: "))
+    assert [line.partition(" (")[0] for line in chosen] == ["attention: flex", "attention: sdpa"]
+    assert chosen[0].endswith("at layers.1.attention.core.attention")
+    assert any("skips what lies outside of windows of 16" in line for line in lines)
+
+
+def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
+    chosen, flex, _ = explained(TEXT, device="cpu", precision={"parameters": "float32"})
+    assert chosen.startswith("attention: sdpa (d9d-nn")
+    assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
+
+
+@pytest.mark.parametrize(("data", "refused"), [(DOCUMENTS, True), (TEXT, False)], ids=["documents", "text"])
+def test_a_forward_on_packed_data_is_refused_where_kernels_expect_samples_of_one_document(
+    small_job: Write, data: dict[str, Any], refused: bool
+) -> None:
+    tokens = torch.arange(8)[None]
+    padded = {"tokens": tokens, "documents": (tokens > 5).long(), "lengths": torch.tensor([6])}
+    packed = {"tokens": tokens, "documents": (tokens > 3).long(), "lengths": torch.tensor([6])}
+    errors: list[str] = []
+
+    class Forwards:
+        def subscriptions(self) -> Any:
+            return [(ForwardReady, self.take), (TrainingStarts, self.run)]
+
+        def take(self, event: ForwardReady) -> None:
+            self.forward = event.forward
+
+        def run(self, _: TrainingStarts) -> None:
+            self.forward([{"tokens": tokens}, padded], lambda *_: None)
+            try:
+                self.forward([packed], lambda *_: None)
+            except TrainingError as error:
+                errors.append(str(error))
+
+    job = Job.load(small_job(data=data, model=MODEL, steps=1, lr_schedule=None))
+    job.build(lambda _: None, observers=[Forwards()]).train()
+    assert bool(errors) is refused
+    assert all("name padding behind a sample by 'lengths'" in error for error in errors)
