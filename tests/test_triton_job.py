@@ -15,6 +15,9 @@ Write = Callable[..., Path]
 D9d = Callable[..., tuple[int, str, str]]
 STOCHASTIC = {"optimizer": {"name": "stochastic_adamw", "lr": 0.01}, "precision": {"parameters": "bfloat16"}}
 
+#: Interpreted, each token of the loss takes milliseconds.
+FEW_TOKENS = {"steps": 3, "batch": {"size": 1, "microbatch": 1}, "metrics": []}
+
 
 def losses(path: Path) -> list[float]:
     Job.load(path).build(lambda _: None).train()
@@ -23,14 +26,22 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize(("op", "sections"), [("adamw", {}), ("stochastic_adamw", STOCHASTIC)])
+@pytest.mark.parametrize(
+    ("op", "backend", "sections"),
+    [
+        ("adamw", "triton", {}),
+        ("stochastic_adamw", "triton", STOCHASTIC),
+        ("linear_cross_entropy", "triton", FEW_TOKENS),
+        ("linear_cross_entropy", "triton_sum", FEW_TOKENS),
+    ],
+)
 def test_a_job_trains_with_the_kernel_that_it_names_as_with_the_reference(
-    small_job: Write, op: str, sections: dict[str, Any]
+    small_job: Write, op: str, backend: str, sections: dict[str, Any]
 ) -> None:
     common = {"export": False, "logging": {"every": 1}, **sections}
-    found = losses(small_job("fused", kernels={op: "triton"}, **common))
+    found = losses(small_job("fused", kernels={op: backend}, **common))
     expected = losses(small_job("plain", kernels={op: "reference"}, **common))
-    assert len(found) == 6
+    assert len(found) == sections.get("steps", 6)
     assert found == pytest.approx(expected, rel=2e-3)
 
 

@@ -88,12 +88,24 @@ def permutation() -> None:
         backward(unpermute(ones(4 * choices, features), slots, places, ones(4, choices).detach()))
 
 
+def linear_cross_entropy() -> None:
+    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy
+
+    targets = torch.tensor([1, -100, 0])
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for words in (20_000, 50_257, 2):  # several blocks, their last one in part, and none that is whole
+            loss, _ = LinearCrossEntropy().with_ranks(ones(3, 8, dtype=dtype), ones(words, 8, dtype=dtype), targets)
+            backward(loss)
+    LinearCrossEntropy()(ones(3, 8), ones(20_000, 8), targets)
+
+
 LAUNCHES: Mapping[str, Callable[[], None]] = {
     "rms_norm": rms_norm,
     "silu_mul": silu_mul,
     "rope": rope,
     "permutation": permutation,
     "adamw": adamw,
+    "linear_cross_entropy": linear_cross_entropy,
 }
 
 

@@ -18,7 +18,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         name="triton",
         summary="Two passes over the logits, which become their gradient in their place; exact.",
         op="linear_cross_entropy",
-        supports=Ref("d9d_triton.linear_cross_entropy.backend:supports"),
+        supports=Ref("d9d_triton.support:linear_cross_entropy"),
         build=Ref("d9d_triton.linear_cross_entropy.backend:build"),
         requires=_TRITON,
     )
@@ -26,7 +26,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
         name="triton_sum",
         summary="The same for losses without weights, in memory for one chunk of logits; never chosen by itself.",
         op="linear_cross_entropy",
-        supports=Ref("d9d_triton.linear_cross_entropy.backend:supports_sum"),
+        supports=Ref("d9d_triton.support:linear_cross_entropy_sum"),
         build=Ref("d9d_triton.linear_cross_entropy.backend:build_sum"),
         requires=_TRITON,
     )

@@ -26,6 +26,16 @@ def stochastic_adamw(signature: OpSignature) -> Decision:
     return decide(signature, "one launch for all tensors, the rounding inside", ("bfloat16", "float32"))
 
 
+def linear_cross_entropy(signature: OpSignature) -> Decision:
+    """Accept what the kernels read, on CUDA by itself."""
+    return decide(signature, "each logit is read once for the loss, and once more to become its gradient in its place")
+
+
+def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
+    """Accept the same, by name only."""
+    return decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only", priority=0)
+
+
 def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS, priority: int = PRIORITY) -> Decision:
     """Accept on CUDA, and on a CPU by name where Triton interprets kernels.
 

@@ -6,30 +6,18 @@ Shapes: H features, V words of the vocabulary, C tokens of a chunk.
 from __future__ import annotations
 
 import torch
-from d9d_core.extend import Decision, OpSignature
+from d9d_core.extend import OpSignature
 from d9d_nn.ops.grouped_linear import autocast_operands
 from d9d_nn.ops.linear_cross_entropy import may_be_kept
 from torch import Tensor
 
-from d9d_triton.linear_cross_entropy.kernels import columns
+from d9d_triton.launch import check_floats
 from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses_ahead
-from d9d_triton.support import FLOATS, decide
+from d9d_triton.linear_cross_entropy.passes import columns
 
-_REASON = "each logit is read once for the loss, and once more to become its gradient, in bfloat16 and in its place"
 #: Logits of a chunk, in bytes. Each chunk but the first costs two passes over the weight's gradient in float32.
 _CHUNK_BYTES = 1 << 30
 _LEAST_ROWS = 256
-
-
-def supports(signature: OpSignature) -> Decision:
-    """Accept what the kernels read, on CUDA by itself."""
-    return decide(signature, _REASON)
-
-
-def supports_sum(signature: OpSignature) -> Decision:
-    """Accept the same, by name only."""
-    decision = decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only")
-    return Decision(decision.accept, decision.reason)
 
 
 def build(_signature: OpSignature) -> LinearCrossEntropy:
@@ -97,7 +85,7 @@ class LinearCrossEntropy:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
         hidden, weight = autocast_operands(hidden, weight)
-        _check(hidden, targets)
+        _check(hidden, weight, targets)
         size = columns(weight.shape[0])
         rows = max(_LEAST_ROWS, _CHUNK_BYTES // (size * hidden.itemsize)) if rows is None else rows
         recorded = torch.is_grad_enabled()
@@ -112,12 +100,8 @@ class LinearCrossEntropy:
         return losses, ranks
 
 
-def _check(hidden: Tensor, targets: Tensor) -> None:
-    if str(hidden.dtype).removeprefix("torch.") not in FLOATS:
-        raise TypeError(
-            f"linear_cross_entropy.triton: reads {', '.join(FLOATS)}, the hidden states are {hidden.dtype}; "
-            "say 'kernels: {linear_cross_entropy: reference}' in the job"
-        )
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    check_floats("linear_cross_entropy", hidden=hidden, weight=weight)
     if hidden.shape[:-1].numel() != targets.numel():
-        shapes = f"hidden states {list(hidden.shape)} and targets {list(targets.shape)}"
+        shapes = f"hidden {list(hidden.shape)} and targets {list(targets.shape)}"
         raise ValueError(f"linear_cross_entropy.triton: {shapes} must have one shape but for the features")

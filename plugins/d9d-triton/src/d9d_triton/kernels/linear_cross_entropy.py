@@ -1,0 +1,142 @@
+"""Kernels of the loss, see :mod:`d9d_triton.linear_cross_entropy.passes`.
+
+Shapes: C rows, V words, P columns of a row in memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Neighbours in memory that one thread handles: 16 bytes of bfloat16.
+_LANE = tl.constexpr(8)
+_LOG2E = tl.constexpr(1.4426950408889634)
+#: Where maxima begin: finite, also times log2(e), because minus infinity less itself is no number.
+_LOWEST = tl.constexpr(-2e38)
+
+
+# A chunk begins where it begins: without this, each alignment of its rows' numbers would be a kernel of its own.
+@triton.jit(do_not_specialize_on_alignment=["own", "targets", "losses", "peaks", "totals", "ranks"])
+def take_statistics(
+    logits,
+    own,
+    targets,
+    losses,
+    peaks,
+    totals,
+    ranks,
+    ignored,
+    RANKED: tl.constexpr,
+    WORDS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of one row per program. Each lane has a maximum and a sum of its own; they meet at the end.
+
+    Args:
+        logits: [C, P].
+        own: logit of the target, [C].
+        targets: int64 [C].
+        losses: float32 [C], out.
+        peaks: float32 [C], out: largest logit.
+        totals: float32 [C], out: sum of ``exp(logit - largest)``.
+        ranks: int64 [C], out: number of logits that are not at most that of the target.
+        ignored: target of rows that are left out.
+        RANKED: whether to count ranks.
+        WORDS: V.
+        STRIDE: P.
+        BLOCK: logits at once.
+    """
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * STRIDE
+    if tl.load(targets + row) == ignored:
+        tl.store(losses + row, 0.0)
+        tl.store(peaks + row, 0.0)
+        tl.store(totals + row, 1.0)
+        if RANKED:
+            tl.store(ranks + row, -1)
+    else:
+        target = tl.load(own + row).to(tl.float32)
+        offsets = tl.arange(0, BLOCK // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+        peak = tl.full((BLOCK // _LANE,), _LOWEST, tl.float32)
+        total = tl.zeros((BLOCK // _LANE,), tl.float32)
+        above = tl.zeros((BLOCK // _LANE,), tl.int32)
+        for start in range(0, WORDS // BLOCK * BLOCK, BLOCK):
+            x = tl.load(logits + start + offsets).to(tl.float32)
+            peak, total = _include(x, peak, total)
+            if RANKED:
+                above += tl.sum(tl.where(x <= target, 0, 1), 1)
+        if WORDS % BLOCK:
+            column = WORDS // BLOCK * BLOCK + offsets
+            x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
+            peak, total = _include(x, peak, total)
+            if RANKED:
+                # If the target's logit is NaN, no comparison holds, not even of what is outside.
+                above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
+        largest = tl.max(peak, 0)
+        total = tl.sum(total * tl.exp2((peak - largest) * _LOG2E), 0)
+        # Not by their sum, log-sum-exp, which has fewer bits for what is behind the point.
+        tl.store(losses + row, tl.log(total) + (largest - target))
+        tl.store(peaks + row, largest)
+        tl.store(totals + row, total)
+        if RANKED:
+            tl.store(ranks + row, tl.sum(above, 0).to(tl.int64))
+
+
+@triton.jit
+def _include(x, peak, total):
+    """Maxima [R] and sums of exponentials [R] of lanes, with R x 8 further logits."""
+    larger = tl.maximum(peak, tl.max(x, 1))
+    # exp2 is one instruction; exp has three more, for results that are too small to matter.
+    terms = tl.exp2((x - larger[:, None]) * _LOG2E)
+    return larger, total * tl.exp2((peak - larger) * _LOG2E) + tl.sum(terms, 1)
+
+
+@triton.jit(do_not_specialize_on_alignment=["targets", "peaks", "totals", "grad_losses"])
+def differentiate(
+    logits,
+    targets,
+    peaks,
+    totals,
+    grad_losses,
+    sections,
+    ignored,
+    WORDS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """Gradient of one section of a row per program, in the place of its logits.
+
+    Args:
+        logits: [C, P], in and out.
+        targets: int64 [C].
+        peaks: float32 [C] of :func:`take_statistics`.
+        totals: float32 [C] of :func:`take_statistics`.
+        grad_losses: float32 [C].
+        sections: number of sections of a row.
+        ignored: target of rows that become zeros.
+        WORDS: V.
+        STRIDE: P.
+        BLOCK: logits at once.
+        BLOCKS: blocks of a section.
+    """
+    row = tl.program_id(0) // sections
+    first = tl.program_id(0) % sections * (BLOCK * BLOCKS)
+    logits += row.to(tl.int64) * STRIDE
+    target = tl.load(targets + row).to(tl.int32)
+    if target == ignored:
+        for index in range(BLOCKS):
+            column = first + index * BLOCK + tl.arange(0, BLOCK)
+            tl.store(logits + column, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=column < STRIDE)
+    else:
+        grad_loss = tl.load(grad_losses + row)
+        peak = tl.load(peaks + row)
+        scale = 1.0 / tl.load(totals + row)
+        for index in range(BLOCKS):
+            column = first + index * BLOCK + tl.arange(0, BLOCK)
+            # To the end of the row in memory, so that accesses are wide; what is behind the last word is nobody's.
+            x = tl.load(logits + column, mask=column < STRIDE, other=0.0).to(tl.float32)
+            p = tl.exp2((tl.where(column < WORDS, x, peak) - peak) * _LOG2E) * scale
+            grad = tl.where(column == target, p - 1.0, p) * grad_loss
+            tl.store(logits + column, grad.to(logits.dtype.element_ty), mask=column < STRIDE)

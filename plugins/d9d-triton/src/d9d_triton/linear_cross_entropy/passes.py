@@ -1,0 +1,104 @@
+"""Passes over logits: the statistics of each row, and the gradient in the place of the logits.
+
+Shapes: C rows, V words, P columns of a row in memory: V, and maybe some that nobody reads.
+"""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from d9d_triton.kernels.linear_cross_entropy import differentiate, take_statistics
+from d9d_triton.launch import on_device
+
+#: Columns in memory are a multiple of this, so that every row begins where wide loads may, whatever V is.
+_COLUMNS = 16
+#: Logits that a program handles at once.
+_BLOCK = 8192
+#: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+#: Blocks of a row whose gradient one program computes, one after the other.
+_BLOCKS = 4
+
+
+def columns(words: int) -> int:
+    """P for V words."""
+    return (words + _COLUMNS - 1) // _COLUMNS * _COLUMNS
+
+
+def row_statistics(
+    logits: Tensor,
+    own: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    statistics: Tensor,
+    ranks: Tensor | None,
+    *,
+    words: int,
+    ignored: int,
+) -> None:
+    """Compute the loss of each row, what its gradient needs, and maybe the rank of its target. Reads logits once.
+
+    Args:
+        logits: [C, P].
+        own: logit of the target, [C].
+        targets: int64 [C].
+        losses: receives the loss, float32 [C]; zero where the target is ``ignored``.
+        statistics: receives the largest logit of each row and the sum of ``exp(logit - largest)``, float32 [2, C].
+        ranks: receives how many logits are not at most ``own``, int64 [C]; -1 where the target is ``ignored``.
+        words: V.
+        ignored: target of rows that are left out.
+    """
+    with on_device(logits):
+        take_statistics[(len(logits),)](
+            logits,
+            own,
+            targets,
+            losses,
+            statistics[0],
+            statistics[1],
+            targets if ranks is None else ranks,
+            ignored,
+            RANKED=ranks is not None,
+            WORDS=words,
+            STRIDE=logits.stride(0),
+            BLOCK=_block(words),
+            **_OPTIONS,
+        )
+
+
+def gradient_in_place(
+    logits: Tensor, targets: Tensor, statistics: Tensor, grad_losses: Tensor, *, words: int, ignored: int
+) -> None:
+    """Overwrite logits with ``(softmax(logits) - onehot(target)) * grad_loss``. Reads and writes them once.
+
+    Args:
+        logits: [C, P].
+        targets: int64 [C]; rows whose target is ``ignored`` become zeros, whatever is in them.
+        statistics: float32 [2, C] of :func:`row_statistics`.
+        grad_losses: gradient of the loss of each row, float32 [C].
+        words: V.
+        ignored: target of rows that are left out.
+    """
+    block = _block(words)
+    sections = triton.cdiv(words, block * _BLOCKS)
+    with on_device(logits):
+        differentiate[(len(logits) * sections,)](
+            logits,
+            targets,
+            statistics[0],
+            statistics[1],
+            grad_losses,
+            sections,
+            ignored,
+            WORDS=words,
+            STRIDE=logits.stride(0),
+            BLOCK=block,
+            BLOCKS=_BLOCKS,
+            **_OPTIONS,
+        )
+
+
+def _block(words: int) -> int:
+    block: int = triton.next_power_of_2(words)
+    return min(_BLOCK, max(_COLUMNS, block))
