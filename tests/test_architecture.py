@@ -85,6 +85,8 @@ INDIRECT = {
     "pillow": "wandb needs it for pictures, and does not declare it",
     "boto3": "resolving what aim asks for takes minutes without a lower bound of it",
 }
+#: Imported although not declared, where torch is: module -> why.
+WITH_TORCH = {"triton": "torch needs one version of it exactly, from distributions of other names on other platforms"}
 PICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle"}
 PICKLING_ARGUMENTS = ("allow_pickle", "pickle_module")
 PICKLING_CALLS = {"torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
@@ -156,7 +158,7 @@ def test_a_member_imports_only_what_it_declares(member: Member, imports: grimp.I
     owners = packages_distributions()
     undeclared = []
     for name, modules in sorted(imported_by(imports, member.package).items()):
-        if name in sys.stdlib_module_names:
+        if name in sys.stdlib_module_names or (name in WITH_TORCH and "torch" in member.dependencies):
             continue
         distributions = {_normal(owner) for owner in owners.get(name, [name])}
         if not distributions & member.dependencies:

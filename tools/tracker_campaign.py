@@ -5,7 +5,8 @@
 A small run logs in each step, and is killed with SIGKILL (itself, or with all its processes) after a random step,
 mostly between two checkpoints; the last process may finish. Each series must then have each step exactly once in each
 tracker, with the value that `metrics.jsonl` has, and so must histograms and texts where a tracker takes any. Exit
-status 1: one has not. Trackers whose library is not installed are left out, and named.
+status 1: one has not. Trackers whose library is not installed are left out, and named. A process that is killed before
+its first checkpoint leaves nothing to resume: the next one begins a new run, which is the one that is looked at.
 """
 
 from __future__ import annotations
@@ -71,12 +72,15 @@ def campaign(
     total = STRIDE * (kills + 1)
     write_job(directory, total, chosen)
     draw = random.Random(seed)  # noqa: S311 - no secrets
+    fresh = 0
     for number in range(1, kills + 1):
+        fresh += not any((directory / "campaign" / "checkpoints").glob("step-*"))
         after = max(STRIDE * number - draw.randrange(STRIDE), last_step(directory) + 1)
         with_children = draw.random() < 0.5
         step = killed(directory, after, draw.random() * 0.03, with_children)
         say(f"kill {number}: after step {step}{', with all its processes' if with_children else ''}")
     subprocess.run(command(directory), check=True, stdout=subprocess.DEVNULL, env=environment())
+    say(f"starts without a checkpoint: {fresh}")
     expected = read_jsonl(directory)
     problems = compare("jsonl", total, expected, expected)
     for name in chosen[1:] if chosen[0] == "jsonl" else chosen:
@@ -236,7 +240,8 @@ def read_wandb(directory: Path) -> Iterator[Point]:
     """Points of the tracker ``wandb``, over the files of all processes."""
     from d9d_wandb.segments import Segment
 
-    for path in sorted((directory / "campaign" / "wandb").glob("offline-run-*/run-*.wandb")):
+    segments = sorted((directory / "campaign" / "wandb").glob("offline-run-*/run-*.wandb"))
+    for path in (path for path in segments if path.name == segments[-1].name):
         for row in Segment(path).rows():
             for name, value in row.items():
                 if name == "step" or name.startswith("_"):
@@ -251,10 +256,10 @@ def read_mlflow(directory: Path) -> Iterator[Point]:
 
     client = MlflowClient(tracking_uri=f"sqlite:///{directory / 'campaign' / 'mlflow.db'}")
     (experiment,) = (one for one in client.search_experiments() if one.name == "d9d")
-    (run,) = client.search_runs([experiment.experiment_id])
+    run = max(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.start_time)
     for name in run.data.metrics:
         yield from ((point.step, name, point.value) for point in client.get_metric_history(run.info.run_id, name))
-    for path in (directory / "campaign" / "mlflow-artifacts").glob("*/artifacts/texts/said/*.txt"):
+    for path in (directory / "campaign" / "mlflow-artifacts" / run.info.run_id).glob("artifacts/texts/said/*.txt"):
         yield int(path.stem), "said", _told(path.read_text())
     yield from (point for point in read_jsonl(directory) if point[1] == "sizes")  # it takes no histograms
 
@@ -266,8 +271,9 @@ def read_aim(directory: Path) -> Iterator[Point]:
     from aim.storage.context import Context
 
     repo = aim.Repo.from_path(str(directory / "campaign" / "aim"))
-    (run_hash,) = repo.list_all_runs()
-    RepoIndexManager.get_index_manager(repo).index(run_hash)
+    for each in repo.list_all_runs():
+        RepoIndexManager.get_index_manager(repo).index(each)
+    run_hash = max(repo.list_all_runs(), key=lambda each: aim.Run(each, repo=repo, read_only=True).creation_time)
     run = aim.Run(run_hash, repo=repo, read_only=True)
     for one in run.metrics():
         steps, (values, *_) = one.data.items_list()

@@ -9,8 +9,11 @@ import pytest
 import torch
 from d9d_core.errors import BuildError, PluginError
 from d9d_core.ops import Decision, OpSignature, OpSlot
-from d9d_core.plugin import KernelSpec, Ref, Registry, hookimpl
-from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_core.plugin import KernelSpec, Ref, Registry, StrategySpec, hookimpl
+from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
+from d9d_core.plugin.entries import Entry, Origin
+from d9d_core.protocols.strategy import Applied
+from d9d_engine.build.assemble import compiled_modules
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.cli.report import print_kernel
 from rich.console import Console
@@ -43,6 +46,12 @@ class Backends:
     @staticmethod
     def behind(_signature: OpSignature) -> Decision:
         return Decision(True, "slow, for comparisons", priority=-1)
+
+    @staticmethod
+    def uncompiled(signature: OpSignature) -> Decision:
+        if signature.compiled:
+            return Decision(True, "the compiler fuses the reference", priority=0)
+        return Decision(True, "nobody fuses the reference", priority=3)
 
     @staticmethod
     def other(_signature: OpSignature) -> Any:
@@ -192,6 +201,47 @@ def test_a_reference_asked_for_by_name_says_so() -> None:
     registry = Registry.of(offering("acme", spec("plain", "always")))
     (asked,) = choose(registry, Square(4), square="reference")
     assert explained(asked).splitlines()[0] == "  square: reference, asked for by kernels.square, at op"
+
+
+class Deep(nn.Module):
+    """Blocks with an op each, and an op outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(index): nn.Sequential(Square(4)) for index in (1, 10)})
+        self.last = Square(4)
+
+
+def test_a_backend_knows_what_is_compiled_with_all_that_is_inside() -> None:
+    registry = Registry.of(offering("acme", spec("fused", "uncompiled")))
+    judge = Judge([], registry, Circumstances(device="cpu"))
+    stage = Deep()
+    inside, outside = bind_kernels(
+        stage.named_modules(), registry, {}, "cpu", "float32", judge.verdicts, compiled={"layers.1"}
+    )
+    assert (inside.backend, inside.compiled, inside.sites) == ("reference", True, ("layers.1.0.op",))
+    assert (outside.backend, outside.compiled, outside.sites) == ("fused", False, ("layers.10.0.op", "last.op"))
+    assert inside.considered["fused"].reason == "the compiler fuses the reference"
+    assert explained(inside).splitlines()[0] == "  square: reference at layers.1.0.op, compiled"
+    (everything,) = bind_kernels(stage.named_modules(), registry, {}, "cpu", "float32", judge.verdicts, compiled={""})
+    assert everything.compiled
+    (asked,) = bind_kernels(
+        Square(4).named_modules(), registry, {"square": "fused"}, "cpu", "float32", judge.verdicts, compiled=("", "op")
+    )
+    assert (asked.backend, asked.compiled) == ("fused", True)
+
+
+def test_stages_of_other_ranks_are_compiled_as_those_here() -> None:
+    def chosen(anchor: str) -> Chosen:
+        absent = Ref("a_module_that_is_not_there:x")
+        record = StrategySpec(name="acme", summary="x", config=absent, build=absent, anchor=anchor)
+        return Chosen("parallel[0]", Entry("strategy", record, Origin("acme", "1", "acme")))
+
+    kinds = {"": Deep, "layers.0": nn.Linear, "layers.1": nn.Linear, "layers.2": nn.Linear, "norm": nn.LayerNorm}
+    here = {"", "layers.0", "layers.1"}
+    compiled = compiled_modules([(chosen("compile"), Applied(modules=("layers.0",)))], kinds, here)
+    assert compiled == {"layers.0", "layers.2"}, "layers.1 is here, and was left out"
+    assert not compiled_modules([(chosen("data"), Applied(modules=("layers.0",)))], kinds, here)
 
 
 def test_backends_learn_whether_the_data_packs_documents(monkeypatch: pytest.MonkeyPatch) -> None:

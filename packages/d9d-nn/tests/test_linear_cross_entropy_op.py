@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from d9d_core.extend import Decision, OpSignature
 from d9d_nn.ops import linear_cross_entropy as op
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
+from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytestmark = pytest.mark.smoke
 
 TOKENS, FEATURES, WORDS = 13, 4, 24
+
+
+class TestReference(KernelSuite):
+    """The reference keeps what backends have to keep; it has no record."""
+
+    target = "linear_cross_entropy.reference"
+
+    def decision(self, signature: OpSignature) -> Decision:
+        return Decision(signature.dtype != "int8", "runs everywhere")
+
+    def function(self, signature: OpSignature) -> Callable[..., Any]:
+        return linear_cross_entropy
 
 
 def example(dtype: torch.dtype = torch.float32, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor]:

@@ -99,3 +99,30 @@ def test_ranks_are_counted_beside_a_backend_that_has_none() -> None:
     found = head(hidden, targets)
     assert torch.equal(found["token_ranks"], expected["token_ranks"])
     assert torch.equal(found["token_loss"], expected["token_loss"])
+
+
+class TheirsWithRanks:
+    """Backend that counts ranks itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        self.calls.append("loss")
+        return linear_cross_entropy(hidden, weight, targets)
+
+    def with_ranks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.append("loss and ranks")
+        return linear_cross_entropy_with_ranks(hidden, weight, targets)
+
+
+def test_a_backend_that_counts_ranks_is_asked_for_them_and_computes_the_loss_once() -> None:
+    head, theirs = CausalLMHead(FEATURES, WORDS, std=1.0), TheirsWithRanks()
+    head.observe("token_ranks", "training")
+    hidden, _, targets = example(6, 2)
+    expected = head(hidden, targets)
+    head.linear_cross_entropy.bind("theirs", theirs)
+    found = head(hidden, targets)
+    head.eval()(hidden, targets)
+    assert theirs.calls == ["loss and ranks", "loss"]
+    assert all(torch.equal(found[name], expected[name]) for name in ("token_loss", "token_ranks"))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from d9d_moe.dispatch.local import LocalDispatcher
-from d9d_moe.dispatch.permutation import gather_rows, sum_rows, weighted_sum
+from d9d_moe.dispatch.permutation import permute, sum_rows, unpermute
 from d9d_moe.router.routing import TopKRouting
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from hypothesis import given, settings
@@ -109,12 +109,12 @@ def test_with_a_limit_there_is_room_for_no_more_rows_than_experts_take() -> None
     assert len(LocalDispatcher().dispatch(tokens, few).wait().tokens) == 3
 
 
-@pytest.mark.parametrize("function", [sum_rows, weighted_sum], ids=["sum", "weighted_sum"])
+@pytest.mark.parametrize("function", [sum_rows, unpermute], ids=["sum", "unpermute"])
 def test_absent_choices_count_as_zero_whatever_rows_hold(function: Callable[..., Tensor]) -> None:
     slots, places = torch.tensor([3, 0]), torch.tensor([[1, 9], [2, 0]])  # rows 0 and 1; the others have none
     rows = torch.tensor([[float("inf")], [2.0]]).requires_grad_()
     weights = torch.tensor([[3.0, 5], [7, 1]]).requires_grad_()
-    extra = (weights,) if function is weighted_sum else ()
+    extra = (weights,) if function is unpermute else ()
     out = function(rows, slots, places, *extra, absent=True)
     out[0].sum().backward()
     assert out.flatten().tolist() == [6.0 if extra else 2.0, float("inf")]
@@ -126,12 +126,12 @@ def test_absent_choices_count_as_zero_whatever_rows_hold(function: Callable[...,
 
 def test_gradients_of_gathered_rows_skip_absent_choices() -> None:
     tokens = torch.ones(2, 1, requires_grad=True)
-    gather_rows(tokens, torch.tensor([3, 0]), torch.tensor([[1, 9], [2, 0]]), absent=True).backward(
+    permute(tokens, torch.tensor([3, 0]), torch.tensor([[1, 9], [2, 0]]), absent=True).backward(
         torch.tensor([[10.0], [1.0]])
     )
     assert tokens.grad.flatten().tolist() == [1, 10]
     nothing = torch.ones(2, 1, requires_grad=True)
-    gather_rows(nothing, torch.zeros(0, dtype=torch.int64), torch.full((2, 2), 4), absent=True).sum().backward()
+    permute(nothing, torch.zeros(0, dtype=torch.int64), torch.full((2, 2), 4), absent=True).sum().backward()
     assert not nothing.grad.any()
 
 
@@ -139,10 +139,10 @@ def test_sums_of_bfloat16_rows_are_rounded_once() -> None:
     places = torch.arange(64).view(8, 8)
     rows, weights = normal(64, HIDDEN, dtype=torch.bfloat16).requires_grad_(), normal(8, 8, seed=1)
     exact = (rows.double()[places] * weights.double().unsqueeze(2)).sum(1)
-    assert torch.equal(weighted_sum(rows, torch.arange(64), places, weights), exact.float().bfloat16())
+    assert torch.equal(unpermute(rows, torch.arange(64), places, weights), exact.float().bfloat16())
     tokens = normal(8, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     grad = normal(64, HIDDEN, seed=2, dtype=torch.bfloat16)
-    gather_rows(tokens, torch.arange(64), places).backward(grad)
+    permute(tokens, torch.arange(64), places).backward(grad)
     assert torch.equal(tokens.grad, grad.double()[places].sum(1).float().bfloat16())
 
 
@@ -150,7 +150,7 @@ def test_gradients_of_weights_stay_float32_for_bfloat16_rows() -> None:
     places = torch.tensor([[1, 0], [2, 3]])
     rows = normal(4, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     weights, grad = normal(2, 2, seed=1).requires_grad_(), normal(2, HIDDEN, seed=2, dtype=torch.bfloat16)
-    weighted_sum(rows, torch.tensor([1, 0, 2, 3]), places, weights).backward(grad)
+    unpermute(rows, torch.tensor([1, 0, 2, 3]), places, weights).backward(grad)
     assert_close_values(weights.grad, (rows.detach().float()[places] * grad.float().unsqueeze(1)).sum(2))
     assert rows.grad.dtype == torch.bfloat16
 

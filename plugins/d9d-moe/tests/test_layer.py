@@ -148,7 +148,9 @@ def test_autocast_computes_experts_narrow_and_keeps_gradients_wide() -> None:
 def test_kernels_are_chosen_for_its_products(registry: Any) -> None:
     made = layer()
     choices = bind_kernels(made.named_modules(), registry("d9d_nn.plugin"), {}, "cpu", "float32", lambda _: ())
-    assert {(c.op, c.backend) for c in choices} == {("grouped_linear", "grouped_mm"), ("silu_mul", "reference")}
+    chosen = {"grouped_linear": "grouped_mm", "silu_mul": "reference", "permute": "reference", "unpermute": "reference"}
+    assert {c.op: c.backend for c in choices} == chosen
+    assert {site for c in choices for site in c.sites} >= {"dispatcher.permute", "dispatcher.unpermute"}
     hidden = normal(2, 9, HIDDEN)
     assert_close_gradients(outcome(made, hidden), outcome(layer(), hidden))
 

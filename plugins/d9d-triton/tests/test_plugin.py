@@ -1,9 +1,88 @@
-"""The declaration keeps what holds for every plugin."""
+"""The declaration keeps what holds for every plugin, and jobs choose by it."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from d9d_core.extend import BuildError, OpSignature
+from d9d_engine.api import Job
 from d9d_testing.suites.plugin import PluginSuite
+from d9d_triton.rules import RULES, by_rule
+
+JOB: dict[str, Any] = {
+    "model": {
+        "name": "qwen3",
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "data": "toy_data",
+    "task": "causal_lm",
+    "optimizer": "toy_optimizer",
+    "steps": 1,
+    "device": "cuda",
+}
 
 
 class TestPlugin(PluginSuite):
     plugin = "d9d_triton.plugin"
+
+
+@pytest.fixture
+def chosen(registry: Any, tmp_path: Path) -> Callable[..., dict[str, tuple[str, ...]]]:
+    """Plans a job for a GPU that need not be here: op and backend -> the modules that call it so."""
+    others = ("d9d_nn", "d9d_qwen3", "d9d_parallel", "d9d_testing.toy")
+    for package in others:
+        pytest.importorskip(package)
+    offers = registry("d9d_triton.plugin", *(f"{package}.plugin" for package in others))
+
+    def plan(**sections: Any) -> dict[str, tuple[str, ...]]:
+        (tmp_path / "job.yaml").write_text(json.dumps(JOB | sections))
+        choices = Job.load(tmp_path / "job.yaml", registry=offers).plan(world_size=1).kernels
+        return {f"{choice.op}.{choice.backend}": choice.sites for choice in choices if choice.op in RULES}
+
+    return plan
+
+
+def test_a_job_takes_them_where_it_does_not_compile(chosen: Any) -> None:
+    found = chosen()
+    assert set(found) == {"rms_norm.triton", "silu_mul.triton", "rope.triton"}
+
+
+def test_compiled_blocks_keep_what_the_compiler_fuses(chosen: Any) -> None:
+    found = chosen(parallel=["compile"])
+    assert found["silu_mul.reference"] == ("layers.0.ffn.silu_mul", "layers.1.ffn.silu_mul")
+    assert found["rope.reference"] == ("layers.0.attention.rope", "layers.1.attention.rope")
+    assert found["rms_norm.triton"] == ("norm.rms_norm",), "the norm behind the blocks is not compiled"
+
+
+def test_a_compiled_job_gets_them_by_name(chosen: Any) -> None:
+    found = chosen(parallel=["compile"], kernels={"silu_mul": "triton"})
+    assert "silu_mul.triton" in found
+    assert "rope.reference" in found
+
+
+def test_each_rule_has_a_reason_for_compiled_code_and_for_other() -> None:
+    for op in RULES:
+        plain, compiled = (by_rule(OpSignature(op, "cuda", "bfloat16", {}, compiled)) for compiled in (False, True))
+        assert plain.accept
+        assert compiled.accept
+        assert plain.reason != compiled.reason
+
+
+def test_without_triton_a_job_that_asks_for_one_is_refused(chosen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name == "triton" else found(name, *rest)
+    )
+    with pytest.raises(BuildError, match="needs import:triton: module triton is not installed"):
+        chosen(kernels={"rope": "triton"})

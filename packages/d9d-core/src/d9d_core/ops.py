@@ -21,6 +21,8 @@ class OpSignature:
         device: device type, for example ``cuda``.
         dtype: dtype of the tensors, for example ``bfloat16``; in optimizers, of most parameters.
         static: whatever else is fixed when the module is built, for example ``{"head_dim": 128, "causal": True}``.
+        compiled: whether the module is compiled: its compiler fuses what it can look into, such as the reference, with
+            the operations around it, and calls a kernel of somebody else's as it is.
         documents: whether samples of the job's data hold several documents. If not, ``documents`` of a microbatch tells
             padding behind a sample apart, which causal attention need not know. ``None`` if its datasets do not say
             (:class:`d9d_core.extend.PacksDocuments`).
@@ -30,6 +32,7 @@ class OpSignature:
     device: str
     dtype: str
     static: Mapping[str, Any] = field(default_factory=dict)
+    compiled: bool = False
     documents: bool | None = None
 
 
@@ -65,6 +68,11 @@ class OpSlot:
         """Replace the function that calls go to."""
         self.backend = backend
         self._function = function
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The bound function. Some ops say which further methods a backend's may have."""
+        return self._function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the bound function."""

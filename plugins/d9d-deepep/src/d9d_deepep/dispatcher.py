@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import BuildError, Dispatched, Routing
+from d9d_core.extend import BuildError, Dispatched, OpSlot, Routing
 from d9d_moe.dispatch.async_exchange import AsyncExchange, untraced
 from d9d_moe.dispatch.local import sort_by_expert
-from d9d_moe.dispatch.permutation import gather_rows, weighted_sum
+from d9d_moe.dispatch.permutation import PermutingDispatcher
 from d9d_moe.router.routing import count_rows
 from torch import Tensor
 from torch import distributed as dist
@@ -25,7 +25,7 @@ from d9d_deepep.kernels import Handle, PendingTensors, after, combine, dispatch_
 _PIECE = 16
 
 
-class DeepEPDispatcher:
+class DeepEPDispatcher(PermutingDispatcher):
     """Dispatcher by DeepEP; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts. There its weighted outputs are summed; DeepEP adds
@@ -54,6 +54,7 @@ class DeepEPDispatcher:
                 f"DeepEPDispatcher: {experts} experts cannot be shared out equally to {group.size()} ranks; "
                 "choose a number of ranks that divides the number of experts"
             )
+        super().__init__()
         self.group = group
         self.experts = experts
         self.local = experts // group.size()
@@ -71,11 +72,11 @@ class DeepEPDispatcher:
         row_bytes = tokens.shape[1] * tokens.element_size()
         if row_bytes > self._row_bytes:
             self._buffer, self._row_bytes = self._open(self.group, row_bytes), row_bytes
-        return PendingDispatch(self._buffer, tokens, routing, self.experts, self.local)
+        return PendingDispatch(self._buffer, tokens, routing, self.experts, self.local, self.permute)
 
     def combine(self, outputs: Tensor, handle: DeepEPHandle) -> PendingCombine:
         """Start the combine of outputs [R, H] to [T, H]. Collective over the group."""
-        parts = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=True)
+        parts = self.unpermute(outputs, handle.slots, handle.places, handle.weights, absent=True)
         return PendingCombine(self._buffer, parts, handle.handle)
 
 
@@ -102,8 +103,10 @@ class PendingDispatch:
     """
 
     @untraced
-    def __init__(self, buffer: Any, tokens: Tensor, routing: Routing, experts: int, local: int) -> None:
-        self._buffer, self._local = buffer, local
+    def __init__(
+        self, buffer: Any, tokens: Tensor, routing: Routing, experts: int, local: int, permute: OpSlot
+    ) -> None:
+        self._buffer, self._local, self._permute = buffer, local, permute
         self._tokens, self._weights = tokens.detach().contiguous(), routing.weights.detach().contiguous()
         self._exchange = AsyncExchange((tokens, routing.weights))
         self._chosen = routing.indices.masked_fill(routing.indices == experts, -1)
@@ -117,7 +120,7 @@ class PendingDispatch:
         experts = chosen.masked_fill(foreign, self._local)
         slots, places = sort_by_expert(experts, count)
         back = DeepEPHandle(handle, slots, places, weights.masked_fill(foreign, 0))
-        rows = gather_rows(tokens, slots, places, absent=True)
+        rows = self._permute(tokens, slots, places, absent=True)
         return Dispatched(rows, count_rows(experts, self._local), spare_rows=False, handle=back)
 
     @untraced

@@ -26,18 +26,19 @@ def stochastic_adamw(signature: OpSignature) -> Decision:
     return decide(signature, "one launch for all tensors, the rounding inside", ("bfloat16", "float32"))
 
 
-def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS) -> Decision:
-    """Accept on CUDA with priority :data:`PRIORITY`, and on a CPU by name where Triton interprets kernels.
+def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS, priority: int = PRIORITY) -> Decision:
+    """Accept on CUDA, and on a CPU by name where Triton interprets kernels.
 
     Args:
         signature: of the op's calls.
         reason: what speaks for the kernel, measured.
         dtypes: number formats that the kernel reads.
+        priority: on CUDA.
     """
     if signature.dtype not in dtypes:
         return Decision(False, f"reads {', '.join(dtypes)}; the tensors are {signature.dtype}")
     if signature.device == "cuda":
-        return Decision(True, reason, PRIORITY)
+        return Decision(True, reason, priority)
     if signature.device == "cpu" and interpreted():
         return Decision(True, "interpreted on the CPU, for tests: by name only", 0)
     return Decision(False, f"Triton kernels run on cuda; the device is {signature.device}")

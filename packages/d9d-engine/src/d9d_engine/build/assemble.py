@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -169,6 +169,7 @@ def assemble(
     stages = {index: everything[index] for index in pipeline.stages_of(topology.coordinate["pp"])}
     # What stages hand on must not depend on which rank asks, so strategies get no hold of these.
     outlines = [deepcopy(stage) if index in stages else stage for index, stage in enumerate(everything[:-1])]
+    kinds = {name: type(module) for name, module in full_model.named_modules()}  # FSDP2 changes a module's class
     applied = []
     reducers: dict[int, list[Reducer]] = {index: [] for index in stages}
     for chosen, config in selection.strategies:
@@ -180,6 +181,7 @@ def assemble(
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
+    compiled = compiled_modules(applied, kinds, {name for name, _ in model.named_modules()})
     kernels = bind_kernels(
         full_model.named_modules(),
         registry,
@@ -188,7 +190,8 @@ def assemble(
         compute,
         judge.verdicts,
         job.deterministic,
-        documents_of(job),
+        compiled=compiled,
+        documents=documents_of(job),
     )
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
@@ -231,6 +234,24 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
         for name, _ in stage.named_parameters():
             found.setdefault(name, []).append(index)
     return {name: tuple(holders) for name, holders in found.items() if len(holders) > 1}
+
+
+def compiled_modules(
+    applied: Sequence[tuple[Chosen, Applied]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
+) -> frozenset[str]:
+    """Names of the modules that a strategy at the anchor ``compile`` has compiled.
+
+    Stages of other ranks are not asked: there it is the modules of the same kinds, so that each rank plans the same.
+
+    Args:
+        applied: what strategies did to the stages of this rank.
+        kinds: class of each module of the full model, before strategies.
+        here: names of the modules of this rank's stages.
+    """
+    strategies = [(chosen.spec, outcome) for chosen, outcome in applied if isinstance(chosen.spec, StrategySpec)]
+    names = frozenset(name for spec, outcome in strategies if spec.anchor == "compile" for name in outcome.modules)
+    alike = {kinds[name] for name in names if name in kinds}
+    return names | {name for name, kind in kinds.items() if name not in here and kind in alike}
 
 
 def _apply(

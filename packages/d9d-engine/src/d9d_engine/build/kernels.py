@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from d9d_core.errors import BuildError
@@ -30,6 +30,7 @@ class KernelChoice:
         supplied_by: its distribution, empty for the reference.
         requested: the job asks for it by name, in ``kernels``.
         considered: every backend's answer, by name; by distribution/name where several distributions use one name.
+        compiled: the modules are compiled.
     """
 
     op: str
@@ -38,6 +39,7 @@ class KernelChoice:
     supplied_by: str
     requested: bool
     considered: Mapping[str, Decision]
+    compiled: bool = False
 
 
 def bind_kernels(
@@ -48,6 +50,7 @@ def bind_kernels(
     dtype: str,
     judge: Judgement,
     deterministic: bool = False,
+    compiled: Collection[str] = (),
     documents: bool | None = None,
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot and bind it.
@@ -62,6 +65,7 @@ def bind_kernels(
         dtype: dtype of the tensors the ops meet.
         judge: whether the capabilities that a backend requires and refuses let it run here.
         deterministic: refuse backends that say they are not.
+        compiled: names of the modules that are compiled, with all that is inside of them.
         documents: whether samples hold several documents; ``None`` if that is not known.
 
     Raises:
@@ -69,17 +73,17 @@ def bind_kernels(
         PluginError: a requested backend does not exist.
     """
     slots = [
-        (f"{name}.{attribute}".lstrip("."), slot)
+        (f"{name}.{attribute}".lstrip("."), slot, _is_inside(name, compiled))
         for name, holder in holders  # several stages may each have one of the same name
         if isinstance(holder, HasOps)
         for attribute, slot in holder.op_slots().items()
     ]
-    groups: dict[tuple[str, str], list[tuple[str, OpSlot]]] = {}
-    for site, slot in slots:
-        groups.setdefault((slot.op, repr(sorted(slot.static.items()))), []).append((site, slot))
+    groups: dict[tuple[str, bool, str], list[tuple[str, OpSlot]]] = {}
+    for site, slot, inside in slots:
+        groups.setdefault((slot.op, inside, repr(sorted(slot.static.items()))), []).append((site, slot))
     choices = []
-    for (op, _), same in groups.items():
-        signature = OpSignature(op, device, dtype, same[0][1].static, documents)
+    for (op, inside, _), same in groups.items():
+        signature = OpSignature(op, device, dtype, same[0][1].static, inside, documents)
         choices.append(_bind(registry, requested.get(op), same, signature, judge, deterministic))
     return choices
 
@@ -100,6 +104,12 @@ def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice]) -> 
             raise BuildError(f"kernels.{op}: the job calls no op '{op}'; its ops are: {', '.join(ops) or 'none'}")
 
 
+def _is_inside(name: str, modules: Collection[str]) -> bool:
+    """Whether a module is one of these or inside of one; the model itself has the empty name."""
+    parts = name.split(".")
+    return "" in modules or any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
+
+
 def _bind(
     registry: Registry,
     requested: str | None,
@@ -109,6 +119,7 @@ def _bind(
     deterministic: bool,
 ) -> KernelChoice:
     sites = tuple(dict.fromkeys(site for site, _ in same))
+    asked = requested is not None
     offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
     answers = {entry: _ask(entry, signature, judge, deterministic) for entry in offers}
     names = Counter(entry.spec.key for entry in offers)
@@ -122,7 +133,7 @@ def _bind(
             text = f"'{requested}' ({chosen.origin}) cannot run here: {answers[chosen].reason}"
             raise BuildError(f"kernels.{signature.op}: {text}")
     if chosen is None:
-        return KernelChoice(signature.op, sites, REFERENCE, "", requested is not None, considered)
+        return KernelChoice(signature.op, sites, REFERENCE, "", asked, considered, signature.compiled)
     assert isinstance(chosen.spec, KernelSpec)
     try:
         function = chosen.spec.build.load()(signature)
@@ -138,7 +149,8 @@ def _bind(
         raise BuildError(text)
     for _, slot in same:
         slot.bind(chosen.spec.name, function)
-    return KernelChoice(signature.op, sites, chosen.spec.name, str(chosen.origin), requested is not None, considered)
+    origin = str(chosen.origin)
+    return KernelChoice(signature.op, sites, chosen.spec.name, origin, asked, considered, signature.compiled)
 
 
 def _label(entry: Entry, *, unique: bool) -> str:

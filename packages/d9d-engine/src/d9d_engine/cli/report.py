@@ -97,7 +97,8 @@ def print_kernel(console: Console, choice: KernelChoice) -> None:
     """The backend of an op, and what every backend answered."""
     supplied = f" ({choice.supplied_by})" if choice.supplied_by else ""
     asked = f", asked for by kernels.{choice.op}," if choice.requested else ""
-    text = f"  {choice.op}: {choice.backend}{supplied}{asked} at {_several(choice.sites)}"
+    compiled = ", compiled" if choice.compiled else ""
+    text = f"  {choice.op}: {choice.backend}{supplied}{asked} at {_several(choice.sites)}{compiled}"
     console.print(text, markup=False, highlight=False)
     for name, decision in choice.considered.items():
         answer = "refuses"

@@ -13,7 +13,12 @@ from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_ranks, target_ranks
+from d9d_nn.ops.linear_cross_entropy import (
+    CountsRanks,
+    linear_cross_entropy,
+    linear_cross_entropy_with_ranks,
+    target_ranks,
+)
 
 #: Observation that is computed on demand.
 RANKS = "token_ranks"
@@ -129,6 +134,8 @@ class CausalLMHead(nn.Module):
             return {"token_loss": slot(hidden, weight, targets)}
         if slot.backend == "reference":
             loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets)
+        elif isinstance(slot.function, CountsRanks):
+            loss, ranks = slot.function.with_ranks(hidden, weight, targets)
         else:  # a backend that keeps its logits to itself
             loss, ranks = slot(hidden, weight, targets), target_ranks(hidden, weight, targets)
         return {"token_loss": loss, RANKS: ranks}

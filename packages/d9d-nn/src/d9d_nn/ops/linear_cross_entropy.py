@@ -6,7 +6,7 @@ and ``vocabulary``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -84,6 +84,19 @@ def linear_cross_entropy_with_ranks(
     return found
 
 
+@runtime_checkable
+class CountsRanks(Protocol):
+    """Function of a backend that counts ranks while it has the logits; for others, :func:`target_ranks` does."""
+
+    def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Loss, see :func:`linear_cross_entropy`."""
+        ...
+
+    def with_ranks(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and ranks, see :func:`linear_cross_entropy_with_ranks`."""
+        ...
+
+
 def target_ranks(hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None) -> Tensor:
     """Ranks of :func:`linear_cross_entropy_with_ranks` alone, for losses that another backend computes; no graph."""
     with torch.no_grad():
@@ -102,11 +115,12 @@ def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, k
     if rows is None:
         rows = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
     if keep is None:
-        keep = targets.numel() * vocabulary <= _may_be_kept(hidden)
+        keep = targets.numel() * vocabulary <= may_be_kept(hidden)
     return rows, keep
 
 
-def _may_be_kept(hidden: Tensor) -> int:
+def may_be_kept(hidden: Tensor) -> int:
+    """Number of logits that may live from forward to backward, in the dtype of ``hidden`` and on its device."""
     if hidden.device.type != "cuda":
         return KEPT_ELEMENTS
     memory: int = torch.cuda.get_device_properties(hidden.device).total_memory

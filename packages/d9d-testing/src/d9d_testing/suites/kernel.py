@@ -29,7 +29,7 @@ class KernelSuite:
             target = "rms_norm.my_kernel"
             device = "cuda"
 
-    The ops of d9d-nn are known: how a model calls them, with which shapes. For another op, say so in ``op``
+    The ops of d9d-nn and d9d-moe are known: how a model calls them, with which shapes. For another op, say so in ``op``
     (:class:`d9d_testing.suites.support.ops.Op`).
 
     Attributes:
@@ -59,8 +59,9 @@ class KernelSuite:
         """How models call the op."""
         name = self.target.partition(".")[0]
         assert name in KNOWN_OPS, f"say in {type(self).__name__}.op how models call '{name}'"
-        pytest.importorskip("d9d_nn", reason=f"the reference of '{name}' is in d9d-nn")
-        return KNOWN_OPS[name]
+        known = KNOWN_OPS[name]
+        pytest.importorskip(known.package, reason=f"the reference of '{name}' is in {known.package}")
+        return known
 
     def takes(self, call: Call) -> bool:  # noqa: ARG002 - for subclasses
         """Whether the backend computes a call that its signature does not rule out, such as one without documents."""
@@ -88,7 +89,7 @@ class KernelSuite:
             assert_close_values(found, expected, replace(within, atol=within.atol * scale), where)
 
     def test_gradients_are_those_of_the_reference(self) -> None:
-        """Of all floating-point inputs, by angle and norm; also where the gradient that arrives is expanded."""
+        """Of all inputs that models differentiate, by angle and norm; also where an expanded gradient arrives."""
         self.need_gradients()
         for where, signature, call in self.accepted():
             within = TOLERANCES[getattr(torch, signature.dtype)]
@@ -189,7 +190,7 @@ class KernelSuite:
         for dtype in self.dtypes:
             for call in self.op().calls():
                 inputs = {n: _cast(t, getattr(torch, dtype)).to(self.device) for n, t in call.inputs.items()}
-                signature = OpSignature(name, self.asked or self.device, dtype, dict(call.static), call.documents)
+                signature = OpSignature(name, self.asked or self.device, dtype, dict(call.static), documents=call.documents)
                 yield f"{dtype}, {call.name}", signature, replace(call, inputs=inputs)
 
     def accepted(self, *, first: bool = False) -> Iterator[tuple[str, OpSignature, Call]]:
@@ -249,8 +250,9 @@ class KernelSuite:
         return found
 
     def differentiable(self, call: Call) -> list[str]:
-        """Names of the floating-point inputs."""
-        return [name for name, tensor in call.inputs.items() if tensor.is_floating_point()]
+        """Names of the floating-point inputs that models differentiate."""
+        inputs = call.inputs.items()
+        return [name for name, tensor in inputs if tensor.is_floating_point() and name not in call.constants]
 
     def is_rounding(self, gradient: Tensor, call: Call) -> bool:
         """Whether a gradient in float64 is nothing but rounding, so that its direction says nothing."""

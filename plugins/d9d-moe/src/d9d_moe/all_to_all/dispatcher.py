@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import NamedTuple
 
-from d9d_core.extend import BuildError, Dispatched, Routing
+from d9d_core.extend import BuildError, Dispatched, OpSlot, Routing
 from torch import Tensor
 from torch import distributed as dist
 
@@ -18,11 +18,11 @@ from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes
 from d9d_moe.all_to_all.streams import SideStream
 from d9d_moe.dispatch.async_exchange import AsyncExchange
 from d9d_moe.dispatch.local import sort_by_expert
-from d9d_moe.dispatch.permutation import gather_rows, sum_rows, weighted_sum
+from d9d_moe.dispatch.permutation import PermutingDispatcher, sum_rows
 from d9d_moe.router.routing import count_rows
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(PermutingDispatcher):
     """Dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts, with their numbers and weights. There it is copied
@@ -48,6 +48,7 @@ class AllToAllDispatcher:
                 f"AllToAllDispatcher: {experts} experts cannot be shared out equally to {ranks} ranks; "
                 "choose a number of ranks that divides the number of experts"
             )
+        super().__init__()
         self.group = group
         self.experts = experts
         self.local = experts // ranks
@@ -63,11 +64,12 @@ class AllToAllDispatcher:
                 f"AllToAllDispatcher: built for {self.experts} experts, the routing has {len(routing.counts)}; "
                 "build router and dispatcher with the same number"
             )
-        return PendingDispatch(DispatchInFlight(tokens, routing, self.group, self.local, self._side))
+        in_flight = DispatchInFlight(tokens, routing, self.group, self.local, self._side)
+        return PendingDispatch(in_flight, self.permute)
 
     def combine(self, outputs: Tensor, handle: AllToAllHandle) -> PendingCombine:
         """Start the combine of outputs [R, H] to [T, H]. Collective over the group."""
-        parts = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=True)
+        parts = self.unpermute(outputs, handle.slots, handle.places, handle.weights, absent=True)
         pending = PendingTensors((parts,), handle.sizes.back(), self.group)
         return PendingCombine(AsyncExchange((parts,)), pending, handle, self.group)
 
@@ -95,10 +97,11 @@ class AllToAllHandle(NamedTuple):
 class PendingDispatch:
     """Dispatch that was started."""
 
-    __slots__ = ("_in_flight",)
+    __slots__ = ("_in_flight", "_permute")
 
-    def __init__(self, in_flight: DispatchInFlight) -> None:
+    def __init__(self, in_flight: DispatchInFlight, permute: OpSlot) -> None:
         self._in_flight = in_flight
+        self._permute = permute
 
     def wait(self) -> Dispatched:
         """Wait for the tokens [R, H] of the experts of this rank."""
@@ -106,7 +109,7 @@ class PendingDispatch:
         arrived, weights, experts = in_flight.wait()  # [N, H], [N, k], [N, k]
         slots, places = sort_by_expert(experts, min(in_flight.rows, experts.numel()))
         handle = AllToAllHandle(in_flight.sizes, slots, places, weights, in_flight.sent_slots, in_flight.plan.places)
-        rows = gather_rows(arrived, slots, places, absent=True)
+        rows = self._permute(arrived, slots, places, absent=True)
         return Dispatched(
             rows, count_rows(experts, in_flight.local), spare_rows=in_flight.plan.padded is not None, handle=handle
         )

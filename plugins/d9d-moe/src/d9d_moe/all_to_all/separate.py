@@ -5,14 +5,14 @@ Shapes: T tokens of this rank, H features, k experts of a token.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import Dispatched, Routing, Transfer
+from d9d_core.extend import Dispatched, OpSlot, Routing, Transfer
 from torch import Tensor
 
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
-from d9d_moe.dispatch.permutation import gather_rows, weighted_sum
 from d9d_moe.router.routing import TopKRouting
 
 
@@ -31,6 +31,10 @@ class SeparateDispatcher:
         self.inner = inner
         self.group = inner.group
 
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of the dispatcher inside, which serve the choices of tokens, too."""
+        return self.inner.op_slots()
+
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:
         """Start the dispatch of the choices of tokens [T, H]. Collective over the group."""
         slots = torch.arange(routing.indices.numel(), device=tokens.device)
@@ -43,12 +47,12 @@ class SeparateDispatcher:
             routing.limit,
             incomplete=routing.incomplete,
         )
-        pending = self.inner.dispatch(gather_rows(tokens, slots, places), each)
+        pending = self.inner.dispatch(self.inner.permute(tokens, slots, places), each)
         return _PendingDispatch(pending, slots, places, routing.weights)
 
     def combine(self, outputs: Tensor, handle: SeparateHandle) -> Transfer[Tensor]:
         """Start the return of the outputs, to be summed to [T, H]. Collective over the group."""
-        return _PendingCombine(self.inner.combine(outputs, handle.inner), handle)
+        return _PendingCombine(self.inner.combine(outputs, handle.inner), handle, self.inner.unpermute)
 
 
 class SeparateHandle(NamedTuple):
@@ -77,9 +81,10 @@ class _PendingDispatch:
 
 
 class _PendingCombine:
-    def __init__(self, pending: Transfer[Tensor], handle: SeparateHandle) -> None:
-        self._pending, self._handle = pending, handle
+    def __init__(self, pending: Transfer[Tensor], handle: SeparateHandle, unpermute: OpSlot) -> None:
+        self._pending, self._handle, self._unpermute = pending, handle, unpermute
 
     def wait(self) -> Tensor:
         handle = self._handle
-        return weighted_sum(self._pending.wait(), handle.slots, handle.places, handle.weights)
+        total: Tensor = self._unpermute(self._pending.wait(), handle.slots, handle.places, handle.weights)
+        return total

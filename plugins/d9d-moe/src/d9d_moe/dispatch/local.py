@@ -11,7 +11,7 @@ import torch
 from d9d_core.extend import Dispatched, Routing
 from torch import Tensor
 
-from d9d_moe.dispatch.permutation import gather_rows, weighted_sum
+from d9d_moe.dispatch.permutation import PermutingDispatcher
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class LocalHandle(NamedTuple):
     absent: bool
 
 
-class LocalDispatcher:
+class LocalDispatcher(PermutingDispatcher):
     """Local dispatcher: sorts the rows of one process by expert, within an expert by token.
 
     The host reads nothing, so a GPU is never waited for. Gradients are sums in a fixed order, without atomics: the
@@ -66,12 +66,12 @@ class LocalDispatcher:
             rows = min(rows, len(routing.counts) * routing.limit)
         slots, places = sort_by_expert(routing.indices, rows)
         handle = LocalHandle(slots, places, routing.weights, absent=rows < places.numel())
-        sent = gather_rows(tokens, slots, places, absent=handle.absent)
+        sent = self.permute(tokens, slots, places, absent=handle.absent)
         return CompletedTransfer(Dispatched(sent, routing.counts, spare_rows=routing.incomplete, handle=handle))
 
     def combine(self, outputs: Tensor, handle: LocalHandle) -> CompletedTransfer[Tensor]:
         """Sum outputs [R, H] to [T, H], weighted by the routing."""
-        total = weighted_sum(outputs, handle.slots, handle.places, handle.weights, absent=handle.absent)
+        total = self.unpermute(outputs, handle.slots, handle.places, handle.weights, absent=handle.absent)
         return CompletedTransfer(total)
 
 

@@ -1,4 +1,4 @@
-"""Copies of tokens to rows and sums of rows to tokens, each the other's backward.
+"""Ops ``permute`` and ``unpermute``: copies of tokens to rows and sums of rows to tokens, each the other's backward.
 
 Written out, because autograd's gradient of an index adds rows up atomically: in any order, and in the narrow dtype.
 Sums run over the experts of a token one after the other, so that no tensor of T x k x H in float32 ever exists. All is
@@ -15,14 +15,33 @@ Two tensors say which row is whose:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from d9d_core.extend import OpSlot
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def gather_rows(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
+class PermutingDispatcher:
+    """Base of dispatchers that copy tokens to rows and sum rows to tokens, by the backends of both ops.
+
+    Attributes:
+        permute: slot of :func:`permute`.
+        unpermute: slot of :func:`unpermute`.
+    """
+
+    def __init__(self) -> None:
+        self.permute = OpSlot("permute", permute)
+        self.unpermute = OpSlot("unpermute", unpermute)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of both ops; the layer that has the dispatcher passes them on."""
+        return {"permute": self.permute, "unpermute": self.unpermute}
+
+
+def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
     """Copy each token to its rows.
 
     Args:
@@ -34,7 +53,7 @@ def gather_rows(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool =
     Returns:
         [R, H].
     """
-    rows: Tensor = _GatherRows.apply(tokens, slots, places, absent)
+    rows: Tensor = _Permute.apply(tokens, slots, places, absent)
     return rows
 
 
@@ -54,7 +73,7 @@ def sum_rows(rows: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fals
     return total
 
 
-def weighted_sum(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
+def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
     """Sum each token's rows, times its weights, in the dtype of the weights or wider.
 
     Args:
@@ -67,11 +86,11 @@ def weighted_sum(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *
     Returns:
         [T, H] in the dtype of ``rows``.
     """
-    total: Tensor = _WeightedSum.apply(rows, slots, places, weights, absent)
+    total: Tensor = _Unpermute.apply(rows, slots, places, weights, absent)
     return total
 
 
-class _GatherRows(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
         ctx.save_for_backward(places)
@@ -99,7 +118,7 @@ class _SumRows(torch.autograd.Function):
         return copied(grad, slots, ctx.choices), None, None, None
 
 
-class _WeightedSum(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:
         ctx.save_for_backward(rows, slots, places, weights)

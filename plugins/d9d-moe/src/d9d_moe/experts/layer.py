@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import BuildError, Dispatcher
+from d9d_core.extend import BuildError, Dispatcher, HasOps, OpSlot
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 
@@ -58,6 +58,11 @@ class MoELayer(nn.Module):
     def expert_banks(self) -> Mapping[str, nn.Module]:
         """Experts of the layer; a strategy that shards them over ranks replaces ``dispatcher`` too."""
         return {"experts": self.experts}
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slots of the dispatcher, if it has any; those of the experts belong to the experts."""
+        slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}
+        return {f"dispatcher.{name}": slot for name, slot in slots.items()}
 
     def forward(self, hidden: Tensor, padding: Tensor | None = None) -> Tensor:
         """Map [B, S, H] to [B, S, H]. Collective over the ranks that share the experts, if the dispatcher is.

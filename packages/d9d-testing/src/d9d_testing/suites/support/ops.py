@@ -6,7 +6,7 @@ in, O features out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ class Call:
         inputs: tensors by name; the floating-point ones are differentiated.
         static: the facts that a slot states about its calls.
         options: further arguments.
+        constants: names of floating-point inputs that no model differentiates.
         documents: whether samples of the data that the call is made with hold several documents, if that is known.
     """
 
@@ -33,6 +34,7 @@ class Call:
     inputs: Mapping[str, Tensor]
     static: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    constants: Collection[str] = ()
     documents: bool | None = None
 
 
@@ -44,11 +46,13 @@ class Op:
         slot: the static facts of a call -> a slot that holds the op's reference.
         calls: its calls, with float32 inputs.
         invoke: calls a slot, as models do.
+        package: module of the package that has the reference.
     """
 
     slot: Callable[[Mapping[str, Any]], OpSlot]
     calls: Callable[[], Iterator[Call]]
     invoke: Callable[[OpSlot, Call], Tensor]
+    package: str = "d9d_nn"
 
 
 def _plain_slot(op: str, reference: str, static: Mapping[str, Any]) -> OpSlot:
@@ -111,6 +115,31 @@ def _silu_mul_calls() -> Iterator[Call]:
         yield Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
 
 
+def _rope_calls() -> Iterator[Call]:
+    for samples, length, query_heads, heads, features, shared in (
+        (2, 3, 4, 2, 8, False),
+        (2, 3, 4, 2, 8, True),
+        (1, 1, 1, 1, 2, False),
+        (1, 5, 5, 3, 20, True),
+        (2, 1, 1, 4, 16, False),
+        (0, 5, 4, 2, 8, True),
+        (2, 0, 4, 2, 8, False),
+    ):
+        angles = 3 * draw(1 if shared else samples, length, features // 2, seed=2)
+        inputs = {
+            "query": draw(samples, length, query_heads, features, seed=0),
+            "key": draw(samples, length, heads, features, seed=1),
+            "cos": angles.cos(),
+            "sin": angles.sin(),
+        }
+        name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, cos {list(angles.shape)}"
+        yield Call(name, inputs, {"head_dim": features}, constants=("cos", "sin"))
+
+
+def _invoke_rope(slot: OpSlot, call: Call) -> Tensor:
+    return torch.cat(slot(*call.inputs.values()), dim=2)
+
+
 def _grouped_linear_calls() -> Iterator[Call]:
     features_in, features_out = 16, 24
     for counts, spare in (
@@ -133,7 +162,50 @@ def _grouped_linear_calls() -> Iterator[Call]:
             yield Call(name, inputs, static, {"spare_rows": spare_rows})
 
 
-#: The ops that d9d-nn declares backends for, and its small ones.
+def _linear_cross_entropy_calls() -> Iterator[Call]:
+    for shape, features, words in (((2, 7), 16, 33), ((5,), 8, 64), ((1, 1), 24, 1), ((3,), 16, 130), ((0,), 8, 16)):
+        targets = torch.randint(words, shape, generator=torch.Generator().manual_seed(2))
+        targets.view(-1)[1::4] = -100  # not predicted
+        inputs = {
+            "hidden": draw(*shape, features, seed=0),
+            "weight": draw(words, features, seed=1),
+            "targets": targets,
+        }
+        name = f"hidden {[*shape, features]}, weight {[words, features]}"
+        yield Call(name, inputs, {"features": features, "vocabulary": words})
+
+
+def _permutation(tokens: int, choices: int, rows: int) -> dict[str, Tensor]:
+    """Slots int64 [R] and places int64 [T, k], where choices beyond the rows have none."""
+    slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
+    places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
+    return {"slots": slots[:rows], "places": places.view(tokens, choices)}
+
+
+def _permutation_calls(*, back: bool) -> Iterator[Call]:
+    for tokens, choices, rows, features in (
+        (5, 2, 10, 16),
+        (3, 3, 7, 33),
+        (1, 1, 1, 8),
+        (2, 5, 10, 2),
+        (2, 2, 0, 8),
+        (0, 2, 0, 8),
+    ):
+        inputs = _permutation(tokens, choices, rows)
+        if back:
+            inputs = {"rows": draw(rows, features, seed=0), **inputs, "weights": draw(tokens, choices, seed=1)}
+        else:
+            inputs = {"tokens": draw(tokens, features, seed=0), **inputs}
+        name = f"{tokens} tokens of {features} features, {choices} choices, {rows} rows"
+        yield Call(name, inputs, options={"absent": rows < tokens * choices})
+
+
+def _permutation_op(op: str) -> Op:
+    slot = partial(_plain_slot, op, f"d9d_moe.dispatch.permutation:{op}")
+    return Op(slot, partial(_permutation_calls, back=op == "unpermute"), invoke_plainly, package="d9d_moe")
+
+
+#: The ops that d9d-nn declares backends for, its small ones, and those of d9d-moe.
 KNOWN_OPS: Mapping[str, Op] = {
     "attention": Op(_attention_slot, _attention_calls, _invoke_attention),
     "rms_norm": Op(
@@ -142,9 +214,17 @@ KNOWN_OPS: Mapping[str, Op] = {
     "silu_mul": Op(
         partial(_plain_slot, "silu_mul", "d9d_nn.ops.silu_mul:silu_mul"), _silu_mul_calls, invoke_plainly
     ),
+    "rope": Op(partial(_plain_slot, "rope", "d9d_nn.ops.rope:rope"), _rope_calls, _invoke_rope),
     "grouped_linear": Op(
         partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),
         _grouped_linear_calls,
         invoke_plainly,
     ),
+    "linear_cross_entropy": Op(
+        partial(_plain_slot, "linear_cross_entropy", "d9d_nn.ops.linear_cross_entropy:linear_cross_entropy"),
+        _linear_cross_entropy_calls,
+        invoke_plainly,
+    ),
+    "permute": _permutation_op("permute"),
+    "unpermute": _permutation_op("unpermute"),
 }  # fmt: skip

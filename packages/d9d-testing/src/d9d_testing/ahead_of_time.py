@@ -1,0 +1,133 @@
+"""Compilation of Triton kernels where there is no GPU: proof that what tests interpret would compile.
+
+A function of the caller's launches kernels with tensors of the CPU, in a process in which Triton interprets nothing.
+Each launch compiles its kernel for a GPU that is not there, as Triton would for these arguments, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: Shared memory that a block may have, bytes: compute capability -> most.
+_SHARED_MEMORY = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+_SECONDS = 600
+
+
+def compile_launches(
+    package: str, file: str | Path, function: str, capabilities: Iterable[int] = (80, 90)
+) -> dict[str, list[int]]:
+    """Compile the kernels that a function launches, for all of these GPUs, in a process of its own.
+
+    Args:
+        package: name of the package whose kernels are meant, all of its modules.
+        file: Python file of the function, such as the test's ``__file__``.
+        function: name of a function without arguments. What it launches leaves its outputs as they are.
+        capabilities: of the GPUs: 80, 86, 89, 90, 100 or 120.
+
+    Returns:
+        ``module:name`` of each Triton function of the package -> the capabilities that it was compiled for; none if
+        nothing launches it. A function that a kernel calls is compiled with that kernel.
+
+    Raises:
+        AssertionError: a kernel does not compile, or needs more shared memory than a GPU has; with all output.
+    """
+    command = [sys.executable, "-m", __name__, package, str(file), function, *map(str, capabilities)]
+    # Read when Triton is imported, so the process must start with it.
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SECONDS, check=False)  # noqa: S603
+    assert done.returncode == 0, f"{function} of {file}:\n{done.stdout[-2000:]}{done.stderr[-6000:]}"
+    found: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+class _Absent:
+    """Driver of a GPU that is not there: says which one, and no more."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiles by device
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        target = importlib.import_module("triton.backends.compiler").GPUTarget
+        return target("cuda", self.capability, 32)
+
+
+def _functions(package: str) -> Iterator[Any]:
+    """Triton functions of a package."""
+    jit_function = importlib.import_module("triton").JITFunction
+    root = importlib.import_module(package)
+    names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{package}.")]
+    for module in (root, *map(importlib.import_module, names)):
+        found = [value for value in vars(module).values() if isinstance(value, jit_function)]
+        yield from (function for function in found if function.fn.__module__ == module.__name__)
+
+
+def _with_callees(function: Any, seen: dict[int, Any]) -> None:
+    """Note a Triton function and those that it calls by a name of its module."""
+    if id(function) in seen:
+        return
+    seen[id(function)] = function
+    plain = function.fn
+    for name in plain.__code__.co_names:
+        value = plain.__globals__.get(name)
+        if isinstance(value, type(function)):
+            _with_callees(value, seen)
+
+
+def _import_file(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("launches", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _main(package: str, file: str, function: str, *capabilities: str) -> None:
+    triton = importlib.import_module("triton")
+    driver = importlib.import_module("triton.runtime").driver
+    compiled: dict[int, set[int]] = {}
+    plain_run = triton.JITFunction.run
+    by_identity: dict[int, Any] = {}
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:  # noqa: ARG001
+        capability = driver.active.capability
+        result = plain_run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        shared, most = result.metadata.shared, _SHARED_MEMORY[capability]
+        assert shared <= most, f"{kernel.fn.__name__} needs {shared} bytes of shared memory, sm_{capability} has {most}"
+        reached: dict[int, Any] = {}
+        _with_callees(kernel, reached)
+        by_identity.update(reached)
+        for identity in reached:
+            compiled.setdefault(identity, set()).add(capability)
+
+    triton.JITFunction.run = compile_only
+    launch = getattr(_import_file(file), function)
+    for capability in map(int, capabilities):
+        driver.set_active(_Absent(capability))
+        launch()
+    known = {id(found): found for found in _functions(package)} | by_identity
+    names = {
+        f"{found.fn.__module__}:{found.fn.__name__}": sorted(compiled.get(key, ())) for key, found in known.items()
+    }
+    print(json.dumps(names))  # noqa: T201 - the answer
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,28 @@
+"""Sums of the columns of a matrix, in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from d9d_triton.kernels.column_sums import add_up
+
+#: Rows that a program adds up side by side, and its columns: few, for there are few columns and many multiprocessors.
+_ROWS, _COLUMNS = 128, 16
+
+
+def column_sums(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum each column in float32, and round once.
+
+    Args:
+        matrix: float32 [R, C], contiguous, on the current device.
+        dtype: of the sums.
+
+    Returns:
+        [C].
+    """
+    rows, columns = matrix.shape
+    out = torch.empty(columns, dtype=dtype, device=matrix.device)
+    add_up[(triton.cdiv(columns, _COLUMNS),)](out, matrix, rows, columns, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    return out

@@ -1,0 +1,109 @@
+"""Kernels of sums of rows to tokens, see :mod:`d9d_triton.permutation`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_rows(
+    out,
+    x,
+    places,
+    weights,
+    rows,
+    features,
+    x_row,
+    x_feature,
+    CHOICES: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum of each token's rows over a block of features.
+
+    Args:
+        out: [T, H], out, contiguous.
+        x: [R, H].
+        places: int64 [T, k], contiguous; R or more where there is no row.
+        weights: [T, k], contiguous; any tensor without ``WEIGHTED``.
+        rows: R.
+        features: H.
+        x_row: stride of x.
+        x_feature: stride of x.
+        CHOICES: k.
+        WEIGHTED: whether rows are multiplied by weights.
+        BLOCK: features of a program.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    feature = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places + token * CHOICES + choice)
+        there = feature < tl.where(place < rows, features, 0)
+        part = tl.load(x + place * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            part *= tl.load(weights + token * CHOICES + choice).to(tl.float32)
+        total += part
+    tl.store(out + token * features + feature, total.to(out.dtype.element_ty), feature < features)
+
+
+@triton.jit
+def differentiate(
+    grad_x,
+    grad_weights,
+    grad,
+    x,
+    places,
+    weights,
+    rows,
+    features,
+    grad_token,
+    grad_feature,
+    x_row,
+    x_feature,
+    CHOICES: tl.constexpr,
+    LANES: tl.constexpr,
+    OF_X: tl.constexpr,
+    OF_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of the weighted :func:`sum_rows`: a program has one token, whose gradient it reads once.
+
+    Args:
+        grad_x: [R, H], out, contiguous, zeros where a row is nobody's place; any tensor without ``OF_X``.
+        grad_weights: [T, k], out, contiguous; any tensor without ``OF_WEIGHTS``.
+        grad: [T, H], gradient of the sums.
+        x: [R, H].
+        places: int64 [T, k], contiguous; R or more where there is no row.
+        weights: [T, k], contiguous.
+        rows: R.
+        features: H.
+        grad_token: stride of the gradient.
+        grad_feature: stride of the gradient.
+        x_row: stride of x.
+        x_feature: stride of x.
+        CHOICES: k.
+        LANES: k or more, a power of two.
+        OF_X: whether the gradient of the rows is needed.
+        OF_WEIGHTS: whether that of the weights is.
+        BLOCK: features of a tile; a program has several tiles.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, LANES)
+    place = tl.load(places + token * CHOICES + choice, choice < CHOICES, other=rows)[:, None]
+    weight = tl.load(weights + token * CHOICES + choice, choice < CHOICES, other=0.0).to(tl.float32)[:, None]
+    product = tl.zeros((LANES,), tl.float32)
+    for start in range(0, features, BLOCK):
+        feature = (start + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
+        known = feature < features
+        arrived = tl.load(grad + token * grad_token + feature * grad_feature, known, other=0.0).to(tl.float32)
+        there = known & (place < rows)
+        if OF_WEIGHTS:
+            part = tl.load(x + place * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
+            product += tl.sum(arrived * part, axis=1)
+        if OF_X:
+            tl.store(grad_x + place * features + feature, (arrived * weight).to(grad_x.dtype.element_ty), there)
+    if OF_WEIGHTS:
+        target = grad_weights + token * CHOICES + choice
+        tl.store(target, product.to(grad_weights.dtype.element_ty), choice < CHOICES)

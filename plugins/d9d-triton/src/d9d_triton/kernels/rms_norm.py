@@ -1,0 +1,115 @@
+"""Kernels of RMSNorm, see :mod:`d9d_triton.rms_norm`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def normalise(
+    out,
+    x,
+    weight,
+    rows,
+    features,
+    x_row,
+    x_feature,
+    weight_feature,
+    eps,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """RMSNorm of some rows.
+
+    Args:
+        out: [R, D], out, contiguous.
+        x: [R, D].
+        weight: [D].
+        rows: R.
+        features: D.
+        x_row: stride of x.
+        x_feature: stride of x.
+        weight_feature: stride of the weight.
+        eps: added to the mean square.
+        ROWS: rows of a program.
+        FEATURES: D or more, a power of two.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
+    there = (row < rows) & (feature < features)
+    factor = tl.load(weight + feature * weight_feature, feature < features, other=0.0).to(tl.float32)
+    wide = tl.load(x + row * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / features + eps)[:, None]
+    tl.store(out + row * features + feature, (wide * scale * factor).to(out.dtype.element_ty), there)
+
+
+@triton.jit
+def differentiate(
+    grad_x,
+    partial,
+    grad,
+    x,
+    weight,
+    rows,
+    features,
+    grad_row,
+    grad_feature,
+    x_row,
+    x_feature,
+    weight_feature,
+    eps,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    OF_X: tl.constexpr,
+    OF_WEIGHT: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradients of :func:`normalise`; each program sums the weight's over its rows.
+
+    Args:
+        grad_x: [R, D], out, contiguous; any tensor without ``OF_X``.
+        partial: float32 [P, D], out, contiguous: sums of the P programs; any tensor without ``OF_WEIGHT``.
+        grad: [R, D], gradient of the output.
+        x: [R, D].
+        weight: [D].
+        rows: R.
+        features: D.
+        grad_row: stride of the gradient.
+        grad_feature: stride of the gradient.
+        x_row: stride of x.
+        x_feature: stride of x.
+        weight_feature: stride of the weight.
+        eps: as in the forward.
+        ROWS: rows of a tile; a program has several tiles.
+        FEATURES: D or more, a power of two.
+        OF_X: whether the gradient of x is needed.
+        OF_WEIGHT: whether that of the weight is.
+        STAGES: tiles in flight, the one that is computed with included.
+    """
+    feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
+    factor = tl.load(weight + feature * weight_feature, feature < features, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, FEATURES), tl.float32)
+    # Programs take turns, so that those that run together read neighbouring rows.
+    start, step = tl.program_id(0).to(tl.int64) * ROWS, tl.num_programs(0) * ROWS
+    for first in tl.range(start, rows, step, num_stages=STAGES):
+        row = first + tl.arange(0, ROWS)[:, None]
+        there = (row < rows) & (feature < features)
+        wide = tl.load(x + row * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
+        arrived = tl.load(grad + row * grad_row + feature * grad_feature, there, other=0.0).to(tl.float32)
+        weighted = arrived * factor
+        # Neither sum waits for the other.
+        square = tl.sum(wide * wide, axis=1) / features
+        product = tl.sum(weighted * wide, axis=1) / features
+        scale = tl.rsqrt(square + eps)[:, None]
+        # Rows beyond the last are zeros, whose scale is infinite without an epsilon.
+        normed = tl.where(there, wide * scale, 0.0)
+        if OF_WEIGHT:
+            total += arrived * normed
+        if OF_X:
+            found = (weighted - normed * product[:, None] * scale) * scale
+            tl.store(grad_x + row * features + feature, found.to(grad_x.dtype.element_ty), there)
+    if OF_WEIGHT:
+        columns = tl.arange(0, FEATURES)
+        place = partial + tl.program_id(0).to(tl.int64) * features + columns
+        tl.store(place, tl.sum(total, axis=0), columns < features)

@@ -1,0 +1,76 @@
+"""Kernels of the gate of SwiGLU, see :mod:`d9d_triton.silu_mul`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gate_rows(
+    out,
+    gate,
+    up,
+    features,
+    gate_row,
+    gate_feature,
+    up_row,
+    up_feature,
+    BLOCK: tl.constexpr,
+):
+    """Gate of SwiGLU over a block of one row.
+
+    Args:
+        out: [R, I], out, contiguous.
+        gate: [R, I].
+        up: [R, I].
+        features: I.
+        gate_row: stride of the gate.
+        gate_feature: stride of the gate.
+        up_row: stride of up.
+        up_feature: stride of up.
+        BLOCK: features of a program.
+    """
+    row, feature = _place(features, BLOCK)
+    there = feature < features
+    x = tl.load(gate + row * gate_row + feature * gate_feature, there, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_row + feature * up_feature, there, other=0.0).to(tl.float32)
+    tl.store(out + row * features + feature, (x * tl.sigmoid(x) * y).to(out.dtype.element_ty), there)
+
+
+@triton.jit
+def differentiate(
+    grad_gate,
+    grad_up,
+    grad,
+    gate,
+    up,
+    features,
+    grad_row,
+    grad_feature,
+    gate_row,
+    gate_feature,
+    up_row,
+    up_feature,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of :func:`gate_rows`, contiguous, from that of its output; the other arguments are as there."""
+    row, feature = _place(features, BLOCK)
+    there = feature < features
+    arrived = tl.load(grad + row * grad_row + feature * grad_feature, there, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_row + feature * gate_feature, there, other=0.0).to(tl.float32)
+    y = tl.load(up + row * up_row + feature * up_feature, there, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(x)
+    silu = x * sigmoid
+    of_gate = arrived * y * (sigmoid + silu * (1.0 - sigmoid))
+    of_up = arrived * silu
+    tl.store(grad_gate + row * features + feature, of_gate.to(grad_gate.dtype.element_ty), there)
+    tl.store(grad_up + row * features + feature, of_up.to(grad_up.dtype.element_ty), there)
+
+
+@triton.jit
+def _place(features, BLOCK: tl.constexpr):
+    """Row of this program, and its features int64 [BLOCK]."""
+    blocks = tl.cdiv(features, BLOCK)
+    program = tl.program_id(0).to(tl.int64)
+    return program // blocks, program % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,58 @@
+"""Helpers of launches: shapes and strides as kernels take them, the device, and the number of programs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Dtypes of what the kernels read; they compute in float32.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+#: Programs for each multiprocessor where a kernel loops over its work: enough to hide the latency of loads.
+_PROGRAMS_EACH = 4
+#: Multiprocessors where there is no GPU: kernels are interpreted, one program after the other.
+_MULTIPROCESSORS_INTERPRETED = 2
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Context in which launches go to the GPU of the tensor; Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def persistent_programs(tensor: Tensor, most: int) -> int:
+    """Number of programs that share work on the tensor's device by looping over it: the same for equal inputs.
+
+    Args:
+        tensor: on the device.
+        most: pieces of work.
+    """
+    count = _MULTIPROCESSORS_INTERPRETED
+    if tensor.is_cuda:
+        count = torch.cuda.get_device_properties(tensor.device).multi_processor_count * _PROGRAMS_EACH
+    return max(1, min(count, most))
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """View [..., D] as [rows, D]; a copy where strides allow no view."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def empty_like(tensor: Tensor) -> Tensor:
+    """Contiguous memory of the shape and dtype of a tensor, whatever its strides."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def check_floats(op: str, **tensors: Tensor) -> None:
+    """Refuse dtypes that the kernels would read as something else.
+
+    Raises:
+        TypeError: a tensor has another dtype than :data:`FLOATS`.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOATS:
+            raise TypeError(
+                f"{op}.triton: {name} is {tensor.dtype}, the kernel computes in float32 and reads bfloat16, float16 "
+                f"and float32; say 'kernels: {{{op}: reference}}' in the job"
+            )

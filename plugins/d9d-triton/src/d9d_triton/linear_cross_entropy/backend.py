@@ -1,0 +1,123 @@
+"""Backends ``triton`` and ``triton_sum`` of the op ``linear_cross_entropy``.
+
+Shapes: H features, V words of the vocabulary, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from d9d_core.extend import Decision, OpSignature
+from d9d_nn.ops.grouped_linear import autocast_operands
+from d9d_nn.ops.linear_cross_entropy import may_be_kept
+from torch import Tensor
+
+from d9d_triton.linear_cross_entropy.kernels import columns
+from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses_ahead
+from d9d_triton.support import FLOATS, decide
+
+_REASON = "each logit is read once for the loss, and once more to become its gradient, in bfloat16 and in its place"
+#: Logits of a chunk, in bytes. Each chunk but the first costs two passes over the weight's gradient in float32.
+_CHUNK_BYTES = 1 << 30
+_LEAST_ROWS = 256
+
+
+def supports(signature: OpSignature) -> Decision:
+    """Accept what the kernels read, on CUDA by itself."""
+    return decide(signature, _REASON)
+
+
+def supports_sum(signature: OpSignature) -> Decision:
+    """Accept the same, by name only."""
+    decision = decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only")
+    return Decision(decision.accept, decision.reason)
+
+
+def build(_signature: OpSignature) -> LinearCrossEntropy:
+    """Backend function of ``triton``; it is the same for all signatures."""
+    return LinearCrossEntropy()
+
+
+def build_sum(_signature: OpSignature) -> LinearCrossEntropy:
+    """Backend function of ``triton_sum``; it is the same for all signatures."""
+    return LinearCrossEntropy(ahead=True)
+
+
+class LinearCrossEntropy:
+    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+
+    Three matrix products and two passes over the logits. As many logits as the reference may keep are kept for the
+    backward, those of the other tokens are computed again there. The backward turns kept logits into their gradient,
+    in their place: walking a graph twice (``retain_graph``) is an error of autograd's, unless ``keep=False``.
+
+    Below a frozen weight, the forward computes the gradient of the hidden states, chunk by chunk, and keeps no logits:
+    what arrives in the backward scales its rows.
+
+    Args:
+        ahead: let the forward compute the weight's gradient, too, for a loss that is some number times the sum of all
+            tokens' losses. Whether it is, the backward sees without waiting for the device: the gradient of a sum is
+            one number in memory. If not, the backward computes everything again, for three products more.
+    """
+
+    def __init__(self, *, ahead: bool = False) -> None:
+        self._ahead = ahead
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+    ) -> Tensor:
+        """Compute the loss of each token.
+
+        Args:
+            hidden: [..., H].
+            weight: [V, H], of the same dtype.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            rows: largest C; ``None`` chooses by V.
+            keep: whether to keep all logits, or none; ``None`` keeps as many as
+                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` says.
+
+        Returns:
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+
+        Raises:
+            TypeError: the kernels do not read the dtype.
+            ValueError: there are not as many targets as hidden states.
+            IndexError: a target is no word; on a GPU, an assertion on the device.
+        """
+        return self._compute(hidden, weight, targets, rows, keep, ranked=False)[0]
+
+    def with_ranks(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the same losses and, in the same pass, the ranks int64 [...] of the targets.
+
+        See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`.
+        """
+        return self._compute(hidden, weight, targets, rows, keep, ranked=True)
+
+    def _compute(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
+    ) -> tuple[Tensor, Tensor]:
+        hidden, weight = autocast_operands(hidden, weight)
+        _check(hidden, targets)
+        size = columns(weight.shape[0])
+        rows = max(_LEAST_ROWS, _CHUNK_BYTES // (size * hidden.itemsize)) if rows is None else rows
+        recorded = torch.is_grad_enabled()
+        of_hidden, of_weight = recorded and hidden.requires_grad, recorded and weight.requires_grad
+        if (self._ahead and of_weight) or (of_hidden and not of_weight):
+            losses, ranks, *_ = token_losses_ahead(hidden, weight, targets, rows, ranked, of_hidden, of_weight)
+            return losses, ranks
+        tokens, kept = targets.numel(), 0
+        if of_weight and keep is not False:
+            kept = tokens if keep else min(tokens, may_be_kept(hidden) // size)
+        losses, ranks, *_ = token_losses(hidden, weight, targets, rows, kept, ranked)
+        return losses, ranks
+
+
+def _check(hidden: Tensor, targets: Tensor) -> None:
+    if str(hidden.dtype).removeprefix("torch.") not in FLOATS:
+        raise TypeError(
+            f"linear_cross_entropy.triton: reads {', '.join(FLOATS)}, the hidden states are {hidden.dtype}; "
+            "say 'kernels: {linear_cross_entropy: reference}' in the job"
+        )
+    if hidden.shape[:-1].numel() != targets.numel():
+        shapes = f"hidden states {list(hidden.shape)} and targets {list(targets.shape)}"
+        raise ValueError(f"linear_cross_entropy.triton: {shapes} must have one shape but for the features")

@@ -1,0 +1,317 @@
+"""Operators of torch for the loss, which compiled graphs keep whole. Products are torch's, passes over logits Triton's.
+
+Shapes: T tokens, H features, V words, P columns of logits in memory, C tokens of a chunk, K tokens whose logits are
+kept. An output of an operator that nobody asked for has no elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+from torch import Tensor
+
+from d9d_triton.linear_cross_entropy.kernels import columns, gradient_in_place, row_statistics
+
+#: Chunks are a multiple of this, if they are larger: products are computed in tiles.
+_TILE = 64
+
+
+@torch.library.custom_op("d9d_triton::linear_cross_entropy", mutates_args=())
+def token_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, kept: int, ranked: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses, whose backward overwrites the logits that are kept, and computes the others again.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H].
+        targets: int64 [...].
+        rows: largest C, for tokens whose logits are not kept.
+        kept: K; these are the first tokens.
+        ranked: whether to count ranks.
+
+    Returns:
+        Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].
+    """
+    losses, ranks, statistics = _results(hidden, targets, ranked)
+    tokens, logits = hidden.flatten(0, -2), _space(kept, hidden, weight)
+    for part, space in _parts(len(tokens), logits, rows):
+        _project(tokens[part], weight, space)
+        _read(space, part, len(weight), targets, losses, ranks, statistics)
+    return losses, ranks, statistics, logits
+
+
+@torch.library.custom_op("d9d_triton::linear_cross_entropy_backward", mutates_args={"logits"})
+def gradients(
+    grad_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    logits: Tensor,
+    rows: int,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden states [..., H] and weight [V, H], in their dtypes. Kept logits become their own gradient."""
+    tokens, masked = hidden.flatten(0, -2), _without_ignored(hidden, targets, of_weight)
+    grad_hidden = _empty(hidden, hidden.dtype, of_hidden)
+    parts = _parts(len(tokens), logits, rows)
+    # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
+    dtype = weight.dtype if len(parts) == 1 else torch.float32
+    total: Tensor | None = None
+    for part, space in parts:
+        if part.stop > len(logits):
+            _project(tokens[part], weight, space)
+        grad = _differentiate(space, part, len(weight), targets, statistics, grad_losses)
+        if of_hidden:
+            torch.mm(grad, weight, out=grad_hidden.flatten(0, -2)[part])
+        if of_weight:
+            total = _add_product(total, grad.t(), masked[part], dtype)
+    return grad_hidden, _total(total, weight, of_weight).to(weight.dtype)
+
+
+@torch.library.custom_op("d9d_triton::linear_cross_entropy_ahead", mutates_args=())
+def token_losses_ahead(
+    hidden: Tensor, weight: Tensor, targets: Tensor, rows: int, ranked: bool, of_hidden: bool, of_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Losses, and ahead of the backward the gradients of their sum, while the logits of a chunk exist.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H].
+        targets: int64 [...].
+        rows: largest C.
+        ranked: whether to count ranks.
+        of_hidden: whether the hidden states need a gradient.
+        of_weight: whether the weight needs one.
+
+    Returns:
+        Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and float32 gradients [..., H] and [V, H].
+    """
+    losses, ranks, statistics = _results(hidden, targets, ranked)
+    tokens, masked = hidden.flatten(0, -2), _without_ignored(hidden, targets, of_weight)
+    unit_hidden = _empty(hidden, torch.float32, of_hidden)
+    total: Tensor | None = None
+    ones = torch.ones_like(losses)
+    for part, space in _parts(len(tokens), _space(0, hidden, weight), rows):
+        _project(tokens[part], weight, space)
+        _read(space, part, len(weight), targets, losses, ranks, statistics)
+        grad = _differentiate(space, part, len(weight), targets, statistics, ones)
+        if of_hidden:
+            unit_hidden.flatten(0, -2)[part] = _add_product(None, grad, weight, torch.float32)
+        if of_weight:
+            total = _add_product(total, grad.t(), masked[part], torch.float32)
+    return losses, ranks, statistics, unit_hidden, _total(total, weight, of_weight).float()
+
+
+@torch.library.custom_op("d9d_triton::linear_cross_entropy_scale", mutates_args=())
+def scaled_gradients(
+    grad_losses: Tensor, targets: Tensor, unit_hidden: Tensor, unit_weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a dtype from those of :func:`token_losses_ahead`.
+
+    That of the weight is right if the gradients of all losses are one number.
+    """
+    each = grad_losses.masked_fill(targets == IGNORE, 0).unsqueeze(-1)
+    one = grad_losses.flatten()[:1].sum()  # zero if there are no tokens
+    return _times(unit_hidden, each, dtype), _times(unit_weight, one, dtype)
+
+
+# --- shapes of the operators' outputs, for graphs
+
+
+@token_losses.register_fake
+def _fake_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, _rows: int, kept: int, ranked: bool
+) -> tuple[Tensor, ...]:
+    return *_results(hidden, targets, ranked), _space(kept, hidden, weight)
+
+
+@gradients.register_fake
+def _fake_gradients(
+    _grad_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    _targets: Tensor,
+    _statistics: Tensor,
+    _logits: Tensor,
+    _rows: int,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return _empty(hidden, hidden.dtype, of_hidden), _empty(weight, weight.dtype, of_weight)
+
+
+@token_losses_ahead.register_fake
+def _fake_losses_ahead(
+    hidden: Tensor, weight: Tensor, targets: Tensor, _rows: int, ranked: bool, of_hidden: bool, of_weight: bool
+) -> tuple[Tensor, ...]:
+    wide = torch.float32
+    return *_results(hidden, targets, ranked), _empty(hidden, wide, of_hidden), _empty(weight, wide, of_weight)
+
+
+@scaled_gradients.register_fake
+def _fake_scaled(
+    _grad_losses: Tensor, _targets: Tensor, unit_hidden: Tensor, unit_weight: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(unit_hidden, dtype=dtype), torch.empty_like(unit_weight, dtype=dtype)
+
+
+# --- autograd
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, targets, ctx.rows, kept, _ = inputs
+    _, ranks, statistics, logits = output
+    # Autograd refuses a second backward once the first has written over the logits, if there are any.
+    ctx.save_for_backward(hidden, weight, targets, statistics, *((logits,) if kept else ()))
+    ctx.mark_non_differentiable(ranks, statistics, logits)
+    ctx.set_materialize_grads(False)  # zeros as large as the logits
+
+
+def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
+    found: tuple[Tensor | None, ...] = (None, None)
+    if grad_losses is not None:
+        hidden, weight, targets, statistics, *kept = ctx.saved_tensors
+        found = _from_logits(ctx, grad_losses, hidden, weight, targets, statistics, *kept)
+    return *found, None, None, None, None
+
+
+def _keep_ahead(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, targets, ctx.rows, *_, of_weight = inputs
+    _, ranks, statistics, unit_hidden, unit_weight = output
+    ctx.dtype = hidden.dtype
+    # To compute the gradient of the weight again, if the losses turn out to have weights.
+    again = (hidden, weight, statistics) if of_weight else ()
+    ctx.save_for_backward(targets, unit_hidden, unit_weight, *again)
+    ctx.mark_non_differentiable(ranks, statistics, unit_hidden, unit_weight)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_ahead(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
+    found: tuple[Tensor | None, ...] = (None, None)
+    if grad_losses is not None:
+        targets, unit_hidden, unit_weight, *again = ctx.saved_tensors
+        if not again or _is_one_number(grad_losses):
+            found = _only(ctx, scaled_gradients(grad_losses, targets, unit_hidden, unit_weight, ctx.dtype))
+        else:
+            hidden, weight, statistics = again
+            found = _from_logits(ctx, grad_losses, hidden, weight, targets, statistics)
+    return *found, None, None, None, None, None
+
+
+def _from_logits(
+    ctx: Any,
+    grad_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    logits: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    logits = _space(0, hidden, weight) if logits is None else logits
+    wants = ctx.needs_input_grad[:2]
+    return _only(ctx, gradients(grad_losses, hidden, weight, targets, statistics, logits, ctx.rows, *wants))
+
+
+def _only(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    return tuple(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[:2], strict=True))
+
+
+def _is_one_number(tensor: Tensor) -> bool:
+    """Whether all elements are one in memory, as are those of the gradient of a sum: a fact that the host knows."""
+    return all(size <= 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+token_losses.register_autograd(_backward, setup_context=_keep)
+token_losses_ahead.register_autograd(_backward_ahead, setup_context=_keep_ahead)
+
+
+# --- parts of the operators
+
+
+def _results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for losses, ranks and statistics."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    ranks = torch.empty(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
+    return losses, ranks, losses.new_empty(2, targets.numel())
+
+
+def _empty(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
+    return torch.empty(like.shape if wanted else 0, dtype=dtype, device=like.device)
+
+
+def _space(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Memory for logits [rows, P]."""
+    return hidden.new_empty(rows, columns(weight.shape[0]))
+
+
+def _parts(tokens: int, kept: Tensor, rows: int) -> list[tuple[slice, Tensor]]:
+    """Chunks of tokens and memory for their logits: those that are kept have their own, the others share some."""
+    parts = [(slice(0, len(kept)), kept)] if len(kept) else []
+    rest = tokens - len(kept)
+    even = -(-rest // max(1, -(-rest // rows)))  # rather two halves than a large chunk and a tiny one
+    rows = min(rows, -(-even // _TILE) * _TILE)
+    shared = kept.new_empty(min(rows, rest), kept.shape[1])
+    for start in range(len(kept), tokens, max(1, rows)):
+        stop = min(start + rows, tokens)
+        parts.append((slice(start, stop), shared[: stop - start]))
+    return parts
+
+
+def _without_ignored(hidden: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    """Hidden states [T, H] with zeros where nothing is predicted: zero times NaN would be NaN, in all of a gradient."""
+    if not wanted:
+        return hidden
+    return hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
+
+
+def _project(tokens: Tensor, weight: Tensor, space: Tensor) -> None:
+    torch.mm(tokens, weight.t(), out=space[:, : len(weight)])
+
+
+def _read(
+    space: Tensor, part: slice, words: int, targets: Tensor, losses: Tensor, ranks: Tensor, statistics: Tensor
+) -> None:
+    """Fill losses, ranks and statistics of a chunk from its logits."""
+    targets = targets.flatten()[part].contiguous()
+    # Torch checks the index: an error on the CPU, an assertion on the device. The kernels use no target as an address.
+    own = space[:, :words].gather(1, targets.masked_fill(targets == IGNORE, 0).unsqueeze(1)).squeeze(1)
+    counts = ranks.view(-1)[part] if ranks.numel() else None
+    row_statistics(space, own, targets, losses.view(-1)[part], statistics[:, part], counts, words=words, ignored=IGNORE)
+
+
+def _differentiate(
+    space: Tensor, part: slice, words: int, targets: Tensor, statistics: Tensor, grad_losses: Tensor
+) -> Tensor:
+    """Gradient [C, V] of a chunk's logits, in their place."""
+    targets, grads = (tensor.flatten()[part].contiguous() for tensor in (targets, grad_losses))
+    gradient_in_place(space, targets, statistics[:, part], grads, words=words, ignored=IGNORE)
+    return space[:, :words]
+
+
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``total + a @ b`` of a dtype, which may be wider, in the place of ``total`` if there is one."""
+    if dtype == a.dtype:
+        return a @ b if total is None else torch.addmm(total, a, b, out=total)
+    if a.is_cuda:  # which adds up in the wide format inside the product
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    product = (a @ b).to(dtype)
+    return product if total is None else total.add_(product)
+
+
+def _total(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:
+    if total is not None:
+        return total
+    return torch.zeros_like(weight) if wanted else weight.new_empty(0)
+
+
+def _times(unit: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Product, rounded once; no elements if ``unit`` has none."""
+    out = torch.empty(unit.shape, dtype=dtype, device=unit.device)
+    return torch.mul(unit, factor, out=out) if unit.numel() else out

@@ -1,0 +1,191 @@
+"""Backends of the ops ``permute`` and ``unpermute``: what copies tokens to the rows of their experts and sums them up.
+
+The sum of a token's rows is one pass, with its weights; so is the backward of the weighted sum, for rows and weights
+together. Sums run over the choices of a token in order: the same input gives the same bits. Copies are torch's, which
+are as fast as memory.
+
+Shapes: T tokens, H features, k choices of each token, R rows; slots and places are those of the references
+(:mod:`d9d_moe.dispatch.permutation`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from d9d_core.extend import OpSignature
+from torch import Tensor
+
+from d9d_triton.kernels.permutation import differentiate, sum_rows
+from d9d_triton.launch import check_floats, empty_like, on_device
+
+#: Features of a program of the sum, and elements of a tile of the backward (choices times features).
+_BLOCK, _TILE = 1024, 4096
+
+
+def build_permute(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function of ``permute``; it is the same for all signatures."""
+    return permute
+
+
+def build_unpermute(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function of ``unpermute``; it is the same for all signatures."""
+    return unpermute
+
+
+def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
+    """Copy each token to its rows, see :func:`d9d_moe.dispatch.permutation.permute`.
+
+    Args:
+        tokens: [T, H], of any strides.
+        slots: int64 [R].
+        places: int64 [T, k].
+        absent: whether places may be absent.
+
+    Returns:
+        [R, H].
+
+    Raises:
+        TypeError: the tokens are of a dtype that the kernel of the backward does not read.
+    """
+    rows: Tensor = copy_tokens(tokens, slots, places, absent)
+    return rows
+
+
+def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
+    """Sum each token's rows, times its weights, see :func:`d9d_moe.dispatch.permutation.unpermute`.
+
+    Args:
+        rows: [R, H], of any strides.
+        slots: int64 [R]; the kernels need none.
+        places: int64 [T, k].
+        weights: [T, k].
+        absent: whether places may be absent. Rows that are nobody's place then get gradients of zero.
+
+    Returns:
+        [T, H] in the dtype of ``rows``.
+
+    Raises:
+        TypeError: rows or weights are of a dtype that the kernels do not read.
+    """
+    del slots
+    total: Tensor = weighted_sum(rows, places, weights, absent)
+    return total
+
+
+@torch.library.custom_op("d9d_triton::copy_tokens", mutates_args=())
+def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
+    """Custom op of :func:`permute`."""
+    check_floats("permute", tokens=tokens)
+    return tokens.index_select(0, slots // places.shape[1])
+
+
+@torch.library.custom_op("d9d_triton::sum_copies", mutates_args=())
+def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
+    """Sum rows [R, H] to [T, H] by places int64 [T, k]: gradient of :func:`permute`."""
+    return _sum(rows, places, None)
+
+
+@torch.library.custom_op("d9d_triton::weighted_sum", mutates_args=())
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
+    """Custom op of :func:`unpermute`."""
+    check_floats("unpermute", rows=rows, weights=weights)
+    return _sum(rows, places, weights)
+
+
+@torch.library.custom_op("d9d_triton::weighted_sum_backward", mutates_args=())
+def weighted_sum_backward(
+    grad: Tensor, rows: Tensor, places: Tensor, weights: Tensor, absent: bool, of_rows: bool, of_weights: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`unpermute`.
+
+    Args:
+        grad: [T, H], gradient of the sums; of any strides, expanded ones too.
+        rows: [R, H].
+        places: int64 [T, k].
+        weights: [T, k].
+        absent: whether some rows may be nobody's place.
+        of_rows: whether the gradient of the rows is needed.
+        of_weights: whether that of the weights is.
+
+    Returns:
+        The gradients of rows and weights, in their dtypes; [0] in place of one that is not needed.
+    """
+    grad_rows = empty_like(rows) if of_rows else rows.new_empty(0)
+    if absent or len(rows) > places.numel():
+        grad_rows.zero_()
+    grad_weights = empty_like(weights) if of_weights else weights.new_empty(0)
+    tokens, choices = places.shape
+    if places.numel():
+        lanes = triton.next_power_of_2(choices)
+        block = min(triton.next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
+        with on_device(rows):
+            differentiate[(tokens,)](
+                grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), *rows.shape,
+                *grad.stride(), *rows.stride(),
+                CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block,
+            )  # fmt: skip
+    return grad_rows, grad_weights
+
+
+def _sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
+    tokens, choices = places.shape
+    count, features = rows.shape
+    out = rows.new_empty(tokens, features)
+    if out.numel():
+        block = min(_BLOCK, triton.next_power_of_2(features))
+        factors = rows if weights is None else weights.contiguous()  # some pointer
+        with on_device(rows):
+            sum_rows[(tokens, triton.cdiv(features, block))](
+                out, rows, places.contiguous(), factors, count, features, *rows.stride(),
+                CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block,
+            )  # fmt: skip
+    return out
+
+
+@copy_tokens.register_fake
+def _fake_copy(tokens: Tensor, slots: Tensor, _places: Tensor, _absent: bool) -> Tensor:
+    return tokens.new_empty(len(slots), tokens.shape[1])
+
+
+@sum_copies.register_fake
+def _fake_sum(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.new_empty(len(places), rows.shape[1])
+
+
+@weighted_sum.register_fake
+def _fake_weighted(rows: Tensor, places: Tensor, _weights: Tensor, _absent: bool) -> Tensor:
+    return rows.new_empty(len(places), rows.shape[1])
+
+
+@weighted_sum_backward.register_fake
+def _fake_backward(
+    _grad: Tensor, rows: Tensor, _places: Tensor, weights: Tensor, _absent: bool, of_rows: bool, of_weights: bool
+) -> tuple[Tensor, Tensor]:
+    grad_rows = empty_like(rows) if of_rows else rows.new_empty(0)
+    return grad_rows, empty_like(weights) if of_weights else weights.new_empty(0)
+
+
+def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    ctx.save_for_backward(inputs[2])
+
+
+def _copy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return sum_copies(grad, *ctx.saved_tensors), None, None, None
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    *tensors, ctx.absent = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    of_rows, _, of_weights, _ = ctx.needs_input_grad
+    grads = weighted_sum_backward(grad, *ctx.saved_tensors, ctx.absent, of_rows, of_weights)
+    return grads[0] if of_rows else None, None, grads[1] if of_weights else None, None
+
+
+copy_tokens.register_autograd(_copy_backward, setup_context=_keep_places)
+weighted_sum.register_autograd(_sum_backward, setup_context=_keep)

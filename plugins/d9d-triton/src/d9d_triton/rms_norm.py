@@ -1,0 +1,124 @@
+"""Backend of the op ``rms_norm``: one pass over memory forward, and one backward for both gradients.
+
+Nothing but the inputs is kept for the backward, which has whole rows at hand and computes their root mean squares
+again. The gradient of the weight is summed by each program over its rows, then over programs, in a fixed order.
+
+Shapes: R rows (all leading dims), D features, P programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from d9d_core.extend import OpSignature
+from torch import Tensor
+
+from d9d_triton.column_sums import column_sums
+from d9d_triton.kernels.rms_norm import differentiate, normalise
+from d9d_triton.launch import as_rows, check_floats, empty_like, on_device, persistent_programs
+
+#: Elements that a program handles at a time; rows that are shorter are taken together.
+_TILE = 2048
+#: Tiles that a program of the backward loads ahead of the one that it computes with, and that one.
+_STAGES = 1
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function; it is the same for all signatures."""
+    return rms_norm
+
+
+@torch.library.custom_op("d9d_triton::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm, see :func:`d9d_nn.ops.rms_norm.rms_norm`.
+
+    Args:
+        x: [..., D], of any strides.
+        weight: [D].
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of ``x``, contiguous.
+
+    Raises:
+        TypeError: x or weight is of a dtype that the kernel does not read.
+    """
+    check_floats("rms_norm", x=x, weight=weight)
+    out = empty_like(x)
+    if out.numel():
+        rows = as_rows(x)
+        tile = _tile(rows.shape[1])
+        with on_device(x):
+            normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
+                out, rows, weight, len(rows), rows.shape[1], *rows.stride(), weight.stride(0), eps, **tile
+            )
+    return out
+
+
+@torch.library.custom_op("d9d_triton::rms_norm_backward", mutates_args=())
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`rms_norm`.
+
+    Args:
+        grad: [..., D], gradient of the output; of any strides, expanded ones too.
+        x: [..., D].
+        weight: [D].
+        eps: as in the forward.
+        of_x: whether the gradient of x is needed.
+        of_weight: whether that of the weight is.
+
+    Returns:
+        The gradients of x and of the weight, in their dtypes; [0] in place of one that is not needed.
+    """
+    grad_x = empty_like(x) if of_x else x.new_empty(0)
+    if not x.numel():
+        return grad_x, weight.new_zeros(weight.shape if of_weight else 0)
+    rows, grads = as_rows(x), as_rows(grad)
+    tile = _tile(rows.shape[1])
+    programs = persistent_programs(x, triton.cdiv(len(rows), tile["ROWS"]))
+    # float32 [P, D]; a pointer that is not used has to be there all the same.
+    partial = torch.empty((programs, rows.shape[1]) if of_weight else 0, dtype=torch.float32, device=x.device)
+    with on_device(x):
+        differentiate[(programs,)](
+            grad_x, partial, grads, rows, weight, len(rows), rows.shape[1], *grads.stride(), *rows.stride(),
+            weight.stride(0), eps, **tile, OF_X=of_x, OF_WEIGHT=of_weight, STAGES=_STAGES,
+        )  # fmt: skip
+        return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0)
+
+
+def _tile(features: int) -> dict[str, int]:
+    """Rows and features of a program's tile, powers of two, and its warps: about 16 elements for each thread."""
+    width = triton.next_power_of_2(features)
+    return {"ROWS": max(1, _TILE // width), "FEATURES": width, "num_warps": min(16, max(4, width // 512))}
+
+
+@rms_norm.register_fake
+def _fake(x: Tensor, _weight: Tensor, _eps: float) -> Tensor:
+    return empty_like(x)
+
+
+@rms_norm_backward.register_fake
+def _fake_backward(
+    _grad: Tensor, x: Tensor, weight: Tensor, _eps: float, of_x: bool, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return empty_like(x) if of_x else x.new_empty(0), weight.new_empty(weight.shape if of_weight else 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    x, weight, ctx.eps = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight = ctx.saved_tensors
+    of_x, of_weight, _ = ctx.needs_input_grad
+    grad_x, grad_weight = rms_norm_backward(grad, x, weight, ctx.eps, of_x, of_weight)
+    return grad_x if of_x else None, grad_weight if of_weight else None, None
+
+
+rms_norm.register_autograd(_backward, setup_context=_keep)

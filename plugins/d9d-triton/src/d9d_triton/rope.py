@@ -1,0 +1,99 @@
+"""Backend of the op ``rope``: queries and keys turned in one launch, back again in the backward.
+
+Nothing but the angles is kept for the backward: the gradient is turned by the opposite angles.
+
+Shapes: B samples, S positions, N query heads, K key heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from d9d_core.extend import OpSignature
+from d9d_nn.ops.rope import rope as reference
+from torch import Tensor
+
+from d9d_triton.kernels.rope import rotate
+from d9d_triton.launch import check_floats, empty_like, on_device
+
+#: Pairs of queries, and of keys, that a program turns at a time.
+_PAIRS = 2048
+
+
+def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Backend function; it is the same for all signatures."""
+    return rope
+
+
+def rope(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys, see :func:`d9d_nn.ops.rope.rope`; in float32, rounded once.
+
+    Angles that are trained go through the reference, which has their gradients.
+
+    Args:
+        query: [B, S, N, D], of any strides.
+        key: [B, S, K, D].
+        cos: [B or 1, S, D/2].
+        sin: [B or 1, S, D/2].
+
+    Returns:
+        Rotated query and key in their dtypes, contiguous.
+
+    Raises:
+        TypeError: a tensor is of a dtype that the kernel does not read.
+    """
+    trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    turned: tuple[Tensor, Tensor] = reference(query, key, cos, sin) if trained else turn(query, key, cos, sin, False)
+    return turned
+
+
+@torch.library.custom_op("d9d_triton::rope", mutates_args=())
+def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    """Custom op of :func:`rope`, which has no gradient of the angles.
+
+    Args:
+        query: [B, S, N, D].
+        key: [B, S, K, D].
+        cos: [B or 1, S, D/2].
+        sin: [B or 1, S, D/2].
+        back: turn by the opposite angles, as gradients are.
+    """
+    check_floats("rope", query=query, key=key, cos=cos, sin=sin)
+    samples, positions, query_heads, features = query.shape
+    key_heads, half = key.shape[2], features // 2
+    turned = empty_like(query), empty_like(key)
+    if not samples * positions:
+        return turned
+    width = triton.next_power_of_2(half)
+    most = max(1, _PAIRS // width)
+    query_block, key_block = (min(most, triton.next_power_of_2(max(1, heads))) for heads in (query_heads, key_heads))
+    groups = max(triton.cdiv(query_heads, query_block), triton.cdiv(key_heads, key_block))
+    angles = [tensor.expand(samples, positions, half) for tensor in (cos, sin)]
+    with on_device(query):
+        rotate[(samples * positions, groups)](
+            *turned, query, key, *angles, positions, query_heads, key_heads, half,
+            *query.stride(), *key.stride(), *angles[0].stride(), *angles[1].stride(),
+            QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back,
+        )  # fmt: skip
+    return turned
+
+
+@turn.register_fake
+def _fake(query: Tensor, key: Tensor, _cos: Tensor, _sin: Tensor, _back: bool) -> tuple[Tensor, Tensor]:
+    return empty_like(query), empty_like(key)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, bool], output: Any) -> None:  # noqa: ARG001
+    _, _, cos, sin, ctx.back = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+    grads = turn(grad_query, grad_key, *ctx.saved_tensors, not ctx.back)
+    return *grads, None, None, None
+
+
+turn.register_autograd(_backward, setup_context=_keep)

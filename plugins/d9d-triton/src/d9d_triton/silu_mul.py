@@ -1,0 +1,104 @@
+"""Backend of the op ``silu_mul``: one pass over memory forward, and one backward for both gradients.
+
+Shapes: R rows (all leading dims), I features. Contiguous tensors are taken as one long row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from d9d_core.extend import OpSignature
+from torch import Tensor
+
+from d9d_triton.kernels.silu_mul import differentiate, gate_rows
+from d9d_triton.launch import as_rows, check_floats, empty_like, on_device
+
+#: Elements of a program.
+_BLOCK = 2048
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function; it is the same for all signatures."""
+    return silu_mul
+
+
+@torch.library.custom_op("d9d_triton::silu_mul", mutates_args=())
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate of SwiGLU, see :func:`d9d_nn.ops.silu_mul.silu_mul`; rounded once.
+
+    Args:
+        gate: [..., I], of any strides.
+        up: [..., I].
+
+    Returns:
+        [..., I], contiguous, in the wider dtype of the two.
+
+    Raises:
+        TypeError: gate or up is of a dtype that the kernel does not read.
+        ValueError: their shapes differ.
+    """
+    check_floats("silu_mul", gate=gate, up=up)
+    if gate.shape != up.shape:
+        raise ValueError(f"silu_mul.triton: gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+    out = _empty_out(gate, up)
+    if out.numel():
+        _launch(gate_rows, (out,), (gate, up))
+    return out
+
+
+@torch.library.custom_op("d9d_triton::silu_mul_backward", mutates_args=())
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`silu_mul`.
+
+    Args:
+        grad: [..., I], gradient of the output; of any strides, expanded ones too.
+        gate: [..., I].
+        up: [..., I].
+
+    Returns:
+        The gradients of gate and up, in their dtypes.
+    """
+    grads = empty_like(gate), empty_like(up)
+    if gate.numel():
+        _launch(differentiate, grads, (grad, gate, up))
+    return grads
+
+
+def _launch(kernel: Any, outs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -> None:
+    """Launch a kernel over contiguous outputs and inputs of one shape, not empty."""
+    contiguous = all(tensor.is_contiguous() for tensor in inputs)
+    rows = [tensor.view(1, -1) if contiguous else as_rows(tensor) for tensor in inputs]
+    count, features = rows[0].shape
+    block = min(_BLOCK, triton.next_power_of_2(features))
+    strides = [stride for tensor in rows for stride in tensor.stride()]
+    with on_device(outs[0]):
+        kernel[(count * triton.cdiv(features, block),)](*outs, *rows, features, *strides, BLOCK=block)
+
+
+def _empty_out(gate: Tensor, up: Tensor) -> Tensor:
+    return torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+
+
+@silu_mul.register_fake
+def _fake(gate: Tensor, up: Tensor) -> Tensor:
+    return _empty_out(gate, up)
+
+
+@silu_mul_backward.register_fake
+def _fake_backward(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return empty_like(gate), empty_like(up)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor] = silu_mul_backward(grad, *ctx.saved_tensors)
+    return grads
+
+
+silu_mul.register_autograd(_backward, setup_context=_keep)

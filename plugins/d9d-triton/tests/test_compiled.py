@@ -1,0 +1,110 @@
+"""Every kernel of the package compiles for the GPUs that it is for; without a GPU, in a process that interprets none.
+
+A new kernel fails here until something in ``LAUNCHES`` launches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from d9d_testing.ahead_of_time import compile_launches
+from torch import Tensor, nn
+
+DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32))
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.ones(*shape, dtype=dtype, requires_grad=True)
+
+
+def backward(out: Tensor) -> None:
+    out.backward(torch.ones_like(out))
+
+
+def rms_norm() -> None:
+    from d9d_triton.rms_norm import rms_norm
+
+    for features in (2048, 128, 16384):
+        backward(rms_norm(ones(6, features), ones(features), 1e-6))
+    for dtype, of_weight in DTYPES:
+        backward(rms_norm(ones(6, 33, dtype=dtype), ones(33, dtype=of_weight), 1e-6))
+    backward(rms_norm(ones(6, 2048), ones(2048).detach(), 1e-6))
+    backward(rms_norm(ones(6, 2048).detach(), ones(2048), 1e-6))
+
+
+def silu_mul() -> None:
+    from d9d_triton.silu_mul import silu_mul
+
+    for of_gate, of_up in DTYPES:
+        backward(silu_mul(ones(4, 6144, dtype=of_gate), ones(4, 6144, dtype=of_up)))
+    backward(silu_mul(*ones(4, 2 * 768).chunk(2, dim=1)))
+    backward(silu_mul(ones(3, 33), ones(33, 3).T))
+
+
+def rope() -> None:
+    from d9d_triton.rope import rope
+
+    for query_heads, key_heads, features in ((16, 8, 128), (5, 3, 80), (64, 8, 256)):
+        query, key = (ones(2, 5, heads, features) for heads in (query_heads, key_heads))
+        angles = torch.ones(1, 5, features // 2)
+        backward(torch.cat(rope(query, key, angles, angles), dim=2))
+
+
+def adamw() -> None:
+    from d9d_triton.adamw import FusedAdamW
+
+    config, plain, rounding = (
+        import_module(f"d9d_optim.optimizer.{name}") for name in ("config", "adamw", "stochastic_adamw")
+    )
+    for dtype, of_gradient in DTYPES:
+        for stochastic in (False, True) if dtype == torch.bfloat16 else (False,):
+            weight = nn.Parameter(torch.ones(3000, dtype=dtype))
+            weight.grad_dtype = of_gradient
+            weight.grad = torch.ones(3000, dtype=of_gradient)
+            named = {"weight": weight}
+            optimizer: Any = plain.AdamW(config.AdamWConfig(), named)
+            if stochastic:
+                optimizer = rounding.StochasticAdamW(config.StochasticAdamWConfig(), named)
+            (slot,) = optimizer.op_slots().values()
+            slot.bind("triton", FusedAdamW(stochastic=stochastic))
+            optimizer.init_state()
+            optimizer.divide_gradients(torch.tensor(2.0))
+            optimizer.step(torch.tensor(True))
+
+
+def permutation() -> None:
+    from d9d_triton.permutation import permute, unpermute
+
+    for choices, features in ((8, 2048), (6, 33)):
+        slots = torch.arange(4 * choices)
+        places = slots.view(4, choices)
+        backward(permute(ones(4, features), slots, places))
+        backward(unpermute(ones(4 * choices, features), slots, places, ones(4, choices, dtype=torch.float32)))
+        backward(unpermute(ones(4 * choices, features).detach(), slots, places, ones(4, choices)))
+        backward(unpermute(ones(4 * choices, features), slots, places, ones(4, choices).detach()))
+
+
+LAUNCHES: Mapping[str, Callable[[], None]] = {
+    "rms_norm": rms_norm,
+    "silu_mul": silu_mul,
+    "rope": rope,
+    "permutation": permutation,
+    "adamw": adamw,
+}
+
+
+def launch_everything() -> None:
+    for launch in LAUNCHES.values():
+        launch()
+
+
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.thorough)])
+def test_every_kernel_compiles(capability: int) -> None:
+    compiled = compile_launches("d9d_triton", __file__, "launch_everything", (capability,))
+    missing = [name for name, capabilities in compiled.items() if not capabilities]
+    assert compiled
+    assert not missing, f"nothing in LAUNCHES launches {missing}"

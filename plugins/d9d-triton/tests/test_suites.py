@@ -1,0 +1,56 @@
+"""Kernels keep what holds for every one: interpreted here, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import pytest
+from d9d_testing.suites.kernel import KernelSuite
+
+
+class TestRmsNorm(KernelSuite):
+    target = "rms_norm.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"}, {"features": 16385})
+
+
+class TestSiluMul(KernelSuite):
+    target = "silu_mul.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+class TestRope(KernelSuite):
+    target = "rope.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+class TestPermute(KernelSuite):
+    target = "permute.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+class TestUnpermute(KernelSuite):
+    target = "unpermute.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+@pytest.mark.gpu
+class TestRmsNormOnCuda(TestRmsNorm):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestSiluMulOnCuda(TestSiluMul):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestRopeOnCuda(TestRope):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestPermuteOnCuda(TestPermute):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestUnpermuteOnCuda(TestUnpermute):
+    device = "cuda"
