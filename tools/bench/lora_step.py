@@ -63,7 +63,7 @@ def their_step(trainer: Trainer, options: argparse.Namespace, device: torch.devi
     from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 
     if device.type == "cuda" and options.liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3  # type: ignore[import-not-found]
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
 
         apply_liger_kernel_to_qwen3()
     layout, config = Qwen3HuggingFace(), trainer.job.model

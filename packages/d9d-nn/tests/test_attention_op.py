@@ -163,7 +163,7 @@ def test_sdpa_explains_its_answer() -> None:
 
 def cuda(dtype: str = "bfloat16", documents: bool | None = None, **static: Any) -> OpSignature:
     facts = {"causal": True, "head_dim": 64, "window": None} | static
-    return OpSignature("attention", "cuda", dtype, facts, documents)
+    return OpSignature("attention", "cuda", dtype, facts, documents=documents)
 
 
 @pytest.mark.parametrize("documents", [None, False])

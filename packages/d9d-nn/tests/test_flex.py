@@ -107,7 +107,7 @@ def test_the_work_is_that_of_the_documents() -> None:
 
 
 def cuda(documents: bool | None = None, **static: Any) -> OpSignature:
-    return OpSignature("attention", "cuda", "bfloat16", {"head_dim": 64, "window": None} | static, documents)
+    return OpSignature("attention", "cuda", "bfloat16", {"head_dim": 64, "window": None} | static, documents=documents)
 
 
 def test_calls_of_which_nothing_is_skipped_run_as_with_sdpa() -> None:

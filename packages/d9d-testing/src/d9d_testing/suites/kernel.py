@@ -190,7 +190,9 @@ class KernelSuite:
         for dtype in self.dtypes:
             for call in self.op().calls():
                 inputs = {n: _cast(t, getattr(torch, dtype)).to(self.device) for n, t in call.inputs.items()}
-                signature = OpSignature(name, self.asked or self.device, dtype, dict(call.static), documents=call.documents)
+                signature = OpSignature(
+                    name, self.asked or self.device, dtype, dict(call.static), documents=call.documents
+                )
                 yield f"{dtype}, {call.name}", signature, replace(call, inputs=inputs)
 
     def accepted(self, *, first: bool = False) -> Iterator[tuple[str, OpSignature, Call]]:

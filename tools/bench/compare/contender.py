@@ -1,0 +1,77 @@
+"""Contenders: what each is called, and what a module of one provides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from settings import Setting
+from torch import Tensor
+
+
+class NotHereError(Exception):
+    """A contender is not installed, or does not do what the setting asks for; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """Contender that is ready to train.
+
+    Attributes:
+        step: forward, loss, backward, clipping and update of the next microbatch; returns the loss, on the device.
+        parameters: number of the model's parameters.
+        versions: of what it is made of.
+        remarks: what a reader of the table should know.
+    """
+
+    step: Callable[[], Tensor]
+    parameters: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    remarks: str = ""
+
+
+Build = Callable[[Setting, torch.device], Contender]
+
+#: Name -> its title in tables, and the function that builds it.
+CONTENDERS: Mapping[str, tuple[str, str]] = {
+    "d9d": ("d9d", "ours:build"),
+    "d9d-eager": ("d9d without compile", "ours:build_eager"),
+    "transformers": ("transformers, SDPA", "with_transformers:build"),
+    "transformers-flex": ("transformers, flex", "with_transformers:build_flex"),
+    "transformers-compile": ("transformers + torch.compile", "with_transformers:build_compiled"),
+    "liger": ("transformers + Liger", "with_transformers:build_liger"),
+    "torchtitan": ("torchtitan", "with_torchtitan:build"),
+}
+#: Those of a table, unless others are asked for.
+DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")
+
+
+def builder_of(name: str) -> Build:
+    """Function that builds a contender: one of :data:`CONTENDERS`, or ``module:function``."""
+    module, _, function = (CONTENDERS[name][1] if name in CONTENDERS else name).partition(":")
+    build: Build = getattr(import_module(module), function)
+    return build
+
+
+def title_of(name: str) -> str:
+    """Name of a contender in tables."""
+    return CONTENDERS[name][0] if name in CONTENDERS else name
+
+
+def installed(*names: str) -> dict[str, str]:
+    """Versions of distributions.
+
+    Raises:
+        NotHereError: one is not installed.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            raise NotHereError(f"{name} is not installed") from None
+    return found

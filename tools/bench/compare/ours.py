@@ -1,0 +1,80 @@
+"""Contender d9d: a job as users write it."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from importlib.util import find_spec
+from itertools import count
+from typing import Any
+
+import torch
+from contender import Contender, installed
+from d9d_core.plugin import Registry
+from d9d_engine.api import Job
+from microbatches import ComparedPlugin
+from settings import BETAS, CLIP, DECAY, LR, Setting
+from torch import Tensor
+
+PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
+#: Used where they are installed, as they are by themselves in a job.
+OPTIONAL = ("d9d_triton", "d9d_grouped_gemm")
+
+
+def build(setting: Setting, device: torch.device) -> Contender:
+    """Contender with compiled blocks."""
+    return _build(setting, device, [{"name": "compile", "backend": setting.backend}])
+
+
+def build_eager(setting: Setting, device: torch.device) -> Contender:
+    """Contender without compilation."""
+    return _build(setting, device, [])
+
+
+def _build(setting: Setting, device: torch.device, strategies: list[dict[str, Any]]) -> Contender:
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = _job(setting, device, strategies, directory).build(lambda _: None)
+    numbers = count()
+
+    def step() -> Tensor:
+        # Of a training run; between two of them its loop logs, evaluates and saves, which nobody else does here.
+        loss: Tensor = trainer.step(next(numbers), trainer.prefetcher.next()).loss
+        return loss
+
+    # What the loop does around a profiled step, so that the table of kinds knows the optimizer.
+    trainer.step.ranges.on = True
+    kernels = sorted({f"{slot.op} {slot.backend}" for slot in _slots(trainer.stage) if slot.backend != "reference"})
+    parameters = sum(parameter.numel() for parameter in trainer.stage.parameters())
+    return Contender(step, parameters, installed("d9d-engine"), ", ".join(kernels))
+
+
+def _job(setting: Setting, device: torch.device, strategies: list[dict[str, Any]], directory: str) -> Job:
+    recomputed = [{"name": "activation_checkpointing"}] if setting.checkpointed else []
+    autocast = {"autocast": "bfloat16"} if setting.precision == "autocast" else {"parameters": "bfloat16"}
+    values = {
+        "run": {"dir": directory},
+        "device": device.type,
+        "steps": 10_000,
+        "batch": {"size": setting.samples},
+        "parallel": recomputed + strategies,
+        "precision": autocast,
+        "model": setting.model_values,
+        "task": "causal_lm",
+        "data": {
+            "name": "compared", "model": setting.model, "sequence_length": setting.length,
+            "samples": setting.samples, "data": setting.data,
+        },
+        "optimizer": {"name": "adamw", "lr": LR, "weight_decay": DECAY, "betas": list(BETAS)},
+        "gradient_clipping": {"max_norm": CLIP},
+        "trackers": [],
+        "export": False,
+    }  # fmt: skip
+    found = [name for name in OPTIONAL if find_spec(name)]
+    plugins = [importlib.import_module(f"{name}.plugin") for name in (*PLUGINS, *found)]
+    return Job.from_values(values, registry=Registry.of(*plugins, ComparedPlugin()))
+
+
+def _slots(stage: torch.nn.Module) -> list[Any]:
+    from d9d_core.extend import HasOps, modules_with
+
+    return [slot for module in modules_with(stage, HasOps).values() for slot in module.op_slots().values()]

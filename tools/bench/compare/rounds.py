@@ -1,0 +1,90 @@
+"""Rounds of a comparison: each contender in a process of its own, one after another, in changing order.
+
+One at a time, so that each has the whole memory of the device, however little it leaves; anew in each round, so that
+the spread over rounds holds what differs from start to start. Compiled code comes from torch's cache after the first.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from settings import Setting
+
+HERE = Path(__file__).parent
+Answer = dict[str, Any]
+
+
+def ask(name: str, setting: Setting, profiled: bool, seconds: float | None = None) -> Answer:
+    """Answer of one contender in one round, see :func:`worker.run_round`.
+
+    Args:
+        name: of the contender.
+        setting: of the comparison.
+        profiled: measure the time by kind too.
+        seconds: most time for it; ``None`` for any.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        answer = Path(directory, "answer.json")
+        values = json.dumps(setting.as_json())
+        command = [sys.executable, str(HERE), "--worker", name, values, "profiled" if profiled else "", str(answer)]
+        started = time.perf_counter()
+        try:
+            # What it prints goes to standard error: the result of this program is its own.
+            done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done after {seconds:.0f} s"}
+        taken = time.perf_counter() - started
+        if not answer.exists():
+            return {"failed": f"its process ended with status {done.returncode}", "process_seconds": taken}
+        found: Answer = json.loads(answer.read_text(encoding="utf-8"))
+        return {**found, "process_seconds": taken}
+
+
+def run(
+    setting: Setting,
+    names: Sequence[str],
+    rounds: int,
+    budget: float | None,
+    say: Callable[[str], None],
+    asked: Callable[..., Answer] = ask,
+) -> dict[str, list[Answer]]:
+    """Answers of all contenders, round by round. Who is skipped or fails is not asked again.
+
+    Args:
+        setting: of the comparison.
+        names: contenders.
+        rounds: how many.
+        budget: seconds; a round that would not fit is left out, and a contender in the first one gets what is left.
+        say: prints a line.
+        asked: gives an answer.
+    """
+    answers: dict[str, list[Answer]] = {name: [] for name in names}
+    began = time.perf_counter()
+
+    def left() -> float | None:
+        return None if budget is None else max(budget - (time.perf_counter() - began), 1.0)
+
+    for number in range(rounds):
+        present = [name for name in names if number == 0 or "seconds" in answers[name][-1]]
+        rest = left()
+        if number and rest is not None and sum(answers[name][-1]["process_seconds"] for name in present) > rest:
+            say(f"{number} of {rounds} rounds: another one would take longer than the {rest:.0f} s that are left")
+            break
+        # In turn first and last: whoever comes after a pause meets other clocks.
+        for name in present[:: 1 if number % 2 == 0 else -1]:
+            found = asked(name, setting, number == 0, left())
+            answers[name].append(found)
+            if "seconds" in found:
+                speed = setting.tokens / found["seconds"]
+                took = f"started in {found['start_seconds']:.0f} s"
+                say(f"round {number + 1}: {name}: {speed:,.0f} tokens/s, {took}")
+            else:
+                say(f"round {number + 1}: {name}: {next(f'{k}: {v}' for k, v in found.items() if k != 'hardware')}")
+    return answers

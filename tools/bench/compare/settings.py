@@ -1,0 +1,109 @@
+"""Settings of a comparison: model, length, data and number format, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Data = Literal["random", "packed"]
+Precision = Literal["bfloat16", "autocast"]
+
+#: The optimizer of all contenders: AdamW, and the limit on the gradient norm.
+LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
+#: Tokens of a step.
+TOKENS = 16_384
+#: From this length on, activations are computed again in the backward, block by block.
+CHECKPOINTED = 65_536
+
+_DENSE = {"name": "qwen3", "vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+_TINY = {
+    "vocab_size": 512, "hidden_size": 64, "num_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16,
+}  # fmt: skip
+#: Models by name, as a job file has them.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "dense-0.6b": _DENSE | {"hidden_size": 1024, "intermediate_size": 3072, "num_layers": 28, "tie_embeddings": True},
+    "dense-1.7b": _DENSE | {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28, "tie_embeddings": True},
+    "dense-2b": _DENSE | {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28},
+    "moe-5.6b": {
+        "name": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "num_layers": 8, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "experts_per_token": 8,
+        "moe_intermediate_size": 768,
+    },
+    "tiny": _TINY | {"name": "qwen3", "intermediate_size": 96},
+    "tiny-moe": _TINY | {"name": "qwen3_moe", "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Setting of one table: the same for all contenders.
+
+    Attributes:
+        model: name in :data:`MODELS`.
+        length: positions of a sample.
+        samples: samples of a step.
+        data: ``random`` tokens in samples of one document, or ``packed`` documents.
+        precision: ``bfloat16`` parameters and optimizer states, or float32 ones and ``autocast`` to bfloat16.
+        checkpointed: activations are computed again in the backward.
+        backend: compiler behind Dynamo.
+        warmup: steps before those that are measured, in each round.
+        steps: measured steps of a round.
+    """
+
+    model: str
+    length: int
+    samples: int
+    data: Data = "random"
+    precision: Precision = "bfloat16"
+    checkpointed: bool = False
+    backend: str = "inductor"
+    warmup: int = 5
+    steps: int = 20
+
+    @classmethod
+    def of(cls, model: str, length: int, **more: Any) -> Setting:
+        """Setting of a length with as many samples as the tokens of a step allow."""
+        return cls(model, length, max(1, TOKENS // length), checkpointed=length >= CHECKPOINTED, **more)
+
+    @property
+    def name(self) -> str:
+        """Name of the table: ``dense-2b-4k-random``."""
+        length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
+        parts = [self.model, length, self.data]
+        return "-".join(parts if self.precision == "bfloat16" else [*parts, self.precision])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.samples * self.length
+
+    @property
+    def model_values(self) -> dict[str, Any]:
+        """Model as a job file has it."""
+        return {**MODELS[self.model], "max_positions": self.length}
+
+    def config(self) -> Any:
+        """Config of the model, which is d9d-qwen3's."""
+        from d9d_qwen3.config import Qwen3Config
+        from d9d_qwen3.moe_config import Qwen3MoeConfig
+
+        values = self.model_values
+        kind = Qwen3Config if values["name"] == "qwen3" else Qwen3MoeConfig
+        return kind.model_validate(values)
+
+    def flops_per_token(self) -> float:
+        """FLOPs of a token, forward and backward, by the one formula that counts for all contenders."""
+        from d9d_qwen3.flops import training_flops_per_token
+
+        return training_flops_per_token(self.config(), self.length)
+
+    def as_json(self) -> dict[str, Any]:
+        """Values for a file; :meth:`from_json` reads them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Setting:
+        """Setting of such values."""
+        return cls(**values)

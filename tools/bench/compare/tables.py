@@ -1,0 +1,101 @@
+"""Tables of the results in ``benchmarks/README.md``, between marks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from contender import title_of
+from record import OURS
+
+MARKS = ("<!-- comparisons: written by tools/bench/compare -->", "<!-- end of comparisons -->")
+NONE_YET = "No comparison has been measured yet."
+_KINDS = ("matmul", "attention", "other", "optimizer", "communication", "idle")
+
+
+def text_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """All tables."""
+    return "\n\n".join(map(_section, results)) or NONE_YET
+
+
+def fill(page: str, text: str) -> str:
+    """Page with a text between the marks.
+
+    Raises:
+        SystemExit: it has none.
+    """
+    head, mark, rest = page.partition(MARKS[0])
+    end, tail = rest.partition(MARKS[1])[1:]
+    if not mark or not end:
+        raise SystemExit(f"the page lacks the marks {MARKS[0]} and {MARKS[1]}")
+    return f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}"
+
+
+def write(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write the tables of all results into a page."""
+    page.write_text(fill(page.read_text(encoding="utf-8"), text_of(results)), encoding="utf-8")
+
+
+def _section(result: Mapping[str, Any]) -> str:
+    contenders: Mapping[str, Mapping[str, Any]] = result["contenders"]
+    setting, machine = result["setting"], result["hardware"]
+    measured = {name: found for name, found in contenders.items() if "ms" in found}
+    lines = [f"### {result['table']}: {machine['device']}", ""]
+    lines.append(
+        f"{setting['samples']} x {setting['length']} tokens a step, {setting['data']}, {setting['precision']}"
+        f"{', checkpointed' if setting['checkpointed'] else ''}; {_versions(machine['versions'])}; commit "
+        f"{result['commit']}, {result['taken']}; `{result['command']}`. MFU: {result['flops_per_token']:.4g} FLOPs per "
+        f"token{_peak(result['peak_tflops'])}."
+    )
+    rows = [_row(name, found) for name, found in measured.items()]
+    lines += ["", *_table(("contender", "tokens/s", "MFU", "step, ms", "peak GiB", "times d9d's speed"), rows)]
+    if kinds := {name: found for name, found in measured.items() if "ms_by_kind" in found}:
+        head = ("ms of a profiled step", *_KINDS, "matmul TFLOP/s", "attention TFLOP/s", "optimizer TB/s")
+        lines += ["", *_table(head, [_kinds(name, found) for name, found in kinds.items()])]
+    for name, found in contenders.items():
+        if reason := found.get("skipped") or found.get("failed"):
+            lines += ["", f"{title_of(name)}: {'left out' if 'skipped' in found else 'failed'}: {reason}"]
+    count = measured.get(OURS, {}).get("parameters")
+    for name, found in measured.items():
+        if count is not None and found["parameters"] != count:
+            lines += ["", f"{title_of(name)}: its model has {found['parameters']:,} parameters, ours {count:,}"]
+    remarks = [f"{title_of(name)}: {found['remarks']}" for name, found in measured.items() if found.get("remarks")]
+    return "\n".join([*lines, *(line for remark in remarks for line in ("", remark))])
+
+
+def _row(name: str, found: Mapping[str, Any]) -> list[str]:
+    ratios = found["times_ours"] if name != OURS else []
+    spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})" if ratios else ""
+    mfu, peak = found["mfu"], found["peak_gib"]
+    return [
+        " ".join(
+            [title_of(name), *(version for package, version in found["versions"].items() if "d9d" not in package)]
+        ),
+        f"{found['tokens_per_second']:,}",
+        "" if mfu is None else f"{mfu:.1%}",
+        f"{statistics.median(found['ms']):.1f} ({min(found['ms']):.1f} to {max(found['ms']):.1f})",
+        "" if peak is None else f"{peak:.1f}",
+        spread,
+    ]
+
+
+def _kinds(name: str, found: Mapping[str, Any]) -> list[str]:
+    rates = found.get("roofline", {})
+    times = [f"{found['ms_by_kind'].get(kind, 0.0):.1f}" for kind in _KINDS]
+    limits = (("matmul_tflops", ".0f"), ("attention_tflops", ".0f"), ("optimizer_tbps", ".2f"))
+    return [title_of(name), *times, *(format(rates[key], form) if key in rates else "" for key, form in limits)]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _peak(peak: float | None) -> str:
+    return "" if peak is None else f" against {peak:.0f} TFLOP/s"

@@ -1,0 +1,93 @@
+"""Contender torchtitan 0.2: its Qwen3 and its compilation of blocks, by its public names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from contender import Contender, NotHereError, installed
+from plain_loop import Microbatch, dtype_of, training_step
+from settings import Setting
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokenizer:
+    """What its masks ask of a tokenizer: the token at the end of each document."""
+
+    eos_id: int
+
+
+def build(setting: Setting, device: torch.device) -> Contender:
+    """Contender with compiled blocks and a compiled loss; packed documents by flex attention.
+
+    Raises:
+        NotHereError: it is not installed, in a version with other names, or the setting asks for more than it does.
+    """
+    versions = installed("torchtitan")
+    try:
+        from torchtitan.config.job_config import Compile
+        from torchtitan.models.llama4.infra.parallelize import apply_compile
+        from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+    except ImportError as error:
+        raise NotHereError(f"torchtitan {versions['torchtitan']} has other names than 0.2: {error}") from None
+    if setting.checkpointed:
+        raise NotHereError("checkpointing of torchtitan is a part of its trainer")
+    packed = setting.data == "packed"
+    if packed and device.type != "cuda":
+        raise NotHereError("flex attention trains on CUDA only")
+    with torch.device("meta"):
+        model = Qwen3Model(Qwen3ModelArgs(**_sizes(setting, packed)))
+    model.to_empty(device=device)
+    with torch.no_grad(), device:
+        model.init_weights(buffer_device=device)
+    if setting.precision == "bfloat16":
+        for parameter in model.parameters():  # not the angles of rotary positions
+            parameter.data = parameter.data.to(dtype_of(setting))
+    model.train()
+    apply_compile(model, Compile(enable=True, components=["model", "loss"], backend=setting.backend), False)
+    loss_function = torch.compile(_loss, backend=setting.backend)
+    tokenizer = _Tokenizer(setting.model_values["vocab_size"] - 1)
+
+    def loss_of(microbatch: Microbatch) -> Tensor:
+        more: dict[str, Any] = {}
+        if packed:
+            masks = model.get_attention_masks(microbatch["tokens"], tokenizer)
+            more = {"attention_masks": masks, "positions": microbatch["positions"]}
+        loss: Tensor = loss_function(model(microbatch["tokens"], **more), microbatch["targets"])
+        return loss
+
+    step = training_step(model, loss_of, setting, device)
+    return Contender(step, sum(parameter.numel() for parameter in model.parameters()), versions)
+
+
+def _sizes(setting: Setting, packed: bool) -> dict[str, Any]:
+    from torchtitan.models.moe import MoEArgs
+
+    values = setting.model_values
+    sizes: dict[str, Any] = {
+        "dim": values["hidden_size"],
+        "n_layers": values["num_layers"],
+        "n_heads": values["num_attention_heads"],
+        "n_kv_heads": values["num_key_value_heads"],
+        "head_dim": values["head_dim"],
+        "vocab_size": values["vocab_size"],
+        "max_seq_len": setting.length,
+        "enable_weight_tying": values.get("tie_embeddings", False),
+    }
+    if packed:
+        sizes |= {"attn_type": "flex", "attn_mask_type": "block_causal"}
+    if values["name"] == "qwen3":
+        return sizes | {"hidden_dim": values["intermediate_size"]}
+    experts = MoEArgs(
+        num_experts=values["num_experts"], num_shared_experts=0, top_k=values["experts_per_token"],
+        score_func="softmax", route_norm=True, score_before_experts=False, load_balance_coeff=None,
+    )  # fmt: skip
+    inside = values["moe_intermediate_size"]
+    return sizes | {"hidden_dim": inside, "moe_enabled": True, "moe_inter_dim": inside, "moe_args": experts}
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,105 @@
+"""Contenders over transformers: SDPA, flex attention, torch.compile, and Liger's kernels."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from contender import Contender, NotHereError, installed
+from plain_loop import Microbatch, dtype_of, training_step, visible
+from settings import Setting
+from torch import Tensor
+
+
+def build(setting: Setting, device: torch.device) -> Contender:
+    """Contender as it is, with PyTorch's SDPA; packed documents by a mask of S x S."""
+    return _build(setting, device, "sdpa", installed("transformers"))
+
+
+def build_compiled(setting: Setting, device: torch.device) -> Contender:
+    """Contender whose model, with its loss, torch.compile compiles."""
+    return _build(setting, device, "sdpa", installed("transformers"), compiled=True)
+
+
+def build_flex(setting: Setting, device: torch.device) -> Contender:
+    """Contender with flex attention: packed documents by a block mask."""
+    if device.type != "cuda":
+        raise NotHereError("flex attention trains on CUDA only")
+    return _build(setting, device, "flex_attention", installed("transformers"))
+
+
+def build_liger(setting: Setting, device: torch.device) -> Contender:
+    """Contender with the kernels of Liger, its loss among them."""
+    versions = installed("transformers", "liger-kernel")
+    if device.type != "cuda":
+        raise NotHereError("Liger's kernels need a GPU")
+    from liger_kernel.transformers import apply_liger_kernel_to_qwen3, apply_liger_kernel_to_qwen3_moe
+
+    (apply_liger_kernel_to_qwen3 if setting.model_values["name"] == "qwen3" else apply_liger_kernel_to_qwen3_moe)()
+    return _build(setting, device, "sdpa", versions)
+
+
+def _build(
+    setting: Setting, device: torch.device, attention: str, versions: dict[str, str], compiled: bool = False
+) -> Contender:
+    model = _model(setting, device, attention)
+    if setting.checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    if compiled:
+        model.compile(backend=setting.backend)
+    mask_of = _mask if attention == "sdpa" else partial(_block_mask, torch.compile(_create()))
+
+    def loss_of(microbatch: Microbatch) -> Tensor:
+        targets = microbatch["targets"]
+        packed = {}
+        if "documents" in microbatch:
+            packed = {"attention_mask": mask_of(microbatch["documents"]), "position_ids": microbatch["positions"]}
+        out = model(input_ids=microbatch["tokens"], labels=targets, shift_labels=targets, use_cache=False, **packed)
+        loss: Tensor = out.loss
+        return loss
+
+    step = training_step(model, loss_of, setting, device)
+    return Contender(step, sum(parameter.numel() for parameter in model.parameters()), versions)
+
+
+def _model(setting: Setting, device: torch.device, attention: str) -> Any:
+    """Model of transformers of the same sizes as ours."""
+    import transformers
+    from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
+    from d9d_qwen3.hugging_face.moe import Qwen3MoeHuggingFace
+
+    config, dtype = setting.config(), dtype_of(setting)
+    name = str(dtype).removeprefix("torch.")
+    if setting.model_values["name"] == "qwen3":
+        values = Qwen3HuggingFace().config_json(config, name)
+        theirs: Any = transformers.Qwen3Config.from_dict(values)
+        experts = {}
+    else:
+        values = Qwen3MoeHuggingFace().config_json(config, name)
+        theirs = transformers.Qwen3MoeConfig.from_dict(values)
+        experts = {"experts_implementation": "grouped_mm"}
+    torch.manual_seed(0)
+    with device:
+        return transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            theirs, dtype=dtype, attn_implementation=attention, **experts
+        )
+
+
+def _mask(documents: Tensor) -> Tensor:
+    return visible(documents)
+
+
+def _create() -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask
+
+
+def _block_mask(create: Any, documents: Tensor) -> Any:
+    def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        return (query >= key) & (documents[sample, query] == documents[sample, key])
+
+    samples, length = documents.shape
+    return create(seen, samples, None, length, length, device=documents.device)

@@ -1,0 +1,74 @@
+"""Time of a step by kind of work, and how far matmul, attention and optimizer are from what the device can do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_engine.profiling.ranges import PREFIX
+from d9d_engine.profiling.summary import STEP, Span, time_by_kind
+from settings import Setting
+from timing import synchronise
+from torch.profiler import ProfilerActivity, profile, record_function
+
+#: Steps that are recorded.
+RECORDED = 2
+
+
+def work_by_kind(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
+    """Milliseconds of a step by kind, see :func:`d9d_engine.profiling.summary.time_by_kind`."""
+    # Else torch's library prints lines of its own.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    synchronise()
+    with profile(activities=activities, acc_events=True) as recorded:
+        for number in range(RECORDED):
+            with record_function(f"{STEP}#{number}"):
+                step()
+        synchronise()
+    spans = [
+        Span(
+            event.name,
+            event.time_range.start,
+            event.time_range.end,
+            event.device_type.name != "CPU",
+            bool(event.is_user_annotation) or event.name.startswith((PREFIX, STEP)),
+        )
+        for event in recorded.events() or ()
+    ]
+    times, _ = time_by_kind(spans, RECORDED)
+    return {kind: microseconds / 1e3 / RECORDED for kind, microseconds in times.items()}
+
+
+def roofline(setting: Setting, kinds: dict[str, float], parameters: int) -> dict[str, float]:
+    """Rates that the kinds of work reach.
+
+    Args:
+        setting: of the comparison.
+        kinds: milliseconds of a step.
+        parameters: of the model.
+
+    Returns:
+        ``matmul_tflops`` and ``attention_tflops``, of the FLOPs that the formula counts (attention as if every sample
+        were one document; what is computed twice does not count), and ``optimizer_tbps``: terabytes per second of
+        the weights, gradients and states that AdamW and clipping read and write at least.
+    """
+    from d9d_qwen3.flops import head_parameters, layer_parameters
+
+    config = setting.config()
+    matmul = 6.0 * (layer_parameters(config) + head_parameters(config, setting.length)) * setting.tokens
+    attention = setting.flops_per_token() * setting.tokens - matmul
+    width = 2 if setting.precision == "bfloat16" else 4
+    # Weight, gradient and two states are read, weight and states written.
+    moved = 7 * width * parameters
+    found = {}
+    for name, amount, kind in (
+        ("matmul_tflops", matmul, "matmul"),
+        ("attention_tflops", attention, "attention"),
+        ("optimizer_tbps", moved, "optimizer"),
+    ):
+        if kinds.get(kind, 0) > 0:
+            found[name] = amount / (kinds[kind] / 1e3) / 1e12
+    return found
