@@ -34,8 +34,8 @@ from d9d_engine.trackers.backlog import Backlog
 ROOM = 1000
 #: Name beside those of trackers, under which a checkpoint keeps what some had not taken yet.
 BEHIND = "(behind)"
-#: Shares of the patience: a tracker that takes longer than the first one is late, and then gets the second one.
-_SOON, _LATE = 0.2, 0.02
+#: Share of the patience: a tracker that takes longer is late.
+_SOON = 0.2
 
 
 #: Kind of values, by the method that writes it -> the protocol of runs that take it.
@@ -56,8 +56,7 @@ class TrackerHub:
         trackers: by a name that is unique within the job.
         warn: prints a line; called in any thread.
         patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; three times as long while
-            one opens, as :meth:`close` does. One that is late gets a fiftieth of that time, until it answers within
-            a fifth again.
+            one opens, as :meth:`close` does. One that is late is not waited for, until it answers within a fifth again.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
@@ -189,7 +188,7 @@ class TrackerHub:
                 # Libraries are imported while a run opens, and a run that no checkpoint knows cannot be continued.
                 patience = self._patience if thread.opened.is_set() else 3 * self._patience
                 soon = patience * _SOON if thread.opened.is_set() else patience
-                asked.append((thread, patience * (_LATE if thread.is_late else 1.0), thread.ask(call(thread), soon)))
+                asked.append((thread, 0.0 if thread.is_late else patience, thread.ask(call(thread), soon)))
         for thread, patience, done in asked:
             if not done.wait(max(0.0, begin + patience - time.monotonic())):
                 thread.is_late = True
