@@ -302,7 +302,8 @@ def test_tests_of_a_member_import_only_what_is_installed_with_it(member: Member)
     foreign = []
     for path in sorted((member.path / "tests").rglob("*.py")):
         names = {name.partition(".")[0] for name in imported_names(path)}
-        for name in sorted(names - set(sys.stdlib_module_names) - TEST_TOOLS - {member.package}):
+        known = set(sys.stdlib_module_names) | TEST_TOOLS | WITH_TORCH.keys() | {member.package}
+        for name in sorted(names - known):
             distributions = {_normal(owner) for owner in owners.get(name, [name])}
             optional = f'importorskip("{name}' in path.read_text()
             if not distributions & member.dependencies and not optional:
