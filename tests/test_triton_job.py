@@ -60,3 +60,13 @@ def test_on_a_cpu_nothing_is_interpreted_unasked(small_job: Write, d9d: D9d) -> 
 def test_a_kernel_of_an_optimizer_that_the_job_does_not_have_is_an_error(small_job: Write) -> None:
     with pytest.raises(BuildError, match="kernels.stochastic_adamw: the job calls no op 'stochastic_adamw'; its ops"):
         Job.load(small_job(kernels={"stochastic_adamw": "triton"})).build(lambda _: None)
+
+
+def test_explain_says_why_compiled_blocks_keep_the_reference(small_job: Write, d9d: D9d) -> None:
+    status, out, _ = d9d("explain", str(small_job(device="cuda", parallel=["compile"])))
+    lines = [line.strip() for line in out.splitlines()]
+    assert status == 0
+    (at,) = (place for place, line in enumerate(lines) if line.startswith("silu_mul: reference at "))
+    assert lines[at].endswith(", compiled")
+    assert "triton accepts, priority 0, taken by name only: inductor" in " ".join(lines[at : at + 4])
+    assert any(line == "rms_norm: triton (d9d-triton 0.1.0) at norm.rms_norm" for line in lines)

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from d9d_triton.kernels.column_sums import add_up
+from d9d_triton.launch import OPTIONS
 
 #: Rows that a program adds up side by side, and its columns: few, for there are few columns and many multiprocessors.
 _ROWS, _COLUMNS = 128, 16
@@ -24,5 +25,8 @@ def column_sums(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """
     rows, columns = matrix.shape
     out = torch.empty(columns, dtype=dtype, device=matrix.device)
-    add_up[(triton.cdiv(columns, _COLUMNS),)](out, matrix, rows, columns, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    blocks = triton.cdiv(rows, _ROWS)
+    add_up[(triton.cdiv(columns, _COLUMNS),)](
+        out, matrix, rows, columns, ROWS=_ROWS, BLOCKS=blocks, COLUMNS=_COLUMNS, **OPTIONS
+    )
     return out

@@ -10,6 +10,8 @@ from torch import Tensor
 
 #: Dtypes of what the kernels read; they compute in float32.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+#: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
+OPTIONS = {"enable_fp_fusion": True}
 #: Programs for each multiprocessor where a kernel loops over its work: enough to hide the latency of loads.
 _PROGRAMS_EACH = 4
 #: Multiprocessors where there is no GPU: kernels are interpreted, one program after the other.

@@ -19,7 +19,7 @@ from d9d_core.extend import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.permutation import differentiate, sum_rows
-from d9d_triton.launch import check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
 #: Features of a program of the sum, and elements of a tile of the backward (choices times features).
 _BLOCK, _TILE = 1024, 4096
@@ -123,9 +123,9 @@ def weighted_sum_backward(
         block = min(triton.next_power_of_2(rows.shape[1]), max(16, _TILE // lanes))
         with on_device(rows):
             differentiate[(tokens,)](
-                grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), *rows.shape,
-                *grad.stride(), *rows.stride(),
-                CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block,
+                grad_rows, grad_weights, grad, rows, places.contiguous(), weights.contiguous(), len(rows),
+                *grad.stride(), *rows.stride(), FEATURES=rows.shape[1],
+                CHOICES=choices, LANES=lanes, OF_X=of_rows, OF_WEIGHTS=of_weights, BLOCK=block, **OPTIONS,
             )  # fmt: skip
     return grad_rows, grad_weights
 
@@ -140,7 +140,7 @@ def _sum(rows: Tensor, places: Tensor, weights: Tensor | None) -> Tensor:
         with on_device(rows):
             sum_rows[(tokens, triton.cdiv(features, block))](
                 out, rows, places.contiguous(), factors, count, features, *rows.stride(),
-                CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block,
+                CHOICES=choices, WEIGHTED=weights is not None, BLOCK=block, **OPTIONS,
             )  # fmt: skip
     return out
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.rms_norm import differentiate, normalise
-from d9d_triton.launch import as_rows, check_floats, empty_like, on_device, persistent_programs
+from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device, persistent_programs
 
 #: Elements that a program handles at a time; rows that are shorter are taken together.
 _TILE = 2048
-#: Tiles that a program of the backward loads ahead of the one that it computes with, and that one.
-_STAGES = 1
+#: Longest rows that a program of the backward loads a tile ahead; of longer ones, registers hold no two.
+_MOST_FEATURES_AHEAD = 8192
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
@@ -53,7 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         tile = _tile(rows.shape[1])
         with on_device(x):
             normalise[(triton.cdiv(len(rows), tile["ROWS"]),)](
-                out, rows, weight, len(rows), rows.shape[1], *rows.stride(), weight.stride(0), eps, **tile
+                out, rows, weight, len(rows), rows.shape[1], *rows.stride(), weight.stride(0), eps, **tile, **OPTIONS
             )
     return out
 
@@ -86,7 +86,8 @@ def rms_norm_backward(
     with on_device(x):
         differentiate[(programs,)](
             grad_x, partial, grads, rows, weight, len(rows), rows.shape[1], *grads.stride(), *rows.stride(),
-            weight.stride(0), eps, **tile, OF_X=of_x, OF_WEIGHT=of_weight, STAGES=_STAGES,
+            weight.stride(0), eps, **tile, OF_X=of_x, OF_WEIGHT=of_weight,
+            AHEAD=rows.shape[1] <= _MOST_FEATURES_AHEAD, **OPTIONS,
         )  # fmt: skip
         return grad_x, column_sums(partial, weight.dtype) if of_weight else weight.new_empty(0)
 

@@ -17,7 +17,7 @@ from d9d_nn.ops.rope import rope as reference
 from torch import Tensor
 
 from d9d_triton.kernels.rope import rotate
-from d9d_triton.launch import check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
 #: Pairs of queries, and of keys, that a program turns at a time.
 _PAIRS = 2048
@@ -76,7 +76,7 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
         rotate[(samples * positions, groups)](
             *turned, query, key, *angles, positions, query_heads, key_heads, half,
             *query.stride(), *key.stride(), *angles[0].stride(), *angles[1].stride(),
-            QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back,
+            QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back, **OPTIONS,
         )  # fmt: skip
     return turned
 

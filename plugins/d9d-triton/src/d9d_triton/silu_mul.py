@@ -14,7 +14,7 @@ from d9d_core.extend import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.silu_mul import differentiate, gate_rows
-from d9d_triton.launch import as_rows, check_floats, empty_like, on_device
+from d9d_triton.launch import OPTIONS, as_rows, check_floats, empty_like, on_device
 
 #: Elements of a program.
 _BLOCK = 2048
@@ -75,7 +75,7 @@ def _launch(kernel: Any, outs: tuple[Tensor, ...], inputs: tuple[Tensor, ...]) -
     block = min(_BLOCK, triton.next_power_of_2(features))
     strides = [stride for tensor in rows for stride in tensor.stride()]
     with on_device(outs[0]):
-        kernel[(count * triton.cdiv(features, block),)](*outs, *rows, features, *strides, BLOCK=block)
+        kernel[(count * triton.cdiv(features, block),)](*outs, *rows, features, *strides, BLOCK=block, **OPTIONS)
 
 
 def _empty_out(gate: Tensor, up: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def add_up(out, matrix, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def add_up(out, matrix, rows, columns, ROWS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums of some columns.
 
     Args:
@@ -16,12 +16,13 @@ def add_up(out, matrix, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
         rows: R.
         columns: C.
         ROWS: rows that are added up side by side.
+        BLOCKS: R over that, rounded up.
         COLUMNS: columns of a program.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, rows, ROWS):
-        row = start + tl.arange(0, ROWS)[:, None]
+    for block in range(BLOCKS):
+        row = block * ROWS + tl.arange(0, ROWS)[:, None]
         place = matrix + row.to(tl.int64) * columns + column
         total += tl.load(place, (row < rows) & (column < columns), other=0.0)
     columns_out = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

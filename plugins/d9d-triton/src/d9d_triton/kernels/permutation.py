@@ -57,11 +57,11 @@ def differentiate(
     places,
     weights,
     rows,
-    features,
     grad_token,
     grad_feature,
     x_row,
     x_feature,
+    FEATURES: tl.constexpr,
     CHOICES: tl.constexpr,
     LANES: tl.constexpr,
     OF_X: tl.constexpr,
@@ -78,11 +78,11 @@ def differentiate(
         places: int64 [T, k], contiguous; R or more where there is no row.
         weights: [T, k], contiguous.
         rows: R.
-        features: H.
         grad_token: stride of the gradient.
         grad_feature: stride of the gradient.
         x_row: stride of x.
         x_feature: stride of x.
+        FEATURES: H, a constant so that the loop can be interpreted by Triton 3.6 with NumPy 2.4, too.
         CHOICES: k.
         LANES: k or more, a power of two.
         OF_X: whether the gradient of the rows is needed.
@@ -94,16 +94,16 @@ def differentiate(
     place = tl.load(places + token * CHOICES + choice, choice < CHOICES, other=rows)[:, None]
     weight = tl.load(weights + token * CHOICES + choice, choice < CHOICES, other=0.0).to(tl.float32)[:, None]
     product = tl.zeros((LANES,), tl.float32)
-    for start in range(0, features, BLOCK):
+    for start in range(0, FEATURES, BLOCK):
         feature = (start + tl.arange(0, BLOCK)).to(tl.int64)[None, :]
-        known = feature < features
+        known = feature < FEATURES
         arrived = tl.load(grad + token * grad_token + feature * grad_feature, known, other=0.0).to(tl.float32)
         there = known & (place < rows)
         if OF_WEIGHTS:
             part = tl.load(x + place * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
             product += tl.sum(arrived * part, axis=1)
         if OF_X:
-            tl.store(grad_x + place * features + feature, (arrived * weight).to(grad_x.dtype.element_ty), there)
+            tl.store(grad_x + place * FEATURES + feature, (arrived * weight).to(grad_x.dtype.element_ty), there)
     if OF_WEIGHTS:
         target = grad_weights + token * CHOICES + choice
         tl.store(target, product.to(grad_weights.dtype.element_ty), choice < CHOICES)

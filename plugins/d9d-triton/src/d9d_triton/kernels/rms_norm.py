@@ -39,7 +39,7 @@ def normalise(
     feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
     there = (row < rows) & (feature < features)
     factor = tl.load(weight + feature * weight_feature, feature < features, other=0.0).to(tl.float32)
-    wide = tl.load(x + row * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
+    wide = _load_rows(x, row, feature, rows, features, x_row, x_feature).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / features + eps)[:, None]
     tl.store(out + row * features + feature, (wide * scale * factor).to(out.dtype.element_ty), there)
 
@@ -63,7 +63,7 @@ def differentiate(
     FEATURES: tl.constexpr,
     OF_X: tl.constexpr,
     OF_WEIGHT: tl.constexpr,
-    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Gradients of :func:`normalise`; each program sums the weight's over its rows.
 
@@ -85,31 +85,49 @@ def differentiate(
         FEATURES: D or more, a power of two.
         OF_X: whether the gradient of x is needed.
         OF_WEIGHT: whether that of the weight is.
-        STAGES: tiles in flight, the one that is computed with included.
+        AHEAD: whether a program loads a tile before it computes with the one before.
     """
     feature = tl.arange(0, FEATURES).to(tl.int64)[None, :]
     factor = tl.load(weight + feature * weight_feature, feature < features, other=0.0).to(tl.float32)
     total = tl.zeros((ROWS, FEATURES), tl.float32)
-    # Programs take turns, so that those that run together read neighbouring rows.
-    start, step = tl.program_id(0).to(tl.int64) * ROWS, tl.num_programs(0) * ROWS
-    for first in tl.range(start, rows, step, num_stages=STAGES):
+    # Programs take turns, so that those that run together read neighbouring rows. There is no loop over a range, which
+    # Triton 3.6 cannot interpret with NumPy 2.4.
+    first, step = tl.program_id(0).to(tl.int64) * ROWS, tl.num_programs(0) * ROWS
+    row = first + tl.arange(0, ROWS)[:, None]
+    if AHEAD:
+        next_x = _load_rows(x, row, feature, rows, features, x_row, x_feature)
+        next_grad = _load_rows(grad, row, feature, rows, features, grad_row, grad_feature)
+    while first < rows:
         row = first + tl.arange(0, ROWS)[:, None]
-        there = (row < rows) & (feature < features)
-        wide = tl.load(x + row * x_row + feature * x_feature, there, other=0.0).to(tl.float32)
-        arrived = tl.load(grad + row * grad_row + feature * grad_feature, there, other=0.0).to(tl.float32)
+        if AHEAD:
+            wide, arrived = next_x.to(tl.float32), next_grad.to(tl.float32)
+            next_x = _load_rows(x, row + step, feature, rows, features, x_row, x_feature)
+            next_grad = _load_rows(grad, row + step, feature, rows, features, grad_row, grad_feature)
+        else:
+            wide = _load_rows(x, row, feature, rows, features, x_row, x_feature).to(tl.float32)
+            arrived = _load_rows(grad, row, feature, rows, features, grad_row, grad_feature).to(tl.float32)
         weighted = arrived * factor
         # Neither sum waits for the other.
         square = tl.sum(wide * wide, axis=1) / features
         product = tl.sum(weighted * wide, axis=1) / features
         scale = tl.rsqrt(square + eps)[:, None]
         # Rows beyond the last are zeros, whose scale is infinite without an epsilon.
-        normed = tl.where(there, wide * scale, 0.0)
+        normed = tl.where(row < rows, wide * scale, 0.0)
         if OF_WEIGHT:
             total += arrived * normed
         if OF_X:
             found = (weighted - normed * product[:, None] * scale) * scale
+            there = (row < rows) & (feature < features)
             tl.store(grad_x + row * features + feature, found.to(grad_x.dtype.element_ty), there)
+        first += step
     if OF_WEIGHT:
         columns = tl.arange(0, FEATURES)
-        place = partial + tl.program_id(0).to(tl.int64) * features + columns
-        tl.store(place, tl.sum(total, axis=0), columns < features)
+        sums = partial + tl.program_id(0).to(tl.int64) * features + columns
+        tl.store(sums, tl.sum(total, axis=0), columns < features)
+
+
+@triton.jit
+def _load_rows(x, row, feature, rows, features, x_row, x_feature):
+    """Rows int64 [ROWS, 1] and features int64 [1, FEATURES] of x; zeros beyond both."""
+    there = (row < rows) & (feature < features)
+    return tl.load(x + row * x_row + feature * x_feature, there, other=0.0)
