@@ -17,6 +17,7 @@ from d9d_core.extend import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.adamw import count_step, update_weights
+from d9d_triton.launch import OPTIONS, check_floats, on_device
 from d9d_triton.support import interpreted
 
 if TYPE_CHECKING:
@@ -85,11 +86,13 @@ class FusedAdamW:
                 if not row[at].is_contiguous():
                     tensors[at] = row[at].contiguous()
                     scattered.append((row[at], tensors[at]))
+            check_floats("stochastic_adamw" if self._stochastic else "adamw", parameter=tensors[0], gradient=tensors[1])
             aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors[:_LARGE])
             dtypes = tuple(tensor.dtype for tensor in tensors[:_LARGE])
             alike.setdefault((aligned, dtypes), []).append(tensors)
         for (aligned, _), rows in alike.items():
-            self._update(batch, rows, betas, eps, aligned=aligned)
+            with on_device(rows[0][0]):
+                self._update(batch, rows, betas, eps, aligned=aligned)
         for tensor, changed in scattered:
             tensor.copy_(changed)
 
@@ -121,6 +124,7 @@ class FusedAdamW:
             LOG2_BETA2=_log2(betas[1]),
             STOCHASTIC=self._stochastic,
             BLOCK=_COUNTS,
+            **OPTIONS,
         )
         if not len(owners):
             return
@@ -147,6 +151,7 @@ class FusedAdamW:
             ALIGNED=aligned,
             BLOCK=self._block,
             num_warps=_WARPS,
+            **OPTIONS,
         )
 
 
