@@ -109,8 +109,8 @@ def test_a_tracker_that_was_late_is_waited_for_long_only_after_it_has_answered_s
     assert real(thread.opened, 60)
     assert checkpoint(12.0) == [10.0]
     assert checkpoint(9.0) == [0.0]  # in between, it has caught up
-    assert checkpoint(1.0) == [0.0]
-    assert checkpoint(1.0) == [10.0]
+    assert checkpoint(0.1) == [0.0]
+    assert checkpoint(0.1) == [10.0]
     hub.close("finished")
 
 

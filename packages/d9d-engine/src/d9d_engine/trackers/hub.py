@@ -34,8 +34,9 @@ from d9d_engine.trackers.backlog import Backlog
 ROOM = 1000
 #: Name beside those of trackers, under which a checkpoint keeps what some had not taken yet.
 BEHIND = "(behind)"
-#: Share of the patience: a tracker that takes longer is late.
-_SOON = 0.2
+#: Share of the patience: a tracker that takes longer is late. What it has not written is in the checkpoint, too, so
+#: that waiting again and again would buy little for the time of all ranks.
+_SOON = 0.02
 
 
 #: Kind of values, by the method that writes it -> the protocol of runs that take it.
@@ -56,7 +57,8 @@ class TrackerHub:
         trackers: by a name that is unique within the job.
         warn: prints a line; called in any thread.
         patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; three times as long while
-            one opens, as :meth:`close` does. One that is late is not waited for, until it answers within a fifth again.
+            one opens, as :meth:`close` does. One that is late is not waited for, until it answers within a fiftieth of
+            that time again.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
