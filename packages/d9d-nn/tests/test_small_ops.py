@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from d9d_core.extend import OpSignature
-from d9d_nn.ops.rms_norm import rms_norm, torch_build
+from d9d_nn.ops.rms_norm import rms_norm, torch_build, torch_supports
 from d9d_nn.ops.rope import rope
 from d9d_nn.ops.silu_mul import silu_mul
 from d9d_nn.rope.rotary_embedding import RotaryEmbedding
@@ -86,3 +86,11 @@ def test_rope_keeps_the_dtype_and_computes_in_float32(dtype: torch.dtype) -> Non
 def test_silu_mul_is_gate_times_sigmoid_times_up() -> None:
     gate, up = normal(4, 8), normal(4, 8, seed=1)
     assert_close_values(silu_mul(gate, up), gate * torch.sigmoid(gate) * up)
+
+
+def test_compiled_modules_keep_the_reference_of_rms_norm_that_the_compiler_fuses() -> None:
+    written, compiled = (
+        torch_supports(OpSignature("rms_norm", "cuda", "bfloat16", {}, compiled=compiled)) for compiled in (False, True)
+    )
+    assert written.priority > 0
+    assert (compiled.accept, compiled.priority) == (True, 0)

@@ -30,9 +30,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def torch_supports(signature: OpSignature) -> Decision:
-    """Accept on CUDA, where ``torch.nn.functional.rms_norm`` is one fused kernel."""
+    """Accept on CUDA, where ``torch.nn.functional.rms_norm`` is one fused kernel; in compiled modules by name only."""
     if signature.device != "cuda":
         return Decision(accept=False, reason=f"fused on cuda only; on {signature.device} the reference is as fast")
+    if signature.compiled:
+        # Head norms and rotations forward and backward, 4 x 8192, on an H200: 0.65 ms against 0.80 by this one.
+        return Decision(accept=True, reason="inductor fuses the reference with its neighbours; by name only")
     return Decision(accept=True, reason="one fused kernel", priority=10)
 
 
