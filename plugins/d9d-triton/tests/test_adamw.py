@@ -117,7 +117,9 @@ def test_stochastic_rounding_draws_the_noise_of_the_reference(device: str, state
             assert torch.equal(found, expected), name
             continue
         # Where the last bit of a float32 decides, another order of operations rounds otherwise.
-        assert (found != expected).double().mean().nan_to_num() < 0.01 or expected.numel() < 10 or "/" in name, name
+        # Moments in bfloat16 hold numbers near zero, sums of larger ones, which differ in more than their last bits.
+        most = 0.01 if "/" not in name else 1.0 if state_dtype == "float32" else 0.05
+        assert (found != expected).double().mean().nan_to_num() <= most or expected.numel() < 10, name
         torch.testing.assert_close(found, expected, rtol=1 / 64, atol=1e-6, msg=lambda t, name=name: f"{name}: {t}")
 
 
@@ -137,7 +139,7 @@ def test_a_closed_gate_keeps_every_bit_whatever_the_gradients_are(make: Make, de
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
-def test_noise_does_not_depend_on_how_a_tensor_lies_in_memory_or_is_cut_into_blocks(
+def test_noise_does_not_depend_on_how_a_tensor_is_cut_into_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make = stochastic(lr=1e-4, weight_decay=0.0)
@@ -147,24 +149,30 @@ def test_noise_does_not_depend_on_how_a_tensor_lies_in_memory_or_is_cut_into_blo
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["transposed", "unaligned"])
-def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(kind: str) -> None:
+def test_tensors_that_lie_otherwise_in_memory_are_updated_alike(kind: str, dtype: torch.dtype, fused: bool) -> None:
     found = []
+    drawn = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     for moved in (False, True):
-        plain = torch.arange(64.0).view(8, 8)
+        plain = drawn.clone()
         if moved and kind == "transposed":
             plain = plain.t().contiguous().t()
         if moved and kind == "unaligned":
-            plain = torch.empty(65)[1:].view(8, 8).copy_(plain)
+            plain = torch.empty(65, dtype=dtype)[1:].view(8, 8).copy_(plain)
         named = {"weight": nn.Parameter(plain)}
-        optimizer = AdamW(AdamWConfig(lr=0.1), named)
-        optimizer.op_slots()["step"].bind("triton", FusedAdamW(stochastic=False))
+        stochastic_one = dtype == torch.bfloat16
+        optimizer: Any = (stochastic if stochastic_one else adamw)(lr=0.1)(named)
+        if fused:
+            optimizer.op_slots()["step"].bind("triton", FusedAdamW(stochastic=stochastic_one))
         optimizer.init_state()
-        named["weight"].grad = torch.linspace(-1, 1, 64).view(8, 8)
-        optimizer.step(torch.tensor(True))
+        for _ in range(2):
+            named["weight"].grad = torch.linspace(-1, 1, 64).view(8, 8).to(dtype)
+            optimizer.step(torch.tensor(True))
         found.append(named["weight"].detach().clone())
     assert torch.equal(*found)
-    assert not torch.equal(found[0], torch.arange(64.0).view(8, 8))
+    assert not torch.equal(found[0], drawn)
 
 
 @triton.jit

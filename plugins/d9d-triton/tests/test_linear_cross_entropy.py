@@ -50,6 +50,11 @@ class TestTritonSumOnCuda(TestTritonSum):
     device = "cuda"
 
 
+def test_factors_of_two_dtypes_are_an_error() -> None:
+    with pytest.raises(TypeError, match="hidden is torch.bfloat16, weight torch.float32; the matrix product reads one"):
+        LinearCrossEntropy()(torch.zeros(2, 8).bfloat16(), torch.zeros(4, 8), torch.zeros(2, dtype=torch.int64))
+
+
 def example(tokens: int = 5, words: int = WORDS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, FEATURES, generator=generator)

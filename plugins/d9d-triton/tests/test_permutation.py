@@ -29,6 +29,12 @@ def shuffled(tokens: int, choices: int, rows: int, seed: int) -> tuple[Tensor, T
     return slots[:rows], places.view(tokens, choices)
 
 
+def test_weights_of_another_shape_are_an_error() -> None:
+    slots, places = shuffled(2, 2, 4, seed=0)
+    with pytest.raises(ValueError, match=r"unpermute.triton: weights \[1, 2\] and places \[2, 2\] must have one"):
+        permutation.unpermute(normal(4, 8), slots, places, normal(1, 2))
+
+
 def there_and_back(module: Any, x: Tensor, weights: Tensor, slots: Tensor, places: Tensor) -> dict[str, Tensor]:
     """Outputs of both ops, and gradients."""
     absent = len(slots) < places.numel()

@@ -147,6 +147,19 @@ def test_gates_of_another_shape_are_an_error() -> None:
         silu_mul.silu_mul(normal(3, 4), normal(4))
 
 
+@pytest.mark.parametrize(
+    ("key", "angles"), [((1, 2, 2, 8), (1, 4, 4)), ((1, 4, 2, 6), (1, 4, 4)), ((1, 4, 2, 8), (1, 4, 1))]
+)
+def test_keys_and_angles_of_another_shape_are_an_error(key: tuple[int, ...], angles: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"rope.triton: query \[1, 4, 2, 8\], key .* must be"):
+        rope.rope(normal(1, 4, 2, 8), normal(*key), normal(*angles), normal(*angles))
+
+
+def test_weights_of_another_shape_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"rms_norm.triton: x \[3, 64\] and weight \[4\] must be"):
+        rms_norm.rms_norm(normal(3, 64), normal(4), 1e-6)
+
+
 def _samples() -> list[tuple[Any, tuple[Any, ...]]]:
     x, weight = normal(3, 8).requires_grad_(), normal(8, seed=1).requires_grad_()
     query, key = normal(1, 2, 2, 8).requires_grad_(), normal(1, 2, 1, 8, seed=1).requires_grad_()

@@ -85,7 +85,8 @@ class FusedAdamW:
             for at in range(_LARGE):
                 if not row[at].is_contiguous():
                     tensors[at] = row[at].contiguous()
-                    scattered.append((row[at], tensors[at]))
+                    if at != _GRADIENT:
+                        scattered.append((row[at], tensors[at]))
             check_floats("stochastic_adamw" if self._stochastic else "adamw", parameter=tensors[0], gradient=tensors[1])
             aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors[:_LARGE])
             dtypes = tuple(tensor.dtype for tensor in tensors[:_LARGE])
@@ -109,6 +110,8 @@ class FusedAdamW:
             pin_memory=device.type == "cuda",
         ).to(device, non_blocking=True)
         if sizes not in self._work:
+            if len(self._work) >= _TABLES:
+                self._work.clear()
             self._work[sizes] = _blocks(sizes, self._block, device)
         owners, firsts = self._work[sizes]
         factors = torch.empty(2, len(rows), dtype=torch.float32, device=device)
@@ -155,8 +158,10 @@ class FusedAdamW:
         )
 
 
-#: Tensors of a row that have the parameter's shape: parameter, gradient and moments.
-_LARGE = 4
+#: Tensors of a row that have the parameter's shape: parameter, gradient and moments; and which is only read.
+_LARGE, _GRADIENT = 4, 1
+#: Tables that are kept. In most jobs, groups have the same gradients in each step.
+_TABLES = 32
 
 
 def _log2(beta: float) -> float:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from d9d_triton import support
+
 #: Dtypes of what the kernels read; they compute in float32.
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS = tuple(getattr(torch, name) for name in support.FLOATS)
 #: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 #: Programs for each multiprocessor where a kernel loops over its work: enough to hide the latency of loads.

@@ -69,6 +69,7 @@ def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, a
 
     Raises:
         TypeError: rows or weights are of a dtype that the kernels do not read.
+        ValueError: there are not as many weights as places.
     """
     del slots
     total: Tensor = weighted_sum(rows, places, weights, absent)
@@ -92,6 +93,9 @@ def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
 def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
     """Custom op of :func:`unpermute`."""
     check_floats("unpermute", rows=rows, weights=weights)
+    if weights.shape != places.shape:
+        shapes = f"weights {list(weights.shape)} and places {list(places.shape)}"
+        raise ValueError(f"unpermute.triton: {shapes} must have one shape")
     return _sum(rows, places, weights)
 
 

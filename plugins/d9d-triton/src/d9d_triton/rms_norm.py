@@ -45,8 +45,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Raises:
         TypeError: x or weight is of a dtype that the kernel does not read.
+        ValueError: the weight has not as many features as a row.
     """
     check_floats("rms_norm", x=x, weight=weight)
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm.triton: x {list(x.shape)} and weight {list(weight.shape)} must be [..., D] and [D]")
     out = empty_like(x)
     if out.numel():
         rows = as_rows(x)

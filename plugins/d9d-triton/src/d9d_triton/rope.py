@@ -62,6 +62,7 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
         back: turn by the opposite angles, as gradients are.
     """
     check_floats("rope", query=query, key=key, cos=cos, sin=sin)
+    _check_shapes(query, key, cos, sin)
     samples, positions, query_heads, features = query.shape
     key_heads, half = key.shape[2], features // 2
     turned = empty_like(query), empty_like(key)
@@ -79,6 +80,19 @@ def turn(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, back: bool) -> tu
             QUERY_HEADS=query_block, KEY_HEADS=key_block, PAIRS=width, BACK=back, **OPTIONS,
         )  # fmt: skip
     return turned
+
+
+def _check_shapes(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Refuse what the kernel would read or write outside of a tensor."""
+    samples, positions, _, features = query.shape
+    angles = {(count, positions, features // 2) for count in (1, samples)}
+    same = (*key.shape[:2], key.shape[3]) == (samples, positions, features)
+    if not same or features % 2 or tuple(cos.shape) not in angles or tuple(sin.shape) not in angles:
+        shapes = ", ".join(
+            f"{name} {list(tensor.shape)}"
+            for name, tensor in (("query", query), ("key", key), ("cos", cos), ("sin", sin))
+        )
+        raise ValueError(f"rope.triton: {shapes} must be [B, S, N, D], [B, S, K, D] and twice [B or 1, S, D/2]")
 
 
 @turn.register_fake

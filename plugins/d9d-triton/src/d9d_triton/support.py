@@ -32,7 +32,7 @@ def linear_cross_entropy(signature: OpSignature) -> Decision:
 
 
 def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
-    """Accept the same, by name only."""
+    """Accept, by name only, what :func:`linear_cross_entropy` accepts."""
     return decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only", priority=0)
 
 

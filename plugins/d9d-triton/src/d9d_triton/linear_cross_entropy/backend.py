@@ -66,7 +66,7 @@ class LinearCrossEntropy:
             float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
 
         Raises:
-            TypeError: the kernels do not read the dtype.
+            TypeError: the kernels do not read the dtype, or hidden and weight have two.
             ValueError: there are not as many targets as hidden states.
             IndexError: a target is no word; on a GPU, an assertion on the device.
         """
@@ -102,6 +102,11 @@ class LinearCrossEntropy:
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     check_floats("linear_cross_entropy", hidden=hidden, weight=weight)
+    if hidden.dtype != weight.dtype:
+        raise TypeError(
+            f"linear_cross_entropy.triton: hidden is {hidden.dtype}, weight {weight.dtype}; the matrix product reads "
+            "one dtype: cast one of them, or train under autocast"
+        )
     if hidden.shape[:-1].numel() != targets.numel():
         shapes = f"hidden {list(hidden.shape)} and targets {list(targets.shape)}"
         raise ValueError(f"linear_cross_entropy.triton: {shapes} must have one shape but for the features")
