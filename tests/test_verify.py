@@ -13,7 +13,14 @@ import torch
 from d9d_engine.api import Job, Layout, Topology, Verdict, own_layout, parse_layout
 from d9d_engine.cli.verify import verify_job
 from d9d_engine.testing import Limits, Measurement, Record, compare
-from d9d_engine.verify.layouts import layout_dependence, layout_values, scaled_model, scaled_values
+from d9d_engine.verify.layouts import (
+    REFERENCE_LAYOUT,
+    layout_dependence,
+    layout_values,
+    ops_of,
+    scaled_model,
+    scaled_values,
+)
 from d9d_engine.verify.measure import probe
 from hypothesis import given
 from hypothesis import strategies as st
@@ -144,6 +151,14 @@ def test_a_scaled_job_has_layers_and_microbatches_for_its_pipeline(small_job: Wr
     assert values["batch"]["size"] // values["batch"]["microbatch"] // 2 >= 4
     small = small_job("scaled", **{key: piped[key] for key in ("mesh", "parallel", "pipeline", "model", "batch")})
     Job.load(small).plan()  # can run
+
+
+def test_the_reference_layout_runs_the_references_of_model_and_optimizer(small_job: Write) -> None:
+    job = Job.load(small_job(mesh={"dp_shard": 2}, parallel=["fsdp"]))
+    values = scaled_values(job, [REFERENCE_LAYOUT], steps=1)
+    ops = ops_of(job, scaled_model(job, values))
+    assert layout_values(values, REFERENCE_LAYOUT, ops)["kernels"] == dict.fromkeys(ops, "reference")
+    assert {"attention", "linear_cross_entropy", "adamw"} <= set(ops)
 
 
 def test_a_layout_that_needs_too_many_processes_says_so(small_job: Write) -> None:

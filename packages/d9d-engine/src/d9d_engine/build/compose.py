@@ -30,7 +30,13 @@ from d9d_engine.build.parts.data import documents_of, open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
-from d9d_engine.build.plan import build_lr_schedule, build_optimizer, circumstances, flops_per_token
+from d9d_engine.build.plan import (
+    build_lr_schedule,
+    build_optimizer,
+    choose_optimizer,
+    circumstances,
+    flops_per_token,
+)
 from d9d_engine.build.weights import start_weights
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.profiling.profiler import StepProfiler
@@ -85,7 +91,7 @@ def build(
     events = Events(subscribers.values())
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
-    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
+    assembly = _assembled(job, selection, registry, topology)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
     store = open_store(job, topology, note)
@@ -110,7 +116,7 @@ def build(
     trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
     note(f"model: {_parameters(assembly, topology)}")
 
-    optimizer, _ = build_optimizer(job, selection, registry, assembly, topology)
+    optimizer = build_optimizer(job, selection, registry, assembly, topology)
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = build_statistics(
@@ -220,6 +226,13 @@ def build(
             ),
         )
     )
+
+
+def _assembled(job: JobConfig, selection: Selection, registry: Registry, topology: Topology) -> Assembly:
+    """The model on the meta device, with an optimizer chosen for it: both may refuse the job's kernels."""
+    assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
+    choose_optimizer(job, selection, registry, assembly, topology)
+    return assembly
 
 
 def _task(job: JobConfig, selection: Selection, topology: Topology) -> Task:

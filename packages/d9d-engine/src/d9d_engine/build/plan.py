@@ -96,7 +96,9 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         check_metric(chosen, metric)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
-    optimizer, step_kernels = build_optimizer(job, selection, registry, assembly, topology, circumstances)
+    optimizer, step_kernels = choose_optimizer(job, selection, registry, assembly, topology, circumstances)
+    optimizer.init_state()
+    check_optimizer(selection.optimizer, optimizer)
     memory = MemoryEstimate(
         parameters=sum(local(parameter).nbytes for parameter in here.values()),
         gradients=sum(local(parameter).nbytes for name, parameter in here.items() if name in trained),
@@ -147,6 +149,16 @@ def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSch
 
 
 def build_optimizer(
+    job: JobConfig, selection: Selection, registry: Registry, assembly: Assembly, topology: Topology
+) -> Optimizer:
+    """The optimizer of the trained parameters, with its state; arguments and errors of :func:`choose_optimizer`."""
+    optimizer, _ = choose_optimizer(job, selection, registry, assembly, topology)
+    optimizer.init_state()
+    check_optimizer(selection.optimizer, optimizer)
+    return optimizer
+
+
+def choose_optimizer(
     job: JobConfig,
     selection: Selection,
     registry: Registry,
@@ -154,7 +166,7 @@ def build_optimizer(
     topology: Topology,
     around: Circumstances | None = None,
 ) -> tuple[Optimizer, list[KernelChoice]]:
-    """Build the optimizer of the trained parameters, with its state, and choose kernels for its ops.
+    """Choose the optimizer of the trained parameters, which has no state yet, and kernels for its ops.
 
     Args:
         job: validated.
@@ -179,8 +191,6 @@ def build_optimizer(
         job.deterministic,
     )
     refuse_unused(job.kernels, [*assembly.kernels, *kernels])
-    optimizer.init_state()
-    check_optimizer(selection.optimizer, optimizer)
     return optimizer, kernels
 
 

@@ -174,7 +174,7 @@ def layout_values(values: Mapping[str, Any], layout: Layout, ops: Iterable[str])
     Args:
         values: of :func:`scaled_values`.
         layout: which one.
-        ops: all ops that the model calls; the reference layout runs their references.
+        ops: all ops that model and optimizer call; the reference layout runs their references.
     """
     mine = dict(values) | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel)}
     if layout.mesh.get("pp", 1) == 1:
@@ -192,9 +192,11 @@ def scaled_model(job: Job, values: Mapping[str, Any]) -> nn.Module:
     return stage
 
 
-def model_ops(stage: nn.Module) -> list[str]:
-    """Names of the ops that a model calls."""
-    return sorted({slot.op for module in modules_with(stage, HasOps).values() for slot in module.op_slots().values()})
+def ops_of(job: Job, stage: nn.Module) -> list[str]:
+    """Names of the ops that a model and the job's optimizer call."""
+    optimizer = instantiate(select(job, job.registry).optimizer, job.optimizer, dict(stage.named_parameters()))
+    holders: list[object] = [*modules_with(stage, HasOps).values(), optimizer]
+    return sorted({slot.op for one in holders if isinstance(one, HasOps) for slot in one.op_slots().values()})
 
 
 def layout_dependence(stage: nn.Module) -> list[str]:

@@ -23,7 +23,7 @@ from d9d_engine.verify.layouts import (
     Layout,
     layout_dependence,
     layout_values,
-    model_ops,
+    ops_of,
     scaled_model,
     scaled_values,
 )
@@ -70,7 +70,7 @@ def verify(
     """
     values = scaled_values(job, layouts, steps)
     stage = scaled_model(job, values)
-    ops = model_ops(stage)
+    ops = ops_of(job, stage)
     for layout in layouts:
         _check(job, layout_values(values, layout, ops), layout)
     for reason in layout_dependence(stage):
