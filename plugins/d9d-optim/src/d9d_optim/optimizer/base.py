@@ -232,7 +232,7 @@ class NamedOptimizer(ABC):
             names=names,
             layouts=list(params),
             params=[local(parameter) for parameter in params],
-            grads=[local(parameter.grad) for parameter in params if parameter.grad is not None],
+            grads=[_laid_out(local(p.grad), local(p)) for p in params if p.grad is not None],
             slots={slot: [local(state[name][slot]) for name in names] for slot in self.slots_of(names[0])},
             lr=self._lr_of(group),
             weight_decay=group.weight_decay,
@@ -245,6 +245,13 @@ class NamedOptimizer(ABC):
         if self._state is None:
             raise BuildError("the optimizer has no state yet; call init_state() once the parameters are materialised")
         return self._state
+
+
+def _laid_out(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Gradient with the strides of its parameter, which fused kernels take for granted."""
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def zeros(parameter: Tensor, dtype: torch.dtype) -> Tensor:
