@@ -157,6 +157,7 @@ def test_the_time_of_an_accelerator_is_that_of_its_kernels() -> None:
         ("autograd::engine::evaluate_function: AddmmBackward0", None),
         ("sm90_xmma_gemm_bf16bf16", "matmul"),
         ("void at::native::elementwise_kernel", "other"),
+        ("Optimizer.step#AdamW.step", "optimizer"),
     ],
 )
 def test_kinds_are_known_by_the_names_of_operations_and_kernels(name: str, kind: str | None) -> None:

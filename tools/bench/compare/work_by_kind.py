@@ -53,7 +53,7 @@ def roofline(setting: Setting, kinds: dict[str, float], parameters: int) -> dict
     Returns:
         ``matmul_tflops`` and ``attention_tflops``, of the FLOPs that the formula counts (attention as if every sample
         were one document; what is computed twice does not count), and ``optimizer_tbps``: terabytes per second of
-        the weights, gradients and states that AdamW and clipping read and write at least.
+        the weights, gradients and states that AdamW reads and writes; the norm of clipping reads gradients once more.
     """
     from d9d_qwen3.flops import head_parameters, layer_parameters
 

@@ -54,7 +54,8 @@ class Span:
 
 def kind_of(span: Span) -> Kind | None:
     """Kind of the work in a span; ``None`` if it says nothing about work, as a range of a phase."""
-    if span.name == PREFIX + OPTIMIZER:
+    # A step of torch's own optimizers opens a range of theirs, and kernels belong to the innermost one.
+    if span.name == PREFIX + OPTIMIZER or span.name.startswith("Optimizer.step#"):
         return "optimizer"
     name = span.name.lower()
     for kind, pattern in _NAMES:
