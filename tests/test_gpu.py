@@ -117,7 +117,7 @@ WIDE_HEADS = {
 def test_packed_documents_with_flex_are_those_of_the_cpu(
     small_job: Write, parallel: list[Any], windows: int | None
 ) -> None:
-    """And no step waits."""
+    """Steps do not wait, either."""
     model = {**WIDE_HEADS, "sliding_window": windows, "sliding_from_layer": 1 if windows else None}
     model = {name: value for name, value in model.items() if value is not None}
     cpu = build(small_job, "cpu", device="cpu", model=model)

@@ -241,6 +241,8 @@ def read_wandb(directory: Path) -> Iterator[Point]:
     from d9d_wandb.segments import Segment
 
     segments = sorted((directory / "campaign" / "wandb").glob("offline-run-*/run-*.wandb"))
+    if not segments:
+        raise SystemExit(f"{directory}: wandb has written no run")
     for path in (path for path in segments if path.name == segments[-1].name):
         for row in Segment(path).rows():
             for name, value in row.items():
