@@ -81,7 +81,9 @@ def test_a_config_without_a_default_name_is_said_so(install: Callable[..., None]
 
 
 def test_an_unknown_op_is_called_so() -> None:
-    with pytest.raises(PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: attention, "):
+    with pytest.raises(
+        PluginError, match=r"^kernels.bogus: unknown op 'bogus', .*; ops with kernels: adamw, attention, "
+    ):
         find_kernel(Registry.of(), "bogus", "x")
 
 

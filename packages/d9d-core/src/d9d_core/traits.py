@@ -288,7 +288,10 @@ class HasOps(Protocol):
     """``model:ops``: the module calls ops whose backend may be chosen. An optimizer may, too, for instance its step."""
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Op slots of this module (not its children's) or optimizer, keyed by attribute name."""
+        """Op slots of this module (not its children's) or optimizer, keyed by attribute.
+
+        That of an object which the module holds, and which is no module itself, has a path: ``dispatcher.permute``.
+        """
         ...
 
 

@@ -8,6 +8,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -194,7 +195,7 @@ class ModelSuite:
                 is_vector = weight is not None and weight.ndim < 2
                 assert not (is_vector and style is not TensorStyle.SEQUENCE), f"{name}: a vector cannot be {style}"
         for caller in modules_with(model, HasOps).values():
-            assert all(getattr(caller, name) is slot for name, slot in caller.op_slots().items())
+            assert all(attrgetter(name)(caller) is slot for name, slot in caller.op_slots().items())
 
     def test_flops_are_about_six_per_parameter(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
         """Two forward and four backward for each parameter of a matmul, and more for longer sequences."""
