@@ -227,11 +227,13 @@ def sharded(dim: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.thorough
 def test_shards_of_rows_draw_the_noise_of_the_whole_tensor(world: Callable[[int], Any]) -> None:
     for whole, shards in world(2).run(sharded, 0):
         assert all(torch.equal(a, b) for a, b in zip(whole, shards, strict=True))
 
 
+@pytest.mark.thorough
 def test_shards_of_columns_are_left_to_the_reference_with_the_same_noise(world: Callable[[int], Any]) -> None:
     for whole, shards in world(2).run(sharded, 1):
         for a, b in zip(whole, shards, strict=True):

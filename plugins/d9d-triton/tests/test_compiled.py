@@ -14,6 +14,8 @@ import torch
 from d9d_testing.ahead_of_time import compile_launches
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.thorough
+
 DTYPES = ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32))
 
 
@@ -114,7 +116,7 @@ def launch_everything() -> None:
         launch()
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("capability", [90, 80])
 def test_every_kernel_compiles(capability: int) -> None:
     compiled = compile_launches("d9d_triton", __file__, "launch_everything", (capability,))
     missing = [name for name, capabilities in compiled.items() if not capabilities]

@@ -36,6 +36,7 @@ class TestTriton(KernelSuite):
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
+@pytest.mark.thorough
 class TestTritonSum(TestTriton):
     target = "linear_cross_entropy.triton_sum"
 
@@ -101,6 +102,7 @@ class Calls(TorchDispatchMode):
         return out
 
 
+@pytest.mark.thorough
 @settings(max_examples=12, deadline=None)
 @given(
     tokens=st.integers(0, 6),

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 #: Compiles outside of this process, in which Triton interprets. Prints the wide loads and stores of each kernel.
 SCRIPT = """
 from d9d_triton.kernels import linear_cross_entropy as kernels

@@ -45,6 +45,7 @@ def there_and_back(module: Any, x: Tensor, weights: Tensor, slots: Tensor, place
     return {"rows": rows.detach(), "out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
+@pytest.mark.thorough
 @given(
     tokens=st.integers(1, 6),
     choices=st.integers(1, 5),

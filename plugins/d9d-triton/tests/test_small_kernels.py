@@ -52,6 +52,7 @@ def assert_near(found: dict[str, Tensor], exact: dict[str, Tensor], *dtypes: tor
         assert_close_values(found[name], exact[name], within, name)
 
 
+@pytest.mark.thorough
 @given(rows=st.integers(1, 70), features=FEATURES, dtype=st.sampled_from(DTYPES), of_weight=st.sampled_from(DTYPES))
 @settings(max_examples=25, deadline=None)
 def test_rms_norm_agrees_with_float64(rows: int, features: int, dtype: torch.dtype, of_weight: torch.dtype) -> None:
@@ -61,6 +62,7 @@ def test_rms_norm_agrees_with_float64(rows: int, features: int, dtype: torch.dty
     assert_near(found, outcome(plain_rms_norm.rms_norm, *wide(*inputs)), dtype, of_weight)
 
 
+@pytest.mark.thorough
 @given(
     shape=st.lists(st.integers(1, 5), max_size=2),
     features=FEATURES,
@@ -81,6 +83,7 @@ def test_silu_mul_agrees_with_float64(
     assert_near(found, outcome(plain_silu_mul.silu_mul, *wide(gate, up)), of_gate, of_up)
 
 
+@pytest.mark.thorough
 @given(
     size=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
     dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
