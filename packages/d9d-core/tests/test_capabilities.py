@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -195,3 +196,15 @@ def test_a_missing_strategy_says_how_to_add_it() -> None:
         False,
         "strategy 'expert_parallel' needs strategy:hsdp: add {name: hsdp} to parallel",
     )
+
+
+def test_an_interrupt_that_pydantic_made_an_error_of_is_an_interrupt_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "from pydantic_core import SchemaError\nraise SchemaError('Error building validator:  KeyboardInterrupt: ')\n"
+    )
+    (tmp_path / "interrupted_config.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        Ref("interrupted_config:Config").load()

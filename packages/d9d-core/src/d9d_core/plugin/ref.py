@@ -59,9 +59,16 @@ class Ref:
         Raises:
             ImportError: the module cannot be imported.
             AttributeError: it has no such attribute.
+            KeyboardInterrupt: of the user.
         """
         module, _, path = self.target.partition(":")
-        value: Any = importlib.import_module(module)
+        try:
+            value: Any = importlib.import_module(module)
+        except Exception as error:
+            # An interrupt while pydantic builds a validator comes out as an error of the schema.
+            if type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):
+                raise KeyboardInterrupt from error
+            raise
         for part in path.split("."):
             value = getattr(value, part)
         return value
