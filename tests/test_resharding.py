@@ -146,6 +146,7 @@ def test_a_run_of_four_shards_goes_on_in_any_other_layout(world: type[World], ru
             assert_goes_on(runs, f"part-{layout}", result, straight["numbers"])
 
 
+@pytest.mark.thorough
 def test_a_run_of_one_process_goes_on_in_four_shards(world: type[World], runs: Runs) -> None:
     part = (runs.job("part", "one", checkpoint={"every": 2}), DIES_AT)
     ((straight, _),) = world(1).run(train, [(runs.job("straight", "one"), None), part])

@@ -26,6 +26,7 @@ def losses(path: Path) -> list[float]:
     return [line["loss"] for line in map(json.loads, lines)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("op", "backend", "sections"),
     [

@@ -172,6 +172,7 @@ def test_after_a_killed_rank_all_start_again(start: Run) -> None:
     assert lines[1:] == ["starting all 2 processes again (restart 1 of 1)"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_lets_all_ranks_save_and_ends_well(start: Run, tmp_path: Path) -> None:
     process = start("long")
     wait_for(lambda: len(list(tmp_path.glob("ready-*"))) == 2)
@@ -325,6 +326,7 @@ def d9d(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return run
 
 
+@pytest.mark.thorough
 def test_train_with_nproc_starts_the_same_command(d9d: Callable[..., Any], tmp_path: Path) -> None:
     result = d9d("--nproc", "auto", "--max-restarts", "1", "--set", "steps=2")
     assert result.returncode == 0, result.stderr

@@ -118,6 +118,7 @@ def test_a_process_that_does_not_answer_is_named(world: Callable[..., Any], tmp_
     assert "rank 0 (dp_shard=0) on node-a: step 1: waits in all_reduce" in lines[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("what", ["saves", "beats"])
 def test_a_rank_with_time_left_is_waited_for(world: Callable[..., Any], tmp_path: Path, what: str) -> None:
     assert world(2, timeout=40).run(train, tmp_path, what) == [2, 2]

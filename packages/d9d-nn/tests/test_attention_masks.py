@@ -165,6 +165,7 @@ def test_compiled_layers_take_shared_masks_in_one_graph(backend: str) -> None:
     assert_close_gradients(gradients(compiled, found), gradients(plain, expected))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "own"])
 def test_compiled_layers_hold_flex_in_their_graph(shared: bool) -> None:
     """Forward only: on the CPU it has no backward."""

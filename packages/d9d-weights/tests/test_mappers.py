@@ -427,6 +427,7 @@ def spread() -> list[list[float]]:
     return made.to_local().tolist()
 
 
+@pytest.mark.thorough
 def test_distribute_and_gather_are_inverse(world: Callable[..., object]) -> None:
     parts = world(2).run(spread)  # type: ignore[attr-defined]
     assert parts == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]

@@ -180,6 +180,7 @@ def start(sources: list[str], cache: Path, die_after: int = 0, workers: int = 0,
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("workers", "tokenizer"), [(0, {"bpe": 300}), (2, "bytes")])
 def test_a_start_after_a_kill_goes_on_with_what_is_finished(
     mixed: list[str], tmp_path: Path, workers: int, tokenizer: Any

@@ -11,21 +11,25 @@ class TestRmsNorm(KernelSuite):
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"}, {"features": 16385})
 
 
+@pytest.mark.thorough
 class TestSiluMul(KernelSuite):
     target = "silu_mul.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
+@pytest.mark.thorough
 class TestRope(KernelSuite):
     target = "rope.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
+@pytest.mark.thorough
 class TestPermute(KernelSuite):
     target = "permute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
 
 
+@pytest.mark.thorough
 class TestUnpermute(KernelSuite):
     target = "unpermute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
