@@ -77,23 +77,24 @@ def joined_process(
         # A process that is alone may end as soon as it is asked, and says why it failed on its way out, as every
         # command does. Others stop together, after their first step.
         alone = env.launcher is None
-        with start_up(interrupts, alone, nothing):
-            start.ends("plugins", following="job")
-            loaded = load()
-            loaded.check(env.world_size)
-            if loaded.source.note is not None and not process.repeats:
-                print_note(loaded.source.note)
-        start.ends("job", following="torch")
-        with start_up(nothing=nothing), interrupts_deferred():
-            import torch  # noqa: F401
+        with start_up(nothing=nothing):  # between two phases, too
+            with start_up(interrupts, alone, nothing):
+                start.ends("plugins", following="job")
+                loaded = load()
+                loaded.check(env.world_size)
+                if loaded.source.note is not None and not process.repeats:
+                    print_note(loaded.source.note)
+            start.ends("job", following="torch")
+            with interrupts_deferred():
+                import torch  # noqa: F401
 
-            start.ends("torch", following="modules")
-            import d9d_engine.distributed.world  # noqa: F401
-            from d9d_engine.distributed.mesh import describe_rank
+                start.ends("torch", following="modules")
+                import d9d_engine.distributed.world  # noqa: F401
+                from d9d_engine.distributed.mesh import describe_rank
 
-            import_modules()
-        start.ends("modules", following="plan" if alone else "processes")
-        reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
+                import_modules()
+            start.ends("modules", following="plan" if alone else "processes")
+            reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
         with loaded.joined(env, reporter) as topology:
             if not alone:
                 start.ends("processes", following="plan")
