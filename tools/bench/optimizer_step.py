@@ -119,7 +119,7 @@ def clipping(options: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def clipping_of(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, float]:
-    """The same for one dtype of parameters."""
+    """Milliseconds of each way of clipping, for one dtype of parameters."""
     named = parameters(options.parameters, dtype, options.device)
     plain, triton = AdamW(AdamWConfig(), named), AdamW(AdamWConfig(), named)
     steps = {"torch": stepper(plain), "triton": bound(triton)}

@@ -185,7 +185,7 @@ def test_custom_ops_keep_torchs_rules(sample: int) -> None:
 
 
 def block(x: Tensor, weight: Tensor, gate: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What a layer does with the three, [B, S, N, D] in and out."""
+    """Head norm, rotation and gate in a row, [B, S, N, D] in and out."""
     normed = rms_norm.rms_norm(x, weight, 1e-6)
     query, key = rope.rope(normed, normed[:, :, :1], cos, sin)
     return silu_mul.silu_mul(query + key, gate * x)

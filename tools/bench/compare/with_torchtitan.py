@@ -15,7 +15,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class _Tokenizer:
-    """What its masks ask of a tokenizer: the token at the end of each document."""
+    """Tokenizer, as far as masks ask one: the token at the end of each document."""
 
     eos_id: int
 

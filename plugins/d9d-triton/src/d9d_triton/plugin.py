@@ -14,64 +14,50 @@ _TRITON = frozenset({"import:triton"})
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
     """Backends ``triton`` of ops, and variants of them."""
-    yield KernelSpec(
-        name="triton",
-        summary="Two passes over the logits, which become their gradient in their place; exact.",
-        op="linear_cross_entropy",
-        supports=Ref("d9d_triton.support:linear_cross_entropy"),
-        build=Ref("d9d_triton.linear_cross_entropy.backend:build"),
-        requires=_TRITON,
-    )
-    yield KernelSpec(
-        name="triton_sum",
-        summary="The same for losses without weights, in memory for one chunk of logits; never chosen by itself.",
-        op="linear_cross_entropy",
-        supports=Ref("d9d_triton.support:linear_cross_entropy_sum"),
-        build=Ref("d9d_triton.linear_cross_entropy.backend:build_sum"),
-        requires=_TRITON,
-    )
-    yield KernelSpec(
-        name="triton",
-        summary="AdamW in one launch for all tensors of a group: each byte is read and written once.",
-        op="adamw",
-        supports=Ref("d9d_triton.support:adamw"),
-        build=Ref("d9d_triton.adamw:build"),
-        requires=_TRITON,
-    )
-    yield KernelSpec(
-        name="triton",
-        summary="AdamW with stochastic rounding in one launch for all tensors of a group.",
-        op="stochastic_adamw",
-        supports=Ref("d9d_triton.support:stochastic_adamw"),
-        build=Ref("d9d_triton.adamw:build_stochastic"),
-        requires=_TRITON,
-    )
-    for op, supports, summary in (
-        ("rms_norm", "rms_norm", "RMSNorm in one pass each way; by itself on CUDA where nothing compiles it."),
-        ("silu_mul", "by_rule", "Gate of SwiGLU in one pass each way; by itself on CUDA where nothing compiles it."),
+    by_itself = "by itself on CUDA where nothing compiles it"
+    for op, supports, build, summary in (
         (
-            "rope",
-            "by_rule",
-            "Rotations of queries and keys in one launch; by itself on CUDA where nothing compiles it.",
+            "linear_cross_entropy",
+            "support:linear_cross_entropy",
+            "linear_cross_entropy.backend:build",
+            "Two passes over the logits, which become their gradient in their place; exact.",
+        ),
+        (
+            "adamw",
+            "support:adamw",
+            "adamw:build",
+            "AdamW in one launch for all tensors of a group: each byte is read and written once.",
+        ),
+        (
+            "stochastic_adamw",
+            "support:stochastic_adamw",
+            "adamw:build_stochastic",
+            "AdamW with stochastic rounding in one launch for all tensors of a group.",
+        ),
+        ("rms_norm", "rules:rms_norm", "rms_norm:build", f"RMSNorm in one pass each way; {by_itself}."),
+        ("silu_mul", "rules:by_rule", "silu_mul:build", f"Gate of SwiGLU in one pass each way; {by_itself}."),
+        ("rope", "rules:by_rule", "rope:build", f"Rotations of queries and keys in one launch; {by_itself}."),
+        ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
+        (
+            "unpermute",
+            "rules:by_rule",
+            "permutation:build_unpermute",
+            f"Weighted sums of experts' rows in one pass; {by_itself}.",
         ),
     ):
         yield KernelSpec(
             name="triton",
             summary=summary,
             op=op,
-            supports=Ref(f"d9d_triton.rules:{supports}"),
-            build=Ref(f"d9d_triton.{op}:build"),
+            supports=Ref(f"d9d_triton.{supports}"),
+            build=Ref(f"d9d_triton.{build}"),
             requires=_TRITON,
         )
-    for op, summary in (
-        ("permute", "Copies of tokens for their experts; by itself on CUDA where nothing compiles it."),
-        ("unpermute", "Weighted sums of experts' rows in one pass; by itself on CUDA where nothing compiles it."),
-    ):
-        yield KernelSpec(
-            name="triton",
-            summary=summary,
-            op=op,
-            supports=Ref("d9d_triton.rules:by_rule"),
-            build=Ref(f"d9d_triton.permutation:build_{op}"),
-            requires=_TRITON,
-        )
+    yield KernelSpec(
+        name="triton_sum",
+        summary="The loss where it has no weights, in memory for one chunk of logits; never chosen by itself.",
+        op="linear_cross_entropy",
+        supports=Ref("d9d_triton.support:linear_cross_entropy_sum"),
+        build=Ref("d9d_triton.linear_cross_entropy.backend:build_sum"),
+        requires=_TRITON,
+    )
