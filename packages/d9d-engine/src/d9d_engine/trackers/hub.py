@@ -245,7 +245,7 @@ class _TrackerThread:
     def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
         """Queue a call; the event happens when it was made or the tracker has failed.
 
-        From then on the tracker is late if that, or any call since it was asked before, took more seconds than ``soon``:
+        From then on the tracker is late if that took more seconds than ``soon``, or any call since it was asked before:
         one with slow writes may happen to have nothing to do when it is asked.
         """
         done = self._asked = threading.Event()
