@@ -37,6 +37,16 @@ LAYOUTS = (
     Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"]),
     Layout("fsdp 4", {"dp_shard": 4}, ["fsdp"]),
     Layout("hsdp 2 x 2", {"dp_replicate": 2, "dp_shard": 2}, ["hsdp"]),
+    Layout("tp 2", {"tp": 2}, ["tensor_parallel"]),
+    Layout("tp 4", {"tp": 4}, ["tensor_parallel"]),  # the model has 2 key/value heads
+    Layout(
+        "tp 2, checkpointed, compiled",
+        {"tp": 2},
+        ["tensor_parallel", "activation_checkpointing", {"name": "compile", "backend": "aot_eager"}],
+    ),
+    Layout("replicate 2, tp 2", {"dp_replicate": 2, "tp": 2}, ["tensor_parallel", "replicate"]),
+    Layout("fsdp 2, tp 2", {"dp_shard": 2, "tp": 2}, ["tensor_parallel", "fsdp"]),
+    Layout("hsdp 2 x 2, tp 2", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, ["tensor_parallel", "hsdp"]),
 )
 #: Experts over ranks of every kind of data parallelism, and ranks that share experts.
 EXPERT_LAYOUTS = (
@@ -55,6 +65,16 @@ EXPERT_LAYOUTS = (
         "fsdp 4, ep 2, checkpointed",
         {"dp_shard": 4, "ep": 2},
         ["fsdp", "expert_parallel", "activation_checkpointing"],
+    ),
+    Layout("tp 2", {"tp": 2}, ["tensor_parallel"]),
+    Layout("tp 2, ep 2", {"tp": 2, "ep": 2}, ["tensor_parallel", "expert_parallel"]),
+    Layout("fsdp 2, tp 2", {"dp_shard": 2, "tp": 2}, ["tensor_parallel", "fsdp"]),
+    Layout("fsdp 2, tp 2, ep 2", {"dp_shard": 2, "tp": 2, "ep": 2}, ["tensor_parallel", "fsdp", "expert_parallel"]),
+    Layout("fsdp 2, tp 2, ep 4", {"dp_shard": 2, "tp": 2, "ep": 4}, ["tensor_parallel", "fsdp", "expert_parallel"]),
+    Layout(
+        "replicate 2, tp 2, ep 4",
+        {"dp_replicate": 2, "tp": 2, "ep": 4},
+        ["tensor_parallel", "replicate", "expert_parallel"],
     ),
 )
 BATCH = 12
@@ -258,6 +278,8 @@ def special_pipelines() -> list[Piped]:
     fsdp_ep, replicate_ep = EXPERT_LAYOUTS[5], EXPERT_LAYOUTS[2]
     checkpointed = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp", "activation_checkpointing"])
     experts_checkpointed = Layout(fsdp_ep.name, fsdp_ep.mesh, [*fsdp_ep.parallel, "activation_checkpointing"])
+    tp, fsdp_tp = LAYOUTS[6], LAYOUTS[10]
+    tp_ep = EXPERT_LAYOUTS[13]
     router = ('metrics=["router"]',)
     experts: dict[str, Any] = {"model": DEEP_EXPERTS, "overrides": router}
     return [
@@ -277,6 +299,13 @@ def special_pipelines() -> list[Piped]:
         Piped("zero_bubble_v", 2, 3, experts_checkpointed, "experts, checkpointed", tied=True, often=True, **experts),
         Piped("dual_pipe_v", 2, 4, experts_checkpointed, "experts, checkpointed", **experts),
         Piped("1f1b", 2, 3, hsdp, "experts", **experts),
+        *(
+            Piped(name, 2, counts(name, 2)[1], tp, tied=name != "zb1p", often=name == "zero_bubble_v")
+            for name in SCHEDULES
+        ),
+        Piped("1f1b", 2, 3, fsdp_tp, tied=True),
+        Piped("zero_bubble_v", 2, 3, tp_ep, "experts", often=True, **experts),
+        Piped("dual_pipe_v", 2, 5, tp_ep, "experts", **experts),
     ]
 
 

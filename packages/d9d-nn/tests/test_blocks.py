@@ -88,7 +88,8 @@ def test_a_tensor_parallel_rank_may_hold_some_heads() -> None:
     for rank in range(2):
         for name, style in layer.tensor_parallel_plan().items():
             whole = layer.get_submodule(name).weight
-            part = whole.chunk(2, dim=0 if style is TensorStyle.COLUMN else 1)[rank]
+            dim = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1}.get(style)
+            part = whole if dim is None else whole.chunk(2, dim=dim)[rank]
             half.get_submodule(name).weight = nn.Parameter(part.detach().clone())
         parts.append(half(hidden, rotation, None))
     assert_close_values(parts[0] + parts[1], layer(hidden, rotation, None))

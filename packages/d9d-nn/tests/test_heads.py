@@ -196,11 +196,11 @@ def test_a_head_reads_the_layers_it_names() -> None:
 
 def test_heads_say_what_may_be_split_and_can_be_filled_late() -> None:
     several = heads(**CONFIGS)
-    assert several.tensor_parallel_plan() == {"words": TensorStyle.VOCAB}
+    whole = TensorStyle.WHOLE
+    assert several.tensor_parallel_plan() == {"words": TensorStyle.VOCAB, "topic": whole, "vector": whole}
     assert modules_with(several, LateInit).keys() == {"words", "topic"}
     split = Heads({"words": CONFIGS["words"]}, hidden_size=8, vocabulary=20, num_layers=3, std=0.5, added_tokens=2)
-    assert split.tensor_parallel_plan() == {}
-    assert split["words"].tensor_parallel_plan() == {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB}
+    assert split.tensor_parallel_plan() == {"words": TensorStyle.WHOLE}
 
 
 def test_a_head_cannot_be_called_like_an_attribute_of_modules() -> None:

@@ -5,10 +5,8 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from d9d_core.extend import TensorStyle
+from d9d_core.extend import SequenceShare
 from torch import Tensor, nn
 
 
@@ -50,19 +48,22 @@ class SplitTokenEmbedding(nn.Module):
     def __init__(self, vocabulary: int, added: int, features: int, *, std: float) -> None:
         super().__init__()
         self.first_added = vocabulary - added
+        self._share: SequenceShare | None = None
         self.regular = TokenEmbedding(self.first_added, features, std=std)
         self.added = TokenEmbedding(added, features, std=std)
 
-    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of both parts: each is split over its share of the vocabulary."""
-        return {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB}
+    def see_sequence(self, share: SequenceShare) -> None:
+        """Look up a rank's own positions of the tokens; both parts of the weight stay whole."""
+        self._share = share
 
     def vocabulary_weight(self) -> Tensor:
         """Weight that a tied head projects with, [V, H]: a copy of both parts in a row."""
         return torch.cat([self.regular.weight, self.added.weight])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map token ids int64 [B, S] to features [B, S, H]."""
+        """Map token ids int64 [B, S] to features [B, S, H], of a rank's own positions if it has a share."""
+        if self._share is not None:
+            tokens = self._share.own(tokens)
         regular = self.regular(tokens.clamp(max=self.first_added - 1))
         added = self.added((tokens - self.first_added).clamp(min=0))
         return torch.where((tokens >= self.first_added).unsqueeze(-1), added, regular)

@@ -31,6 +31,15 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         requires=frozenset({"model:blocks"}),
         anchor="compile",
     )
+    yield StrategySpec(
+        name="tensor_parallel",
+        summary="Splits attention, feed-forward and vocabulary over tp, and positions between them.",
+        config=Ref("d9d_parallel.tensor_parallel.config:TensorParallelConfig"),
+        build=Ref("d9d_parallel.tensor_parallel.strategy:TensorParallel"),
+        requires=frozenset({"model:tensor_parallel"}),
+        anchor="tensor",
+        axes=frozenset({"tp"}),
+    )
     for name, axes, summary in (
         ("replicate", ("dp_replicate",), "The whole model on every rank; gradients are summed."),
         ("fsdp", ("dp_shard",), "Shards parameters, gradients and optimizer state over ranks (FSDP2)."),

@@ -39,6 +39,7 @@ class Qwen3Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.stage = stage
+        self._sequence_ranks = 1
         read = (head_layers(head, config.num_layers) for head in config.heads.values())
         self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
         if stage.is_first:
@@ -56,21 +57,28 @@ class Qwen3Backbone(nn.Module):
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of embedding and final norm: split over the vocabulary, if in one piece, and over the sequence."""
         plan = {}
-        if isinstance(getattr(self, "embedding", None), TokenEmbedding):
-            plan["embedding"] = TensorStyle.VOCAB
+        if hasattr(self, "embedding"):
+            whole = isinstance(self.embedding, TokenEmbedding)
+            plan["embedding"] = TensorStyle.VOCAB if whole else TensorStyle.SEQUENCE
         if self.stage.is_last:
             plan["norm"] = TensorStyle.SEQUENCE
         return plan
 
+    def split_sequence(self, ranks: int) -> None:
+        """Take note that hidden states hold S / ``ranks`` positions each."""
+        self._sequence_ranks = ranks
+
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
-        If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype.
+        If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype. Where
+        ranks of ``tp`` split positions, it is their part of S.
         """
         if self.stage.is_last:
             return {}
         dtype = next(self.parameters()).dtype
-        state = TensorSpec((*microbatch["tokens"].shape, self.config.hidden_size), dtype)
+        samples, length = microbatch["tokens"].shape
+        state = TensorSpec((samples, length // self._sequence_ranks, self.config.hidden_size), dtype)
         done = range(self.layer_indices.stop)
         return dict.fromkeys(("hidden", *sums_begun(self.layer_means, done)), state)
 
@@ -122,16 +130,17 @@ class Qwen3Backbone(nn.Module):
             hidden = self.embedding(tokens)
         if hidden is None:
             raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
+        length = hidden.shape[1] * self._sequence_ranks
         if positions is None:
-            positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+            positions = torch.arange(length, device=hidden.device).unsqueeze(0)
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions, lengths)
         slots = (layer.attention.core.attention for layer in self.layers.values() if isinstance(layer, Qwen3Block))
-        masks = prepare_masks(slots, documents, hidden.shape[1], hidden.device)
+        masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
         if lengths is not None and isinstance(self.config, Qwen3MoeConfig):  # nothing else sees padding
-            padding = torch.arange(hidden.shape[1], device=hidden.device) >= lengths.unsqueeze(1)
+            padding = torch.arange(length, device=hidden.device) >= lengths.unsqueeze(1)
         for index, layer in self.layers.items():
             hidden = layer(hidden, rotation, masks, padding)
             sums.add(int(index), hidden)

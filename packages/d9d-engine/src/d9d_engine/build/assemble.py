@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.program.placement import Pipeline, plan_pipeline
 from d9d_core.protocols.peft import PeftMethod
 from d9d_core.protocols.strategy import Applied, Reducer, Strategy
-from d9d_core.traits import Divisible, PipelineStage
+from d9d_core.traits import Divisible, PipelineStage, SplitsSequence
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.collectives import all_gather_objects
 from d9d_weights.sharding.model_tensors import model_tensors
@@ -177,6 +177,7 @@ def assemble(
         for index, outcome in outcomes.items():
             reducers[index] += outcome.reducers
         applied.append((chosen, _merged(list(outcomes.values()))))
+        split_sequences(outlines, applied[-1][1].sequence_ranks)
     converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
@@ -236,6 +237,13 @@ def shared_names(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(holders) for name, holders in found.items() if len(holders) > 1}
 
 
+def split_sequences(outlines: Iterable[nn.Module], ranks: int) -> None:
+    """Let outlines of stages hand on a rank's own positions, as the stages do that a strategy changed so."""
+    for outline in outlines:
+        if ranks > 1 and isinstance(outline, SplitsSequence):
+            outline.split_sequence(ranks)
+
+
 def compiled_modules(
     applied: Sequence[tuple[Chosen, Applied]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> frozenset[str]:
@@ -291,6 +299,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         reducers=tuple(reducer for outcome in outcomes for reducer in outcome.reducers),
         compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
+        sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
     )
 
 

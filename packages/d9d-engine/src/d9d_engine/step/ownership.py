@@ -63,7 +63,10 @@ def settle(parameters: Iterable[str], topology: Topology, applied: Iterable[tupl
     claimed: dict[tuple[str, str], str] = {}
     for strategy, outcome in outcomes:
         for entry in outcome.gradients:
-            axes = sizes[views[entry.parameter]] if entry.parameter in views else topology.sizes
+            view = views.get(entry.parameter)
+            axes = topology.sizes if view is None else sizes[view]
+            if view is not None and entry.axis not in axes and entry.axis in _covered(topology, view):
+                continue  # the ranks of that axis are among those of one of the view's dimensions, which has its owner
             if entry.axis not in axes:
                 raise BuildError(f"{strategy} reduces '{entry.parameter}' over '{entry.axis}', which is no mesh axis")
             if axes[entry.axis] == 1 or entry.parameter not in owners:
@@ -93,6 +96,11 @@ def _views(outcomes: Iterable[tuple[str, Applied]]) -> dict[str, str]:
                     "remove one of them from 'parallel'"
                 )
     return views
+
+
+def _covered(topology: Topology, view: str) -> set[str]:
+    """Base axes that a view's dimensions are made of."""
+    return {axis for dim in topology.views[view].dims for axis in dim.axes}
 
 
 def _data_axes(topology: Topology, view: str | None) -> Mapping[str, int]:

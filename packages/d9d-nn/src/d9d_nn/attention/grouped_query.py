@@ -48,7 +48,7 @@ class GroupedQueryAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self._heads = {"query heads": query_heads, "key/value heads": key_value_heads}
+        self._query_heads, self._key_value_heads = query_heads, key_value_heads
         self.q_proj = Linear(hidden_size, query_heads * head_dim, std=std, bias=bias)
         self.k_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias=bias)
         self.v_proj = Linear(hidden_size, key_value_heads * head_dim, std=std, bias=bias)
@@ -69,17 +69,23 @@ class GroupedQueryAttention(nn.Module):
         return {"core": self.core}
 
     def divisibility(self) -> Mapping[str, Mapping[str, int]]:
-        """Numbers of heads, which the ranks of ``tp`` must share evenly."""
-        return {"tp": self._heads}
+        """Number of query heads, which the ranks of ``tp`` must share evenly."""
+        return {"tp": {"query heads": self._query_heads}}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the projections; the head norms stay whole. Who splits o_proj adds its bias once."""
+        """Styles of the projections, and of the head norms, which stay whole."""
+        norms = {} if self.q_norm is None else dict.fromkeys(("q_norm", "k_norm"), TensorStyle.PARTIAL)
         return {
             "q_proj": TensorStyle.COLUMN,
             "k_proj": TensorStyle.COLUMN,
             "v_proj": TensorStyle.COLUMN,
             "o_proj": TensorStyle.ROW,
+            **norms,
         }
+
+    def tensor_parallel_heads(self) -> Mapping[str, int]:
+        """Numbers of heads of the projections."""
+        return {"q_proj": self._query_heads, "k_proj": self._key_value_heads, "v_proj": self._key_value_heads}
 
     def forward(self, hidden: Tensor, rotation: Rotation, documents: AttentionMasks | Tensor | None) -> Tensor:
         """Mix tokens of the same document.

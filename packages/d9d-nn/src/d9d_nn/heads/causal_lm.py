@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
-from d9d_core.extend import OpSlot, TensorStyle
+from d9d_core.extend import OpSlot, VocabularyShare
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,6 +19,7 @@ from d9d_nn.ops.linear_cross_entropy import (
     linear_cross_entropy_with_ranks,
     target_ranks,
 )
+from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, gather_words
 
 #: Observation that is computed on demand.
 RANKS = "token_ranks"
@@ -69,7 +70,7 @@ class CausalLMHead(nn.Module):
         self, hidden_size: int, vocabulary: int, *, std: float, tied: bool = False, added_tokens: int = 0
     ) -> None:
         super().__init__()
-        self.std, self.tied = std, tied
+        self.std, self.tied, self.vocabulary = std, tied, vocabulary
         self.split = added_tokens > 0 and not tied
         whole = not tied and not self.split
         self.register_parameter("weight", nn.Parameter(torch.empty(vocabulary, hidden_size)) if whole else None)
@@ -80,6 +81,7 @@ class CausalLMHead(nn.Module):
             "linear_cross_entropy", linear_cross_entropy, features=hidden_size, vocabulary=vocabulary
         )
         self._ranked: set[str] = set()
+        self._share: VocabularyShare | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -100,9 +102,15 @@ class CausalLMHead(nn.Module):
         if name == RANKS:
             self._ranked.add(when)
 
-    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
-        """Styles of the parts of the weight: split over the vocabulary. A weight in one piece is for its owner."""
-        return {"regular": TensorStyle.VOCAB, "added": TensorStyle.VOCAB} if self.split else {}
+    def split_vocabulary(self, share: VocabularyShare) -> None:
+        """Compute with a share of the weight's rows; losses, ranks and logits are those of all words.
+
+        Collective over the ranks that share the words, from now on.
+        """
+        self._share = share
+        self.linear_cross_entropy = OpSlot(
+            "vocabulary_parallel_cross_entropy", VocabularyParallelCrossEntropy(share.first, share.group)
+        )
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied_weight: Tensor | None = None
@@ -112,7 +120,7 @@ class CausalLMHead(nn.Module):
         Args:
             hidden: [B, S, H].
             targets: int64 [B, S]; -100 where nothing is predicted.
-            tied_weight: [V, H], exactly if the head is tied.
+            tied_weight: [V, H], or a rank's share of the words, exactly if the head is tied.
 
         Returns:
             ``{"token_loss": float32 [B, S]}`` with targets, and ``"token_ranks"`` int64 [B, S] if they were asked for;
@@ -123,22 +131,31 @@ class CausalLMHead(nn.Module):
         """
         if self.tied == (tied_weight is None):
             raise ValueError("pass tied_weight to a tied head, and only to a tied head")
-        weight = self._own_weight() if tied_weight is None else tied_weight
+        weight = self._own_weight() if tied_weight is None else self._own_words(tied_weight)
         if targets is None:
-            return {"logits": functional.linear(hidden, weight)}
+            logits = functional.linear(hidden, weight)
+            return {
+                "logits": logits if self._share is None else gather_words(logits, self.vocabulary, self._share.group)
+            }
         return self.of_tokens(self.linear_cross_entropy, hidden, weight, targets)
 
     def of_tokens(self, slot: OpSlot, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Loss of each token, by the op of a slot, and its rank if a metric reads that."""
         if ("training" if self.training else "evaluation") not in self._ranked:
             return {"token_loss": slot(hidden, weight, targets)}
-        if slot.backend == "reference":
-            loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets)
-        elif isinstance(slot.function, CountsRanks):
+        if isinstance(slot.function, CountsRanks):
             loss, ranks = slot.function.with_ranks(hidden, weight, targets)
+        elif slot.backend == "reference":
+            loss, ranks = linear_cross_entropy_with_ranks(hidden, weight, targets)
         else:  # a backend that keeps its logits to itself
             loss, ranks = slot(hidden, weight, targets), target_ranks(hidden, weight, targets)
         return {"token_loss": loss, RANKS: ranks}
+
+    def _own_words(self, weight: Tensor) -> Tensor:
+        """Rows of a tied weight that this rank computes with; an embedding may have them all."""
+        if self._share is None or len(weight) == self._share.words:
+            return weight
+        return weight.narrow(0, self._share.first, self._share.words)
 
     def _own_weight(self) -> Tensor:
         if self.weight is not None:

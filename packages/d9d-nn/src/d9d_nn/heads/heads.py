@@ -66,7 +66,8 @@ class Heads(nn.ModuleDict):
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the heads: language model heads split the vocabulary; others are small, or need all positions."""
         return {
-            name: TensorStyle.VOCAB for name, head in self.items() if isinstance(head, CausalLMHead) and not head.split
+            name: TensorStyle.VOCAB if isinstance(head, CausalLMHead) and not head.split else TensorStyle.WHOLE
+            for name, head in self.items()
         }
 
     def forward(

@@ -46,8 +46,8 @@ def linear_cross_entropy(
         the hidden state may be anything, NaN included: unlike in :func:`torch.nn.functional.cross_entropy`, nothing of
         it reaches the gradient of the weight.
     """
-    rows, keep = _chunks(hidden, weight, targets, rows, keep)  # of the number format before autocast
-    dtype = _autocast_dtype(hidden)
+    rows, keep = chunks_of(hidden, weight, targets, rows, keep)  # of the number format before autocast
+    dtype = autocast_dtype(hidden)
     if dtype is not None:
         # As autocast does for a linear layer; inside the function it would also change the dtypes of the backward.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -75,8 +75,8 @@ def linear_cross_entropy_with_ranks(
         and less than k one of the k most probable; words as probable as the target do not count against it. V where the
         target's logit is NaN, and -1 where the target is :data:`IGNORE`. Counts of parts of the vocabulary add up.
     """
-    rows, keep = _chunks(hidden, weight, targets, rows, keep)
-    dtype = _autocast_dtype(hidden)
+    rows, keep = chunks_of(hidden, weight, targets, rows, keep)
+    dtype = autocast_dtype(hidden)
     if dtype is not None:
         with torch.autocast(hidden.device.type, enabled=False):
             return linear_cross_entropy_with_ranks(hidden.to(dtype), weight.to(dtype), targets, rows=rows, keep=keep)
@@ -103,17 +103,20 @@ def target_ranks(hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int |
         return linear_cross_entropy_with_ranks(hidden, weight, targets, rows=rows, keep=False)[1]
 
 
-def _autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+def autocast_dtype(hidden: Tensor) -> torch.dtype | None:
+    """Dtype that autocast gives products with ``hidden``; ``None`` where it is off."""
     device = hidden.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 
-def _chunks(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None) -> tuple[int, bool]:
+def chunks_of(hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None) -> tuple[int, bool]:
     """Tokens of a chunk, and whether the logits are kept."""
     vocabulary = weight.shape[0]
     if rows is None:
-        rows = max(_LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // vocabulary)
+        rows = max(
+            _LEAST_ROWS, _CHUNK_ELEMENTS.get(hidden.device.type, _CHUNK_ELEMENTS_ELSEWHERE) // max(1, vocabulary)
+        )
     if keep is None:
         keep = targets.numel() * vocabulary <= may_be_kept(hidden)
     return rows, keep
@@ -127,24 +130,25 @@ def may_be_kept(hidden: Tensor) -> int:
     return max(KEPT_ELEMENTS, memory // _KEPT_PART // hidden.itemsize)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of sums: float32, or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _chunk_loss(logits: Tensor, words: Tensor) -> Tensor:
     """Loss [C] of logits [C, V] and words int64 [C, 1]."""
-    return -functional.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype)).gather(1, words).squeeze(1)
+    return -functional.log_softmax(logits, dim=-1, dtype=wide_of(logits.dtype)).gather(1, words).squeeze(1)
 
 
 def _chunk_grad(logits: Tensor, words: Tensor, grad_loss: Tensor) -> Tensor:
     """Gradient ``(softmax(logits) - onehot(word)) * grad_loss``, [C, V] as the logits; grad_loss is [C, 1]."""
-    grad = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
+    grad = functional.softmax(logits, dim=-1, dtype=wide_of(logits.dtype))
     grad.scatter_add_(1, words, grad.new_full((1, 1), -1.0).expand_as(words))
     # Into the narrow tensor at once: a product in place and a cast would read and write the wide one again.
     return torch.mul(grad, grad_loss, out=torch.empty_like(logits))
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute ``total += a @ b``; total may be wider."""
     if total.dtype == a.dtype:
         torch.addmm(total, a, b, out=total)
@@ -172,7 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden = hidden.masked_fill(~predicted.unsqueeze(1), 0)
         kept = functional.linear(hidden, weight) if keep else None
         # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
-        losses = hidden.new_empty(shape, dtype=_wide(hidden.dtype))
+        losses = hidden.new_empty(shape, dtype=wide_of(hidden.dtype))
         flat = losses.view(-1)
         ranks = torch.empty(shape, dtype=torch.int64, device=hidden.device) if ranked else None
         for start in range(0, len(hidden), rows):
@@ -197,7 +201,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_token = grad_loss.flatten().masked_fill(~predicted, 0).unsqueeze(1)
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Sums over many chunks would lose bits in a narrow dtype.
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight.dtype)) if ctx.needs_input_grad[1] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.rows):
             chunk = slice(start, start + ctx.rows)
             logits = functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]
@@ -206,5 +210,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_logits, weight, out=grad_hidden[chunk])
             if grad_weight is None:
                 continue
-            _add_product(grad_weight, grad_logits.mT, hidden[chunk])
+            add_product(grad_weight, grad_logits.mT, hidden[chunk])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None

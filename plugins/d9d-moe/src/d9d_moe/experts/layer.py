@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import BuildError, Dispatcher, HasOps, OpSlot
+from d9d_core.extend import BuildError, Dispatcher, HasOps, OpSlot, TensorStyle
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 
@@ -59,6 +59,11 @@ class MoELayer(nn.Module):
         """Experts of the layer; a strategy that shards them over ranks replaces ``dispatcher`` too."""
         return {"experts": self.experts}
 
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        """Styles of router and experts, which stay whole and see a rank's own tokens; a shared expert has a plan."""
+        gate = {} if self.shared_gate is None else {"shared_gate": TensorStyle.SEQUENCE}
+        return {"router": TensorStyle.SEQUENCE, "experts": TensorStyle.SEQUENCE, **gate}
+
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the dispatcher, if it has any; those of the experts belong to the experts."""
         slots = self.dispatcher.op_slots() if isinstance(self.dispatcher, HasOps) else {}
@@ -70,6 +75,7 @@ class MoELayer(nn.Module):
         Args:
             hidden: [B, S, H].
             padding: bool [B, S], positions that no expert computes and that count nowhere; ``None`` if there are none.
+                All positions, also where ranks of ``tp`` split ``hidden``.
         """
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens, samples=len(hidden), padding=None if padding is None else padding.flatten())

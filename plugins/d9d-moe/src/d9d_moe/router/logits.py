@@ -49,7 +49,7 @@ class _Logits(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_tokens = both @ torch.cat([weight, weight])
         if ctx.needs_input_grad[1]:
-            grad_weight = _product(both.t(), tokens).unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+            grad_weight = _product(both.t(), tokens).view(2, *weight.shape).sum(0).to(weight.dtype)
         return grad_tokens, grad_weight
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError, wide_dtype
+from d9d_core.extend import BuildError, SequenceShare, wide_dtype
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -79,6 +79,7 @@ class TopKRouter(BalancedRouter):
         self.groups = groups
         self.top_groups = top_groups or groups
         self.capacity = capacity
+        self._share: SequenceShare | None = None
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
         self.reset_parameters()
 
@@ -92,18 +93,25 @@ class TopKRouter(BalancedRouter):
         dropping = [] if self.capacity is None else ["capacity drops tokens of each microbatch on each rank by itself"]
         return [*super().layout_dependence(), *dropping]
 
+    def see_sequence(self, share: SequenceShare) -> None:
+        """Route a share of the positions; losses, tallies and capacity are those of all, on every rank."""
+        self._share = share
+
     def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
         """Choose the experts of each token.
 
         Args:
             tokens: [T, H], the positions of all samples, one sample after the other.
             samples: number of samples of equal length that these are.
-            padding: bool [T], positions that go to no expert and count nowhere; ``None`` if there are none.
+            padding: bool [T], positions that go to no expert and count nowhere; ``None`` if there are none. Of all
+                positions, also where ``tokens`` are a share.
 
         Returns:
             Indices and weights [T, k], best first.
         """
         logits = self._logits(tokens)
+        if self._share is not None:
+            logits = self._share.gather(logits.view(samples, -1, self.experts)).flatten(0, 1)
         scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
         indices = self._select(scores.detach())
         weights = scores.gather(1, indices)
@@ -120,6 +128,10 @@ class TopKRouter(BalancedRouter):
             indices, weights = indices.masked_fill(late, self.experts), weights.masked_fill(late, 0)
         counts = count_rows(indices, self.experts)
         self.tally(choice, counts)
+        if self._share is not None:
+            whole = (tensor.view(samples, -1, tensor.shape[1]) for tensor in (indices, weights, scores))
+            indices, weights, scores = (self._share.own(tensor).flatten(0, 1) for tensor in whole)
+            counts = count_rows(indices, self.experts)
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:

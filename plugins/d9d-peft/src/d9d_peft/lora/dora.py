@@ -7,7 +7,7 @@ Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". Shapes: O featur
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from d9d_weights import Mapper
@@ -55,6 +55,10 @@ class Decomposed(AdaptedLinear):
         """Add both factors and the magnitudes."""
         super().lora_add(rank)
         self.lora_magnitude_vector = Magnitude(self.weight)
+
+    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
+        """None that could be split: the norms of rows need whole rows."""
+        return {}
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
         """Output [..., O] of the layer with term and magnitudes."""

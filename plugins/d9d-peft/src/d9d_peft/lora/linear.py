@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from d9d_nn.linear import Linear
@@ -76,6 +76,10 @@ class AdaptedLinear(Adapted):
         with torch.device(self.weight.device):
             self.lora_A = Down(self.in_features, rank, std=0.0).to(self.weight.dtype)
             self.lora_B = Up(rank, self.out_features, std=0.0).to(self.weight.dtype)
+
+    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
+        """Factors of the term; see :class:`d9d_core.extend.HasLinearTerms`."""
+        return {LORA_A: "in", LORA_B: "out"}
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]."""

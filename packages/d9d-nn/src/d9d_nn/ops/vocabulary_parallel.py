@@ -1,0 +1,183 @@
+"""Op ``vocabulary_parallel_cross_entropy``: output projection and loss where ranks share the words of the vocabulary.
+
+No rank ever has the logits of all words: each computes those of its own, and what travels are three numbers per token
+(Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
+
+Shapes: T tokens, H features, V words of a rank, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from d9d_nn.ops.linear_cross_entropy import IGNORE, add_product, autocast_dtype, chunks_of, wide_of
+
+
+class VocabularyParallelCrossEntropy:
+    """Loss of each token from a share of the words, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`.
+
+    Logits are computed again in the backward, chunk by chunk, unless they are few.
+
+    Args:
+        first: first word of this rank's share.
+        group: the ranks that have the others.
+    """
+
+    def __init__(self, first: int, group: dist.ProcessGroup) -> None:
+        self._first, self._group = first, group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
+        """The same function: it has no state, and a group cannot be copied."""
+        return self
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+    ) -> Tensor:
+        """Compute the loss of each token. Collective over the ranks, which have equal hidden states and targets.
+
+        Args:
+            hidden: [..., H].
+            weight: [V, H], the rank's share; V may be zero.
+            targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
+            rows: C; ``None`` chooses by device and V.
+            keep: whether to keep the logits; ``None`` decides by their number.
+
+        Returns:
+            float32 (float64 for float64 inputs) [...], the same on all ranks. The gradient of ``hidden`` is this rank's
+            part of a sum over them.
+
+        Raises:
+            IndexError: a target is no word; on a GPU the loss is NaN there.
+        """
+        return self._compute(hidden, weight, targets, rows, keep, ranked=False)[0]
+
+    def with_ranks(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the same losses, and the ranks of the targets among all words, int64 [...].
+
+        See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. Collective over the ranks.
+        """
+        return self._compute(hidden, weight, targets, rows, keep, ranked=True)
+
+    def _compute(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
+    ) -> tuple[Tensor, Tensor]:
+        rows, keep = chunks_of(hidden, weight, targets, rows, keep)
+        dtype = autocast_dtype(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            narrow, share = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
+            found: tuple[Tensor, Tensor] = _Loss.apply(
+                narrow.flatten(0, -2), share, targets, self._first, self._group, rows, keep, ranked
+            )
+        return found
+
+
+def gather_words(logits: Tensor, words: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather logits of shares of the vocabulary; no gradients. Collective over the group.
+
+    Args:
+        logits: [..., V] of this rank's words; the first ranks have the most, as DTensors cut.
+        words: of the whole vocabulary.
+        group: the ranks that have the others.
+
+    Returns:
+        [..., words].
+    """
+    size = dist.get_world_size(group)
+    most = -(-words // size)
+    mine = functional.pad(logits.detach(), (0, most - logits.shape[-1]))
+    parts = mine.new_empty(size, *mine.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), mine.contiguous(), group=group)
+    return parts.movedim(0, -2).flatten(-2)[..., :words]
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        group: dist.ProcessGroup,
+        rows: int,
+        keep: bool,
+        ranked: bool,
+    ) -> tuple[Tensor, Tensor]:
+        shape, targets = targets.shape, targets.flatten()
+        predicted = targets != IGNORE
+        # Zero times NaN is NaN, in the gradient of the weight too.
+        hidden = hidden.masked_fill(~predicted.unsqueeze(1), 0)
+        words = targets - first
+        mine = predicted & (words >= 0) & (words < len(weight))
+        words = words.masked_fill(~mine, 0).unsqueeze(1)
+        kept = functional.linear(hidden, weight) if keep else None
+        highest, own = (hidden.new_zeros(len(hidden), dtype=wide_of(hidden.dtype)) for _ in range(2))
+        highest.fill_(-torch.inf)
+        total = own.clone()
+        for chunk, logits in _logits(hidden, weight, kept, rows):
+            wide = logits.to(own.dtype)
+            highest[chunk] = wide.amax(1)
+            total[chunk] = (wide - highest[chunk].unsqueeze(1)).exp_().sum(1)
+            own[chunk] = wide.gather(1, words[chunk]).squeeze(1).masked_fill(~mine[chunk], 0)
+        most = highest.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        # Of a rank without words; an infinite maximum is a NaN in the loss, as in the reference.
+        sums = torch.stack([torch.where(total > 0, total * (highest - most).exp(), total), own, mine.to(own.dtype)])
+        dist.all_reduce(sums, group=group)
+        log_sum = most + sums[0].log()
+        unknown = predicted & (sums[2] == 0)
+        if not hidden.is_cuda and unknown.any():
+            raise IndexError(f"target {targets[unknown][0]} is no word of the vocabulary")
+        # On a GPU, which nobody waits for, the loss is NaN, and the step is refused.
+        # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
+        losses = log_sum.new_empty(shape)
+        flat = losses.view(-1)
+        torch.sub(log_sum, sums[1], out=flat).masked_fill_(~predicted, 0).masked_fill_(unknown, torch.nan)
+        ranks = targets.new_zeros(shape if ranked else 0)
+        if ranked:
+            counted = ranks.view(-1)
+            for chunk, logits in _logits(hidden, weight, kept, rows):
+                counted[chunk] = logits.shape[1] - (logits.to(own.dtype) <= sums[1][chunk].unsqueeze(1)).sum(1)
+            dist.all_reduce(ranks, group=group)
+            counted.masked_fill_(~predicted, IGNORED_RANK)
+        ctx.save_for_backward(hidden, weight, words, mine, predicted, log_sum, kept)
+        ctx.rows = rows
+        ctx.mark_non_differentiable(ranks)
+        return losses, ranks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _ranks: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, words, mine, predicted, log_sum, kept = ctx.saved_tensors
+        grad_token = grad_loss.flatten().masked_fill(~predicted, 0).unsqueeze(1)
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if ctx.needs_input_grad[1] else None
+        for chunk, logits in _logits(hidden, weight, kept, ctx.rows):
+            # Where nothing is predicted, whatever came out is multiplied by zero; hidden states there are zeros.
+            grad = (logits.to(log_sum.dtype) - log_sum[chunk].unsqueeze(1)).exp_()
+            grad.scatter_add_(1, words[chunk], -mine[chunk].to(grad.dtype).unsqueeze(1))
+            grad_logits = torch.mul(grad, grad_token[chunk], out=torch.empty_like(logits))
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                add_product(grad_weight, grad_logits.mT, hidden[chunk])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
+
+
+#: Rank where nothing is predicted.
+IGNORED_RANK = -1
+
+
+def _logits(hidden: Tensor, weight: Tensor, kept: Tensor | None, rows: int) -> Any:
+    """Chunks of tokens and their logits [C, V]; none if this rank has no words."""
+    for start in range(0, len(hidden) if len(weight) else 0, rows):
+        chunk = slice(start, start + rows)
+        yield chunk, functional.linear(hidden[chunk], weight) if kept is None else kept[chunk]

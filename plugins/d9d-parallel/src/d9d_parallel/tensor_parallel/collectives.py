@@ -1,0 +1,123 @@
+"""Collectives of tensor parallelism with their gradients.
+
+Shapes: R ranks of the group; a tensor's dim ``dim`` has S positions on all ranks together, and S / R on each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+class Ranks:
+    """Ranks of ``tp`` as modules hold them: copies of a module talk to the same ranks, which a group cannot say.
+
+    Args:
+        group: of this process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """The same ranks."""
+        return self
+
+
+class OwnPositions:
+    """Positions of this rank, a :class:`~d9d_core.extend.SequenceShare`.
+
+    Args:
+        ranks: they have the others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather [B, S / R, ...] of all ranks to [B, S, ...]. Collective over the ranks, forward only."""
+        return gather(tensor, self._ranks, summed=False)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's positions [B, S / R, ...] of [B, S, ...]."""
+        return tensor.chunk(self._ranks.size, dim=1)[self._ranks.rank]
+
+
+def gather(tensor: Tensor, ranks: Ranks, *, summed: bool, dim: int = 1) -> Tensor:
+    """All-gather the parts of all ranks along a dim. Collective over the ranks, forward and, if ``summed``, backward.
+
+    Args:
+        tensor: contiguous or not; of one shape on all ranks.
+        ranks: in whose order the parts follow each other.
+        summed: whether ranks compute different things from the result, so that its gradients on all of them add up (a
+            reduce-scatter). If not, they all compute the same, and each keeps its part of the gradient.
+        dim: along which.
+    """
+    out: Tensor = _Gather.apply(tensor, ranks, summed, dim)
+    return out
+
+
+def scatter_sum(tensor: Tensor, ranks: Ranks, *, dim: int = 1) -> Tensor:
+    """Reduce-scatter partial sums: each rank gets its part along a dim. Collective over the ranks, both ways.
+
+    Args:
+        tensor: one partial sum per rank, of one shape.
+        ranks: which get the parts, in their order.
+        dim: along which.
+
+    Raises:
+        ValueError: the ranks do not divide the dim.
+    """
+    if tensor.shape[dim] % ranks.size:
+        raise ValueError(
+            f"tensor_parallel splits positions over mesh.tp = {ranks.size} ranks, which does not divide the "
+            f"{tensor.shape[dim]} positions of this batch; pad samples to a multiple, or choose another tp"
+        )
+    out: Tensor = _ScatterSum.apply(tensor, ranks, dim)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, summed: bool, dim: int) -> Tensor:
+        ctx.ranks, ctx.summed, ctx.dim = ranks, summed, dim
+        return _all_gather(tensor, ranks, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.summed:
+            return _reduce_scatter(grad, ctx.ranks, ctx.dim), None, None, None
+        return grad.chunk(ctx.ranks.size, dim=ctx.dim)[ctx.ranks.rank].contiguous(), None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
+        ctx.ranks, ctx.dim = ranks, dim
+        return _reduce_scatter(tensor, ranks, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_gather(grad, ctx.ranks, ctx.dim), None, None
+
+
+def _all_gather(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    parts = tensor.new_empty(ranks.size, *tensor.shape)
+    dist.all_gather_into_tensor(parts.flatten(0, 1), tensor.contiguous(), group=ranks.group)
+    # [R, ..., S / R, ...] -> [..., S, ...]; without a copy if everything before the dim is of size one.
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _reduce_scatter(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
+    parts = torch.stack(tensor.chunk(ranks.size, dim=dim))
+    out = torch.empty_like(parts[0])
+    dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=ranks.group)
+    return out

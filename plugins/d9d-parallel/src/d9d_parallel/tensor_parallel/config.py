@@ -1,0 +1,14 @@
+"""Config of the strategy ``tensor_parallel``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from d9d_core.extend import PluginConfig
+
+
+class TensorParallelConfig(PluginConfig):
+    """Tensor parallelism of attention, feed-forward, embedding and head; positions are split between them."""
+
+    name: Literal["tensor_parallel"] = "tensor_parallel"
+    """Selects the plugin."""

@@ -1,0 +1,159 @@
+"""Forwards of modules whose parameters are shards, or whose inputs are a rank's own positions.
+
+Each takes the place of ``module.forward``, so neither the module tree nor any parameter name changes. They are classes
+and no closures: deep copies of a module compute with their own parameters.
+
+Shapes: B samples, S positions, R ranks, H features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from d9d_parallel.tensor_parallel.collectives import Ranks, gather, scatter_sum
+
+
+class LocalShards:
+    """Forward that sees local shards as the module's own parameters, so that no module or kernel meets a DTensor.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward: Callable[..., Any] = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward with local shards."""
+        return self.with_parameters({}, *args, **kwargs)
+
+    def with_parameters(self, other: dict[str, Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        """Call the forward with local shards, and with other tensors in the place of some parameters."""
+        # What FSDP2 and torch.func.functional_call do: modules look their parameters up here at each access.
+        own: dict[str, Any] = self.module._parameters  # noqa: SLF001
+        replaced = {name: own[name] for name in own if name in other or isinstance(own[name], DTensor)}
+        own.update({name: other[name] if name in other else local_of(tensor) for name, tensor in replaced.items()})
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            own.update(replaced)
+
+
+class RowForward(LocalShards):
+    """Forward of a row-wise linear layer: [B, S, a share of the features] to [B, S / R, H].
+
+    Args:
+        module: has ``weight`` and may have ``bias``, which is added once, to the sum.
+        ranks: they hold the other shares.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        super().__init__(module)
+        self.ranks = ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the partial sum, and reduce-scatter it."""
+        bias = getattr(self.module, "bias", None)
+        without: dict[str, Tensor | None] = {} if bias is None else {"bias": None}
+        out = scatter_sum(self.with_parameters(without, *args, **kwargs), self.ranks)
+        return out if bias is None else out + bias.to(out.dtype)
+
+
+class OwnHeadsForward(LocalShards):
+    """Forward of a column-wise linear layer that every rank holds as a whole, and computes its own heads of.
+
+    Args:
+        module: has ``weight`` [features of all heads, H], and may have ``bias``.
+        heads: how many, fewer than ranks.
+        ranks: several of them compute the same head.
+    """
+
+    def __init__(self, module: nn.Module, heads: int, ranks: Ranks) -> None:
+        super().__init__(module)
+        self.heads, self.ranks = heads, ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute one head."""
+        own = self.ranks.rank * self.heads // self.ranks.size
+        parameters = dict(self.module.named_parameters(recurse=False))
+        mine = {name: local_of(tensor).chunk(self.heads)[own] for name, tensor in parameters.items()}
+        return self.with_parameters({**mine}, *args, **kwargs)
+
+
+class EmbeddingForward(LocalShards):
+    """Forward of an embedding that holds a share of the words: tokens [B, S] to features [B, S / R, H].
+
+    Args:
+        module: an embedding.
+        first: first word of the share.
+        ranks: they hold the others.
+    """
+
+    def __init__(self, module: nn.Embedding, first: int, ranks: Ranks) -> None:
+        super().__init__(module)
+        self.first, self.ranks = first, ranks
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Look up the words of the share, and reduce-scatter."""
+        weight = local_of(self.module.weight)
+        words = tokens - self.first
+        elsewhere = (words < 0) | (words >= len(weight))
+        if not len(weight):  # more ranks than words
+            found = weight.sum() + weight.new_zeros(*tokens.shape, weight.shape[1])
+        else:
+            found = functional.embedding(words.masked_fill(elsewhere, 0), weight)
+        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks)
+
+
+class WholeSequence:
+    """Forward of a module whose first argument is to hold all positions.
+
+    Args:
+        module: takes hidden states [B, S, H], and may take shards of parameters of other modules.
+        ranks: each has S / R positions.
+        summed: whether the gradients of all ranks add up, see :func:`~d9d_parallel.tensor_parallel.collectives.gather`.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Ranks, *, summed: bool) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        self.ranks, self.summed = ranks, summed
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Gather, and call the forward."""
+        args = tuple(local_of(value) for value in args)
+        kwargs = {name: local_of(value) for name, value in kwargs.items()}
+        return self.forward(gather(hidden, self.ranks, summed=self.summed), *args, **kwargs)
+
+
+def local_of(value: Any) -> Any:
+    """Local shard of a DTensor, with its gradient; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def shard(module: nn.Module, name: str, mesh: Any, dim: int) -> nn.Parameter:
+    """Replace a parameter on the meta device by a DTensor that is split over a mesh.
+
+    Args:
+        module: owns the parameter.
+        name: its name in the module.
+        mesh: of one dimension.
+        dim: of the parameter, which is split; the last ranks may get less.
+
+    Returns:
+        The DTensor.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    parameter = module.get_parameter(name)
+    with torch.no_grad():
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(dim)], src_data_rank=None)
+    split = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    module.register_parameter(name, split)
+    return split

@@ -1,0 +1,217 @@
+"""Strategy ``tensor_parallel``, with sequence parallelism.
+
+Shoeybi et al. 2019, "Megatron-LM", section 3: matrices of attention and feed-forward are split by columns, then rows.
+Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2: between them
+each rank holds S / tp positions, so that norms and the residual stream are split, too; in the place of an all-reduce
+there are an all-gather before and a reduce-scatter behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from d9d_core.extend import (
+    Applied,
+    BuildError,
+    GradientOwner,
+    HasHeads,
+    HasLinearTerms,
+    SeesSequence,
+    SplitsSequence,
+    SplitsVocabulary,
+    TensorParallelizable,
+    TensorStyle,
+    Topology,
+    VocabularyShare,
+    modules_with,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from d9d_parallel.tensor_parallel.collectives import OwnPositions, Ranks
+from d9d_parallel.tensor_parallel.config import TensorParallelConfig
+from d9d_parallel.tensor_parallel.forwards import (
+    EmbeddingForward,
+    LocalShards,
+    OwnHeadsForward,
+    RowForward,
+    WholeSequence,
+    shard,
+)
+
+#: Dimension of a weight [out, in] that each style splits.
+_SPLIT = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
+
+
+class TensorParallel:
+    """Strategy that splits matrices over ``tp`` as the model's plans say."""
+
+    def __init__(self, config: TensorParallelConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Turn weights into DTensors and replace forwards, in place. Collective over all ranks.
+
+        Raises:
+            BuildError: a parameter of the stage has no style; heads can be neither split nor repeated; or a module of
+                style ``VOCAB`` cannot be split.
+        """
+        group = topology.group("dense", "tp")
+        assert group is not None  # there is a mesh
+        split = _Split(topology.mesh("dense", "tp"), Ranks(group), self._config.name)
+        if not isinstance(stage, SplitsSequence):
+            raise BuildError(
+                f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
+                "split_sequence(); see d9d_core.extend.SplitsSequence"
+            )
+        stage.split_sequence(split.ranks.size)
+        for name, owner in modules_with(stage, TensorParallelizable).items():
+            split.children(name, owner)
+        split.check(stage)
+        return Applied(
+            modules=tuple(split.changed),
+            gradients=tuple(split.gradients(stage)),
+            sequence_ranks=split.ranks.size,
+        )
+
+
+class _Split:
+    """Split of one stage, as far as it is done.
+
+    Args:
+        mesh: ``tp``.
+        ranks: of the mesh.
+        strategy: name of the strategy, for errors.
+    """
+
+    def __init__(self, mesh: DeviceMesh, ranks: Ranks, strategy: str) -> None:
+        self.mesh, self.ranks = mesh, ranks
+        self.styles: dict[str, TensorStyle] = {}
+        self.changed: list[str] = []
+        self._strategy = strategy
+
+    def children(self, name: str, owner: nn.Module) -> None:
+        """Split the children of one module."""
+        assert isinstance(owner, TensorParallelizable)
+        plan = owner.tensor_parallel_plan()
+        heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}
+        for child_name, style in plan.items():
+            child, whole = owner.get_submodule(child_name), _join(name, child_name)
+            self.styles[whole] = style
+            self.changed.append(whole)
+            if style is TensorStyle.COLUMN:
+                self._columns(whole, child, heads.get(child_name))
+            elif style is TensorStyle.ROW:
+                self._rows(whole, child)
+            elif style is TensorStyle.VOCAB:
+                self._vocabulary(whole, child)
+            elif style is TensorStyle.SEQUENCE and isinstance(child, SeesSequence):
+                child.see_sequence(OwnPositions(self.ranks))
+            elif style is TensorStyle.WHOLE:
+                _replace(child, WholeSequence(child, self.ranks, summed=False))
+        if TensorStyle.COLUMN in plan.values():
+            _replace(owner, WholeSequence(owner, self.ranks, summed=True))
+            self.changed.append(name)
+
+    def _columns(self, name: str, child: nn.Module, heads: int | None) -> None:
+        size = self.ranks.size
+        if heads is not None and heads % size and size % heads:
+            raise BuildError(
+                f"strategy '{self._strategy}': mesh.tp is {size}, but the {heads} heads of '{name}' can be neither "
+                f"split evenly over {size} ranks nor repeated on them; choose a divisor or a multiple of {heads}"
+            )
+        # What reads the input is whole, and each rank has the gradient of its own outputs.
+        self.styles |= dict.fromkeys(_terms(name, child, "in"), TensorStyle.PARTIAL)
+        alike = {name: child, **_terms(name, child, "out")}
+        if heads is not None and heads < size:
+            for module in alike.values():
+                _replace(module, OwnHeadsForward(module, heads, self.ranks))
+            self.styles |= dict.fromkeys(alike, TensorStyle.PARTIAL)
+            return
+        features = len(child.get_parameter("weight"))
+        if features % size:
+            raise BuildError(
+                f"strategy '{self._strategy}': mesh.tp is {size}, which does not divide the {features} features of "
+                f"'{name}'"
+            )
+        for module in alike.values():
+            self._shard(module, TensorStyle.COLUMN)
+            _replace(module, LocalShards(module))
+        self.styles |= dict.fromkeys(alike, TensorStyle.COLUMN)
+
+    def _rows(self, name: str, child: nn.Module) -> None:
+        self._shard(child, TensorStyle.ROW)
+        for inside, module in _terms(name, child, "in").items():
+            self._shard(module, TensorStyle.ROW)
+            _replace(module, LocalShards(module))
+            self.styles[inside] = TensorStyle.ROW
+        # What adds to the output is whole, and sees a partial sum.
+        self.styles |= dict.fromkeys(_terms(name, child, "out"), TensorStyle.PARTIAL)
+        _replace(child, RowForward(child, self.ranks))
+
+    def _vocabulary(self, name: str, child: nn.Module) -> None:
+        tied = getattr(child, "weight", None) is None
+        words = getattr(child, "vocabulary", None) if tied else len(child.get_parameter("weight"))
+        if not tied:
+            self._shard(child, TensorStyle.VOCAB)
+        # As DTensors cut: the first ranks have the most, the last ones what is left.
+        assert words is not None
+        most = -(-words // self.ranks.size)
+        first = min(words, self.ranks.rank * most)
+        if isinstance(child, nn.Embedding):
+            _replace(child, EmbeddingForward(child, first, self.ranks))
+        elif isinstance(child, SplitsVocabulary):
+            child.split_vocabulary(VocabularyShare(first, min(most, words - first), self.ranks.group))
+            _replace(child, LocalShards(child))
+            _replace(child, WholeSequence(child, self.ranks, summed=True))
+        else:
+            raise BuildError(
+                f"strategy '{self._strategy}': '{name}' is {type(child).__name__}, which is no embedding and lacks "
+                "split_vocabulary(); see d9d_core.extend.SplitsVocabulary"
+            )
+
+    def _shard(self, child: nn.Module, style: TensorStyle) -> None:
+        shard(child, "weight", self.mesh, _SPLIT[style])
+        # The bias of a row-wise layer is added to the sum of all ranks.
+        if style is TensorStyle.COLUMN and getattr(child, "bias", None) is not None:
+            shard(child, "bias", self.mesh, 0)
+
+    def check(self, stage: nn.Module) -> None:
+        """Refuse a stage with parameters that no plan names: what they need, nobody said."""
+        for name, _ in stage.named_parameters():
+            if self._style(name) is None:
+                raise BuildError(
+                    f"strategy '{self._strategy}': no tensor_parallel_plan() names '{name}' or a module around it, so "
+                    "it is not known how ranks of tp share it; leave out what brought it, or give it a style"
+                )
+
+    def gradients(self, stage: nn.Module) -> Iterator[GradientOwner]:
+        """Owners of the reductions over ``tp``: shards need none, and what computes the same on all ranks neither."""
+        for name, parameter in stage.named_parameters():
+            whole = isinstance(parameter, DTensor) or self._style(name) is TensorStyle.WHOLE
+            yield GradientOwner(name, "tp", "none" if whole else "sync")
+
+    def _style(self, parameter: str) -> TensorStyle | None:
+        """Style of a parameter; ``None`` if nobody said, as of what somebody added to a module that is split."""
+        module = owner = parameter.rpartition(".")[0]
+        while module not in self.styles and module:
+            module = module.rpartition(".")[0]
+        style = self.styles.get(module)
+        inside = module != owner or parameter not in (f"{owner}.weight", f"{owner}.bias")
+        return None if style in _SPLIT and inside else style
+
+
+def _replace(module: nn.Module, forward: LocalShards | WholeSequence) -> None:
+    module.forward = forward
+
+
+def _terms(name: str, layer: nn.Module, which: Literal["in", "out"]) -> dict[str, nn.Module]:
+    """Linear layers inside of a layer that read its input, or add to its output, by qualified name."""
+    terms = layer.tensor_parallel_terms() if isinstance(layer, HasLinearTerms) else {}
+    return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind == which}
+
+
+def _join(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child

@@ -1,0 +1,102 @@
+"""Tensor parallelism of everything that a Qwen3 can have, its checkpoints in other layouts, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from d9d_core.errors import D9dError
+from d9d_engine.api import Layout
+from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
+from d9d_testing.world import RankFailedError, World
+
+TP2 = Layout("tp 2", {"tp": 2}, ["tensor_parallel"])
+TP4 = Layout("tp 4", {"tp": 4}, ["tensor_parallel"])
+SPLIT = Layout("fsdp 2, tp 2", {"dp_shard": 2, "tp": 2}, ["tensor_parallel", "fsdp"])
+CAUSAL, TOPIC = {"name": "causal_lm"}, {"name": "token_classification", "num_classes": 3}
+
+
+def harness(table: ModuleType, corpus: Path, model: dict[str, Any], **sections: Any) -> Harness:
+    return Harness(table.job(corpus, "float32", model=table.DENSE | model) | sections, table.PLUGINS, 2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"tie_embeddings": True},
+        {"attention_bias": True, "sliding_window": 8, "sliding_from_layer": 1},
+        {"vocab_size": 258, "added_tokens": 3},
+        {"vocab_size": 258, "added_tokens": 3, "tie_embeddings": True},
+        {"num_key_value_heads": 1},
+    ],
+    ids=["tied", "biases and windows", "added tokens", "added tokens, tied", "one key/value head"],
+)
+def test_every_kind_of_model_is_split_as_one_process_computes_it(
+    table: ModuleType, tmp_path: Path, model: dict[str, Any]
+) -> None:
+    made = harness(table, tmp_path / "corpus", model)
+    one = table.sized(Layout("reference", {}, ()), 1)
+    assert_passed(made.compare([table.sized(layout, 1) for layout in (TP2, TP4, SPLIT)], reference=one))
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_low_rank_terms_are_split_with_their_layers(table: ModuleType, tmp_path: Path, model: str) -> None:
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE if model == "dense" else table.EXPERTS)
+    job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}}
+    made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), 3)
+    one = table.sized(Layout("reference", {}, ()), 1)
+    assert_passed(made.compare([table.sized(layout, 1) for layout in (TP2, TP4, SPLIT)], reference=one))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("first", "second"), [(TP2, TP4), (SPLIT, TP2), (TP4, SPLIT)], ids=lambda layout: layout.name)
+def test_a_run_goes_on_in_another_layout(table: ModuleType, tmp_path: Path, first: Layout, second: Layout) -> None:
+    job = table.job(tmp_path / "corpus", "float32") | {"lr_schedule": None}
+    made = Harness(job, table.PLUGINS, steps=4)
+    layouts = [table.sized(layout, 1) for layout in (first, second, Layout("reference", {}, ()))]
+    assert_passed([made.compare_resumed(*layouts)])
+
+
+def refused(table: ModuleType, tmp_path: Path, layout: Layout, **sections: Any) -> str:
+    model = sections.pop("model", {})
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE | model)
+    values = job | {"mesh": dict(layout.mesh), "parallel": list(layout.parallel), **sections}
+    with pytest.raises((D9dError, RankFailedError)) as caught:
+        World(layout.ranks).run(build, values, list(table.PLUGINS))
+    return str(caught.value)
+
+
+def build(values: dict[str, Any], plugins: list[str]) -> None:
+    job = job_of(values, plugins)
+    job.build(lambda _: None, topology_here(job)).train()
+
+
+def test_heads_that_ranks_can_neither_share_nor_repeat_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    three = Layout("tp 3", {"tp": 3}, ["tensor_parallel"])
+    assert "mesh.tp is 3, which does not divide the 4 query heads" in refused(table, tmp_path, three)
+    heads = {"num_attention_heads": 6, "head_dim": 8}
+    said = refused(table, tmp_path, three, model=heads)
+    assert "the 2 heads of 'layers.0.attention.k_proj' can be neither split evenly over 3 ranks nor repeated" in said
+
+
+def test_features_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    said = refused(table, tmp_path, TP2, model={"intermediate_size": 49})
+    assert "mesh.tp is 2, which does not divide the 49 features of 'layers.0.ffn.gate_proj'" in said
+
+
+def test_positions_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 23}
+    said = refused(table, tmp_path, TP2, data=data, steps=1)
+    assert "mesh.tp = 2 ranks, which does not divide the 23 positions" in said
+
+
+def test_what_nobody_said_how_to_split_is_refused(table: ModuleType, tmp_path: Path) -> None:
+    plugins = (*table.PLUGINS, "d9d_peft.plugin")
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
+    values = job | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"], "peft": {"name": "dora", "r": 2}}
+    with pytest.raises(
+        RankFailedError, match=r"no tensor_parallel_plan\(\) names 'layers.0.attention.\w+.lora_\w+.weight'"
+    ):
+        World(2).run(build, values, list(plugins))
