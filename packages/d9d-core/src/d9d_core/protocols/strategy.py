@@ -61,6 +61,8 @@ class Applied:
         on_host: names of the parameters that live in the host's memory, whatever the device.
         unmatched: what the config asks for and this stage lacks, such as a pattern that no parameter has, and the text
             of the error if no other stage has it either.
+        cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
+            step begins; a job whose layout breaks that is refused.
     """
 
     modules: tuple[str, ...]
@@ -70,6 +72,7 @@ class Applied:
     compute_dtype: torch.dtype | None = None
     on_host: frozenset[str] = frozenset()
     unmatched: Mapping[str, str] = field(default_factory=dict)
+    cuda_graphs: bool = False
 
 
 class Strategy(Protocol):

@@ -29,6 +29,7 @@ from torch import nn
 
 from d9d_engine.build.joined_stages import JoinedStages, joined_stages
 from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.build.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.build.parts.data import documents_of
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
@@ -177,6 +178,7 @@ def assemble(
         for index, outcome in outcomes.items():
             reducers[index] += outcome.reducers
         applied.append((chosen, _merged(list(outcomes.values()))))
+    check_cuda_graphs(applied, pipeline, circumstances.device)
     converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
@@ -291,6 +293,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         reducers=tuple(reducer for outcome in outcomes for reducer in outcome.reducers),
         compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
+        cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
     )
 
 
