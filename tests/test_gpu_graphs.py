@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ def build(write: Write, name: str, **sections: Any) -> Trainer:
     return Job.load(write(name, **sections)).build(lambda _: None)
 
 
+# torch 2.11's Inductor, when it is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("sections", "why"),
     [
@@ -75,13 +78,16 @@ class TestOnAGpu:
             {"batch": {"size": 4, "microbatch": 2}},
             {"batch": {"size": 6, "microbatch": 2}, "gradients": {"accumulate": "float32"}},
             {"parallel": ["activation_checkpointing"]},
-            {"evaluation": {"every": 2, "batches": 2}},
+            {"evaluation": {"every": 2, "packs": 2}},
         ],
         ids=["one microbatch", "two", "three in float32", "checkpointing", "evaluations between"],
     )
     def test_training_is_the_one_without_graphs(self, small_job: Write, sections: dict[str, Any]) -> None:
         found = []
         others = sections.get("parallel", [])
+        if "evaluation" in sections:
+            data = json.loads(small_job("data").read_text())["data"]
+            sections = {"evaluation": {**sections["evaluation"], "data": data}}
         for name, compile_ in (("plain", {"name": "compile"}), ("graphs", GRAPHS)):
             torch.compiler.reset()
             trainer = build(small_job, name, **{**sections, "parallel": [*others, compile_]})

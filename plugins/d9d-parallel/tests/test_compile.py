@@ -15,6 +15,8 @@ from torch import nn
 pytestmark = [
     pytest.mark.smoke,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"),
+    # torch 2.11's Inductor, when it is imported.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 
@@ -144,6 +146,15 @@ def test_graphs_are_recorded_or_refused_by_inductor_and_announced(
     assert {"triton.cudagraphs": True, "triton.cudagraph_or_error": True, **more}.items() <= settings["options"].items()
     monkeypatch.undo()
     torch.compile(nn.Linear(2, 2), **settings)  # every version of torch knows these options
+
+
+def test_compiled_code_is_kept_on_disk_by_default() -> None:
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # The README says so. Both read an environment variable, which nobody sets here.
+    assert torch._inductor.config.fx_graph_cache
+    assert torch._functorch.config.enable_autograd_cache
 
 
 @pytest.mark.parametrize("given", [{}, {"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}], ids=str)
