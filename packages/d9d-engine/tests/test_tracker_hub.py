@@ -114,6 +114,27 @@ def test_a_tracker_that_was_late_is_waited_for_long_only_after_it_has_answered_s
     hub.close("finished")
 
 
+def test_a_tracker_with_slow_writes_is_late_though_it_has_nothing_to_do_when_asked(
+    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(hub_module.time, "monotonic", lambda: now)
+    hub = TrackerHub({"slow": blocked}, lambda _: None)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    (thread,) = hub._threads
+    hub.write(1, {"loss": 1.0})
+    assert blocked.entered.wait(60)
+    now += 1.0
+    blocked.may_go_on.set()
+    hub.flush()
+    assert thread.is_late
+    hub.write(2, {"loss": 1.0})
+    hub.flush()
+    assert thread._asked.wait(60)
+    assert not thread.is_late
+    hub.close("finished")
+
+
 def test_what_a_tracker_had_not_taken_at_a_checkpoint_comes_again_after_a_crash(
     tmp_path: Path, blocked: Blocked
 ) -> None:

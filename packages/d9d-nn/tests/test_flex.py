@@ -216,10 +216,31 @@ def test_selective_checkpointing_does_not_keep_attention_from_being_compiled(
         assert_close_values(found, attention(*inputs, documents))
 
 
-def test_attention_runs_where_everything_is_forced_to_be_eager() -> None:
-    """As in a forward between two steps."""
+def test_attention_is_compiled_where_everything_is_forced_to_be_eager(graphs: list[torch.fx.GraphModule]) -> None:
+    """As in a forward between two steps: uncompiled, all scores would exist at once."""
     function = flex.build(cuda(window=40))
     inputs = draw(2, 300)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         found = function(*inputs, function.prepare(None, 300, CPU))
+        torch.compile(torch.sin)(inputs[0])
+    assert len(graphs) == 1
     assert_close_values(found, attention(*inputs, window=40))
+
+
+def test_shapes_without_gradients_are_no_news_to_what_is_compiled_for_training(
+    graphs: list[torch.fx.GraphModule],
+) -> None:
+    function = flex.build(cuda())
+
+    def call(length: int) -> None:
+        heads = (tensor.transpose(1, 2) for tensor in draw(1, length))
+        mask = function.prepare(packed(1, length, 3), length, CPU)
+        function._attend_compiled(*heads, block_mask=mask, enable_gqa=True)  # with gradients it needs a GPU
+
+    call(130)
+    with torch.no_grad():
+        call(150)
+        call(200)
+    before = len(graphs)
+    call(130)
+    assert len(graphs) == before

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import BuildError
+from d9d_moe.router.logits import bfloat16_logits
 from d9d_moe.router.selection import best, keep_best_groups
 from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor
+from torch.nn import functional
 
 TOKENS, HIDDEN, EXPERTS = 40, 32, 16
 
@@ -176,3 +178,22 @@ def test_a_router_from_the_meta_device_is_filled_late() -> None:
 def test_numbers_that_do_not_fit_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(BuildError, match=why):
         router(**options)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, TOKENS])
+def test_logits_of_bfloat16_are_exact_to_float32_and_their_gradients_round_once(tokens: int) -> None:
+    rows, weight = normal(tokens, HIDDEN).bfloat16(), normal(EXPERTS, HIDDEN, seed=1).bfloat16()
+    grad = normal(tokens, EXPERTS, seed=2)
+    inputs, exact = (
+        [t.to(dtype, copy=True).requires_grad_() for t in (rows, weight)] for dtype in (torch.bfloat16, torch.float64)
+    )
+    logits, wanted = bfloat16_logits(*inputs), functional.linear(*exact)
+    assert logits.dtype == torch.float32
+    assert_close_values(logits, wanted.float())
+    logits.backward(grad)
+    wanted.backward(grad.double())
+    for found, right in zip(inputs, exact, strict=True):
+        assert found.grad is not None
+        assert right.grad is not None
+        # Half a unit of the last of seven bits, and a little for sums in float32.
+        torch.testing.assert_close(found.grad.double(), right.grad, rtol=2**-8 * 1.01, atol=1e-4)

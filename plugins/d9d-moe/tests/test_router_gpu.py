@@ -11,7 +11,7 @@ from d9d_moe.balancing.balancers import BatchBalance, SignUpdate, ZLoss
 from d9d_moe.router.metric import RouterMetric
 from d9d_moe.router.metric_config import RouterMetricConfig
 from d9d_moe.router.top_k import TopKRouter
-from d9d_testing.tolerances import assert_close_gradients
+from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from torch import Tensor, nn
 
 pytestmark = [
@@ -57,3 +57,21 @@ def test_a_step_waits_for_nothing_and_agrees_with_the_cpu() -> None:
             torch.cuda.set_sync_debug_mode("default")
         found[device] |= {"bias": made["layer"].selection_bias, "load": values["router/load"].values}
     assert_close_gradients({name: value.cpu() for name, value in found["cuda"].items()}, found["cpu"])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_logits_of_bfloat16_are_those_of_float32(compiled: bool) -> None:
+    torch.manual_seed(0)
+    made = TopKRouter(2048, 128, 8, std=0.02).to("cuda", torch.bfloat16)
+    exact = TopKRouter(2048, 128, 8, std=0.02).to("cuda", torch.float64)
+    tokens = torch.randn(1000, 2048, device="cuda").bfloat16()
+    with torch.no_grad():
+        exact.weight.copy_(made.weight)
+    found, right = tokens.clone().requires_grad_(), tokens.double().requires_grad_()
+    scores = (torch.compile(made) if compiled else made)(found).scores
+    wanted = exact(right).scores
+    assert_close_values(scores, wanted.float())
+    scores.square().sum().backward()
+    wanted.square().sum().backward()
+    results = {"tokens": found.grad, "weight": made.weight.grad}
+    assert_close_gradients(results, {"tokens": right.grad.bfloat16(), "weight": exact.weight.grad.bfloat16()})

@@ -59,7 +59,8 @@ def test_there_and_back_agrees_with_float64(
     tokens: int, choices: int, without: int, features: int, dtypes: tuple[torch.dtype, torch.dtype], seed: int
 ) -> None:
     numbers = shuffled(tokens, choices, max(1, tokens * choices - without), seed)
-    x, weights = normal(tokens, features, dtype=dtypes[0]), normal(tokens, choices, seed=1, dtype=dtypes[1])
+    # Positive weights: where the gradients of a token's rows cancel out, only their rounding is left to compare.
+    x, weights = normal(tokens, features, dtype=dtypes[0]), normal(tokens, choices, seed=1, dtype=dtypes[1]).abs()
     found = there_and_back(permutation, x, weights, *numbers)
     exact = there_and_back(reference, x.double(), weights.double(), *numbers)
     assert [found[name].dtype for name in ("rows", "out", "x", "weights")] == [dtypes[0]] * 3 + [dtypes[1]]

@@ -151,6 +151,13 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         build=Ref("d9d_nn.ops.rms_norm:torch_build"),
     )
     yield KernelSpec(
+        name="recomputed",
+        summary="The gate of SwiGLU, computed again in the backward of compiled blocks instead of being kept.",
+        op="silu_mul",
+        supports=Ref("d9d_nn.ops.silu_mul:recomputed_supports"),
+        build=Ref("d9d_nn.ops.silu_mul:recomputed_build"),
+    )
+    yield KernelSpec(
         name="grouped_mm",
         summary="torch.nn.functional.grouped_mm: all experts in one call; on CUDA bfloat16, without host reads.",
         op="grouped_linear",

@@ -58,7 +58,7 @@ class TrackerHub:
         warn: prints a line; called in any thread.
         patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; three times as long while
             one opens, as :meth:`close` does. One that is late is not waited for, until it answers within a fiftieth of
-            that time again.
+            that time again, and has taken no longer for anything in between.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
@@ -205,7 +205,7 @@ class _TrackerThread:
         opened: the run of the tracker is open, or failed.
         ended: the run of the tracker is closed, or failed.
         backlog: what it has not written for sure.
-        is_late: it has not answered soon the last time.
+        is_late: it has not answered soon the last time, or took long for something before.
     """
 
     def __init__(
@@ -221,6 +221,7 @@ class _TrackerThread:
         self._asked = threading.Event()
         self._asked.set()
         self._said_late = False
+        self._longest = 0.0
         self._left_out = 0
         work = threading.Thread(target=self._work, args=(tracker, run, state), name=f"d9d-tracker-{name}", daemon=True)
         work.start()
@@ -244,14 +245,16 @@ class _TrackerThread:
     def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
         """Queue a call; the event happens when it was made or the tracker has failed.
 
-        From then on the tracker is late if that took more seconds than ``soon``.
+        From then on the tracker is late if that took more seconds than ``soon``, or any call since it was asked before:
+        one with slow writes may happen to have nothing to do when it is asked.
         """
         done = self._asked = threading.Event()
         begin = time.monotonic()
 
         def answer(run: TrackerRun) -> None:
             call(run)
-            self.is_late = time.monotonic() - begin > soon
+            self.is_late = max(self._longest, time.monotonic() - begin) > soon
+            self._longest = 0.0
             done.set()
 
         self._calls.put(answer)
@@ -277,7 +280,9 @@ class _TrackerThread:
             run = _opened(tracker, info, state)
             self.opened.set()
             while (call := self._calls.get()) is not None:
+                begin = time.monotonic()
                 call(run)
+                self._longest = max(self._longest, time.monotonic() - begin)
         except BaseException as error:  # SystemExit, too, ends this tracker only
             with suppress(Exception):
                 self._warn(f"tracker '{self.name}' failed and is switched off: {shown(error)}")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from d9d_core.extend import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -17,3 +21,26 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         [..., I] in the dtype of the arguments.
     """
     return functional.silu(gate) * up
+
+
+def recomputed_supports(signature: OpSignature) -> Decision:
+    """Accept in compiled modules: on CUDA by itself, where activations are what fills the memory."""
+    if not signature.compiled:
+        return Decision(
+            accept=False, reason="without a compiler, the product behind it keeps what it returns all the same"
+        )
+    if signature.device != "cuda":
+        return Decision(accept=True, reason="less memory for one pass more; by name only", priority=0)
+    return Decision(
+        accept=True, reason="the backward computes it again in a pass that reads its inputs anyway", priority=5
+    )
+
+
+def recomputed_build(_signature: OpSignature) -> Callable[[Tensor, Tensor], Tensor]:
+    """Backend that the compiler is told not to keep for the backward."""
+
+    def recomputed(gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = checkpoint(silu_mul, gate, up, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    return recomputed

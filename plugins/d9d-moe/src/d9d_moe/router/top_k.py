@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from d9d_moe.balancing.balanced_router import BalancedRouter
 from d9d_moe.balancing.base import TINY, Balancer, Choice
+from d9d_moe.router.logits import bfloat16_logits
 from d9d_moe.router.routing import TopKRouting, count_rows
 from d9d_moe.router.selection import best, keep_best_groups, over_capacity
 
@@ -134,6 +135,8 @@ class TopKRouter(BalancedRouter):
         if tokens.is_meta:  # has no autocast to switch off
             return functional.linear(tokens.to(dtype), self.weight.to(dtype))
         with torch.autocast(tokens.device.type, enabled=False):
+            if tokens.is_cuda and tokens.dtype == self.weight.dtype == torch.bfloat16:
+                return bfloat16_logits(tokens, self.weight)
             return functional.linear(tokens.to(dtype), self.weight.to(dtype))
 
     def _select(self, scores: Tensor) -> Tensor:

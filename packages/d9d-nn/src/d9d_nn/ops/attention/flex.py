@@ -98,7 +98,8 @@ class Flex:
         self._plain = plain
         self._of_one = of_one
         self._attend: Callable[..., Any] = flex_attention
-        self._compiled = _compiled(flex_attention) if compiled else None
+        # With gradients and without: samples drawn between two steps, of other shapes, must not change the training's.
+        self._compiled = {grad: _compiled(flex_attention) for grad in (False, True)} if compiled else None
         self._done: set[bool] = set()
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> BlockMask | None:
@@ -126,8 +127,9 @@ class Flex:
         """Call the compiled function; say how long the first call took, with its backward and without one."""
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
-        with _compilable():
-            mixed: Tensor = self._compiled(*heads, **options)
+        # Where somebody forces blocks to run eagerly, attention would hold all scores.
+        with _compilable(), torch.compiler.set_stance("default"):
+            mixed: Tensor = self._compiled[training](*heads, **options)
         if training not in self._done:
             self._done.add(training)
             window = "" if self._window is None else f", window {self._window}"
