@@ -16,12 +16,13 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "tools" / "bench" / "compare"
-NAMES = ("settings", "microbatches", "contender", "rounds", "record", "tables")
+NAMES = ("records", "settings", "microbatches", "contender", "rounds", "record", "tables")
 
 
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """The harness's modules, which are a script's: each is found by its bare name."""
+    monkeypatch.syspath_prepend(str(ROOM.parent))
     monkeypatch.syspath_prepend(str(ROOM))
     for name in NAMES:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -149,9 +150,10 @@ def test_a_result_has_what_is_needed_to_judge_it(room: SimpleNamespace, tmp_path
     assert result["contenders"]["liger"] == {"skipped": "liger-kernel is not installed"}
     assert result["setting"]["length"] == 4096
     assert result["hardware"]["versions"] == {"torch": "2.11.0"}
-    path = room.record.write(result, tmp_path)
+    path = room.records.write(result, tmp_path)
     assert path.name == "dense-2b-4k-random--nvidia-h200.json"
-    assert room.record.read(tmp_path) == [result]
+    (tmp_path / "other.json").write_text('{"kernels": []}')
+    assert room.records.read(tmp_path, room.record.KIND) == [result]
 
 
 def test_tables_are_written_between_the_marks_and_nothing_around_them_changes(
@@ -179,7 +181,9 @@ def test_tables_are_written_between_the_marks_and_nothing_around_them_changes(
 def test_the_page_has_the_tables_of_the_files_beside_it(room: SimpleNamespace) -> None:
     folder = ROOT / "benchmarks"
     page = (folder / "README.md").read_text()
-    expected = room.tables.fill(page, room.tables.text_of(room.record.read(folder)))
+    expected = room.records.fill(
+        page, room.tables.text_of(room.records.read(folder, room.record.KIND)), room.tables.MARKS
+    )
     assert page == expected, "run: uv run python tools/bench/compare --tables"
 
 

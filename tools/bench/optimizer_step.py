@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ from torch import nn
 LAYER = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (4096,), (4096,))
 
 
-def parameters(billions: float, dtype: torch.dtype, device: str) -> dict[str, nn.Parameter]:
-    """Parameters with gradients, by name."""
+def parameters(
+    billions: float, dtype: torch.dtype, device: str, layer: Sequence[tuple[int, ...]] = LAYER
+) -> dict[str, nn.Parameter]:
+    """Parameters with gradients, by name: as many layers of such shapes as are needed."""
     made: dict[str, nn.Parameter] = {}
     total = 0
     while total < billions * 1e9:
-        for shape in LAYER:
+        for shape in layer:
             parameter = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
             parameter.grad = torch.full_like(parameter, 1e-3)
             made[f"{len(made)}"] = parameter

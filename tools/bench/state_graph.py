@@ -43,6 +43,20 @@ def timed(action: Callable[[], object]) -> float:
     return best
 
 
+def measure(count: int) -> tuple[float, float, float, float]:
+    """Seconds for about so many tensors: bind by patterns, bind by layers, apply, invert and bind."""
+    layers = count // WIDTH
+    specs = {f"model.layers.{n}.t{i}": TensorSpec((4, 4), torch.float32) for n in range(layers) for i in range(WIDTH)}
+    tensors = {name: torch.zeros(4, 4) for name in specs}
+    graph = StateGraph(by_layer(layers), specs)
+    return (
+        timed(lambda: StateGraph(by_patterns(), specs).groups),
+        timed(lambda: StateGraph(by_layer(layers), specs).groups),
+        timed(lambda: graph.apply(tensors)),
+        timed(lambda: StateGraph(by_layer(layers).inverse(), graph.specs).groups),
+    )
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -51,19 +65,9 @@ def main() -> None:
     titles = ("patterns: bind and group", "layers: bind and group", "apply", "invert and bind")
     print(f"{'tensors':>8}" + "".join(f"{title:>{len(title) + 4}}" for title in titles))
     for count in (most // 10, most // 3, most):
-        layers = count // WIDTH
-        specs = {
-            f"model.layers.{n}.t{i}": TensorSpec((4, 4), torch.float32) for n in range(layers) for i in range(WIDTH)
-        }
-        tensors = {name: torch.zeros(4, 4) for name in specs}
-        graph = StateGraph(by_layer(layers), specs)
-        seconds = (
-            timed(lambda: StateGraph(by_patterns(), specs).groups),  # noqa: B023 - called before the next turn
-            timed(lambda: StateGraph(by_layer(layers), specs).groups),  # noqa: B023
-            timed(lambda: graph.apply(tensors)),  # noqa: B023
-            timed(lambda: StateGraph(by_layer(layers).inverse(), graph.specs).groups),  # noqa: B023
-        )
-        print(f"{len(specs):8}" + "".join(f"{s:{len(t) + 2}.3f} s" for s, t in zip(seconds, titles, strict=True)))
+        seconds = measure(count)
+        shown = count // WIDTH * WIDTH
+        print(f"{shown:8}" + "".join(f"{s:{len(t) + 2}.3f} s" for s, t in zip(seconds, titles, strict=True)))
 
 
 if __name__ == "__main__":

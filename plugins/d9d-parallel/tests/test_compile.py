@@ -15,6 +15,8 @@ from torch import nn
 pytestmark = [
     pytest.mark.smoke,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning"),
+    # torch 2.11's Inductor, when it is imported.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 
@@ -110,7 +112,7 @@ def test_saved_operators_run_once_in_compiled_blocks_too(make_model, loss_and_gr
 @pytest.mark.parametrize(
     "settings",
     [
-        {"backend": "inductor", "mode": "max-autotune", "fullgraph": False, "dynamic": None},
+        {"backend": "inductor", "mode": "max-autotune-no-cudagraphs", "fullgraph": False, "dynamic": None},
         {"backend": "aot_eager", "mode": None, "fullgraph": True, "dynamic": False},
     ],
 )
@@ -119,6 +121,52 @@ def test_every_setting_reaches_torch(make_model, monkeypatch, settings: dict[str
     monkeypatch.setattr(nn.Module, "compile", lambda _module, **given: seen.append(given))
     Compile(CompileConfig(**settings)).apply(make_model(depth=2), Topology())
     assert seen == [settings, settings]
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ({"cudagraphs": True}, {}),
+        ({"mode": "reduce-overhead"}, {}),
+        ({"mode": "max-autotune"}, {"max_autotune": True}),
+        ({"cudagraphs": True, "mode": "max-autotune"}, {"max_autotune": True}),
+        ({"cudagraphs": True, "mode": "default"}, {}),
+    ],
+    ids=str,
+)
+def test_graphs_are_recorded_or_refused_by_inductor_and_announced(
+    make_model, monkeypatch, given: dict[str, object], more: dict[str, object]
+) -> None:
+    seen = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _module, **settings: seen.append(settings))
+    applied = Compile(CompileConfig(**given)).apply(make_model(depth=1), Topology())
+    assert applied.cuda_graphs
+    (settings,) = seen
+    assert "mode" not in settings  # torch refuses both
+    assert {"triton.cudagraphs": True, "triton.cudagraph_or_error": True, **more}.items() <= settings["options"].items()
+    monkeypatch.undo()
+    torch.compile(nn.Linear(2, 2), **settings)  # every version of torch knows these options
+
+
+def test_compiled_code_is_kept_on_disk_by_default() -> None:
+    import torch._functorch.config
+    import torch._inductor.config
+
+    # The README says so. Both read an environment variable, which nobody sets here.
+    assert torch._inductor.config.fx_graph_cache
+    assert torch._functorch.config.enable_autograd_cache
+
+
+@pytest.mark.parametrize("given", [{}, {"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}], ids=str)
+def test_other_modes_announce_no_graphs(make_model, given: dict[str, str]) -> None:
+    assert not Compile(CompileConfig(**given)).apply(make_model(depth=1), Topology()).cuda_graphs
+
+
+def test_contradictory_graphs_are_refused() -> None:
+    with pytest.raises(ValidationError, match="contradicts mode 'max-autotune-no-cudagraphs'"):
+        CompileConfig(mode="max-autotune-no-cudagraphs", cudagraphs=True)
+    with pytest.raises(ValidationError, match="cudagraphs belongs to backend 'inductor'"):
+        CompileConfig(backend="aot_eager", cudagraphs=True)
 
 
 def test_unknown_backend_is_an_error_with_a_suggestion(make_model) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import record
+import records
 import rounds
 import tables
 import worker
@@ -29,7 +30,7 @@ from contender import CONTENDERS, DEFAULT
 from settings import CHECKPOINTED, MODELS, Setting
 
 LENGTHS = {"4k": 4096, "16k": 16_384, "64k": 65_536}
-BENCHMARKS = record.ROOT / "benchmarks"
+BENCHMARKS = records.BENCHMARKS
 TINY_CONTENDERS = ("d9d", "transformers", "liger")
 TINY = Setting("tiny", 64, 2, backend="aot_eager", warmup=1, steps=2)
 
@@ -47,9 +48,9 @@ def main() -> None:
         command = " ".join(["python tools/bench/compare", *sys.argv[1:]])
         result = record.summary(setting, answers, command, dt.datetime.now(dt.UTC).date().isoformat())
         print(tables.text_of([result]))
-        _say(f"written: {record.write(result, folder)}")
+        _say(f"written: {records.write(result, folder)}")
     if page.exists():
-        tables.write(page, record.read(folder))
+        tables.write(page, records.read(folder, record.KIND))
 
 
 def _options() -> argparse.Namespace:

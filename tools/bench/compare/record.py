@@ -1,19 +1,17 @@
-"""Results as files: a table's numbers with its hardware, versions, command and commit."""
+"""Result of a comparison: a table's numbers with its hardware, versions, command and commit."""
 
 from __future__ import annotations
 
-import json
-import re
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from d9d_engine.trackers.utilisation import known_peak
+from records import commit
 from settings import Setting
 
-ROOT = Path(__file__).resolve().parents[3]
+#: Key that only results of comparisons have.
+KIND = "contenders"
 #: Whom the others are compared with.
 OURS = "d9d"
 Answer = Mapping[str, Any]
@@ -63,35 +61,8 @@ def summary(setting: Setting, answers: Mapping[str, Sequence[Answer]], command: 
         "hardware": machine,
         "peak_tflops": peak,
         "flops_per_token": flops,
-        "contenders": contenders,
+        KIND: contenders,
     }
-
-
-def commit(root: Path = ROOT) -> str:
-    """Commit of the sources, with ``+`` if something differs from it; ``unknown`` where git does not tell."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def write(result: Mapping[str, Any], folder: Path) -> Path:
-    """Write a result into the file of its table and device, and return that."""
-    folder.mkdir(parents=True, exist_ok=True)
-    device = re.sub(r"[^a-z0-9]+", "-", str(result["hardware"]["device"]).lower()).strip("-")
-    path = folder / f"{result['table']}--{device}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return path
-
-
-def read(folder: Path) -> list[dict[str, Any]]:
-    """All results, in order of their files' names."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
 
 
 def _seconds(found: Sequence[Answer]) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from contender import title_of
 from record import OURS
+from records import fill, origin, table
 
 MARKS = ("<!-- comparisons: written by tools/bench/compare -->", "<!-- end of comparisons -->")
 NONE_YET = "No comparison has been measured yet."
@@ -20,22 +21,9 @@ def text_of(results: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(map(_section, results)) or NONE_YET
 
 
-def fill(page: str, text: str) -> str:
-    """Page with a text between the marks.
-
-    Raises:
-        SystemExit: it has none.
-    """
-    head, mark, rest = page.partition(MARKS[0])
-    end, tail = rest.partition(MARKS[1])[1:]
-    if not mark or not end:
-        raise SystemExit(f"the page lacks the marks {MARKS[0]} and {MARKS[1]}")
-    return f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}"
-
-
 def write(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Write the tables of all results into a page."""
-    page.write_text(fill(page.read_text(encoding="utf-8"), text_of(results)), encoding="utf-8")
+    page.write_text(fill(page.read_text(encoding="utf-8"), text_of(results), MARKS), encoding="utf-8")
 
 
 def _section(result: Mapping[str, Any]) -> str:
@@ -45,15 +33,14 @@ def _section(result: Mapping[str, Any]) -> str:
     lines = [f"### {result['table']}: {machine['device']}", ""]
     lines.append(
         f"{setting['samples']} x {setting['length']} tokens a step, {setting['data']}, {setting['precision']}"
-        f"{', checkpointed' if setting['checkpointed'] else ''}; {_versions(machine['versions'])}; commit "
-        f"{result['commit']}, {result['taken']}; `{result['command']}`. MFU: {result['flops_per_token']:.4g} FLOPs per "
-        f"token{_peak(result['peak_tflops'])}."
+        f"{', checkpointed' if setting['checkpointed'] else ''}; {origin(result)}. MFU: "
+        f"{result['flops_per_token']:.4g} FLOPs per token{_peak(result['peak_tflops'])}."
     )
     rows = [_row(name, found) for name, found in measured.items()]
-    lines += ["", *_table(("contender", "tokens/s", "MFU", "step, ms", "peak GiB", "times d9d's speed"), rows)]
+    lines += ["", *table(("contender", "tokens/s", "MFU", "step, ms", "peak GiB", "times d9d's speed"), rows)]
     if kinds := {name: found for name, found in measured.items() if "ms_by_kind" in found}:
         head = ("ms of a profiled step", *_KINDS, "matmul TFLOP/s", "attention TFLOP/s", "optimizer TB/s")
-        lines += ["", *_table(head, [_kinds(name, found) for name, found in kinds.items()])]
+        lines += ["", *table(head, [_kinds(name, found) for name, found in kinds.items()])]
     for name, found in contenders.items():
         if reason := found.get("skipped") or found.get("failed"):
             lines += ["", f"{title_of(name)}: {'left out' if 'skipped' in found else 'failed'}: {reason}"]
@@ -86,15 +73,6 @@ def _kinds(name: str, found: Mapping[str, Any]) -> list[str]:
     times = [f"{found['ms_by_kind'].get(kind, 0.0):.1f}" for kind in _KINDS]
     limits = (("matmul_tflops", ".0f"), ("attention_tflops", ".0f"), ("optimizer_tbps", ".2f"))
     return [title_of(name), *times, *(format(rates[key], form) if key in rates else "" for key, form in limits)]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---", *("---:" for _ in head[1:])], *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def _versions(versions: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 def _peak(peak: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 import traceback
@@ -13,11 +12,10 @@ from typing import Any
 
 import torch
 from contender import NotHereError, builder_of
+from records import GIB, hardware
 from settings import Setting
 from timing import timed
 from work_by_kind import roofline, work_by_kind
-
-GIB = 2**30
 
 
 def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
@@ -65,21 +63,6 @@ def run_round(name: str, setting: Setting, profiled: bool) -> dict[str, Any]:
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
     return found
-
-
-def hardware() -> dict[str, Any]:
-    """Device of this process, and what it runs with."""
-    versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-    if not torch.cuda.is_available():
-        return {"device": f"CPU, {os.cpu_count()} cores", "versions": versions}
-    properties = torch.cuda.get_device_properties(0)
-    versions["cuda"] = str(torch.version.cuda)
-    return {
-        "device": properties.name,
-        "memory_gib": round(properties.total_memory / GIB, 1),
-        "processors": properties.multi_processor_count,
-        "versions": versions,
-    }
 
 
 def main(name: str, setting: str, profiled: str, answer: str) -> None:

@@ -1,4 +1,4 @@
-"""Names of the engine for authors of strategies, handlers of schedules and pictures, besides :mod:`d9d_core.extend`.
+"""Names of the engine for authors of strategies, subscribers, schedules and pictures, besides :mod:`d9d_core.extend`.
 
 Importing this module imports no torch; its names are imported when they are used.
 """
@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from d9d_engine.compat import keep_fsdp_gradients, prepare_fsdp_gradients, reduce_fsdp_gradients
     from d9d_engine.distributed.logs import rank_logger
     from d9d_engine.figures import figure_svg, new_figure
+    from d9d_engine.supervision.compilation import Recompiled
 
 #: Module of each name; they are imported when they are used.
 _LAZY = {
+    "Recompiled": "d9d_engine.supervision.compilation",
     "figure_svg": "d9d_engine.figures",
     "new_figure": "d9d_engine.figures",
     "keep_fsdp_gradients": "d9d_engine.compat",
@@ -24,6 +26,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "Recompiled",
     "figure_svg",
     "keep_fsdp_gradients",
     "new_figure",

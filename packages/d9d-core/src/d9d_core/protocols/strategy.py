@@ -63,6 +63,8 @@ class Applied:
             of the error if no other stage has it either.
         sequence_ranks: ranks that positions of hidden states are split over, also where stages hand them on; the model
             is a :class:`~d9d_core.traits.SplitsSequence`.
+        cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
+            step begins; a job whose layout breaks that is refused.
     """
 
     modules: tuple[str, ...]
@@ -73,6 +75,7 @@ class Applied:
     on_host: frozenset[str] = frozenset()
     unmatched: Mapping[str, str] = field(default_factory=dict)
     sequence_ranks: int = 1
+    cuda_graphs: bool = False
 
 
 class Strategy(Protocol):

@@ -29,6 +29,7 @@ from torch import nn
 
 from d9d_engine.build.joined_stages import JoinedStages, joined_stages
 from d9d_engine.build.kernels import KernelChoice, bind_kernels
+from d9d_engine.build.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.build.parts.data import documents_of
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
@@ -178,6 +179,7 @@ def assemble(
             reducers[index] += outcome.reducers
         applied.append((chosen, _merged(list(outcomes.values()))))
         split_sequences(outlines, applied[-1][1].sequence_ranks)
+    check_cuda_graphs(applied, pipeline, circumstances.device)
     converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
@@ -300,6 +302,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
         sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
+        cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
     )
 
 

@@ -26,6 +26,7 @@ from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import Exporter
 from d9d_engine.build.first_pass.build import build_first_pass
+from d9d_engine.build.parts.cuda_graphs import step_mark
 from d9d_engine.build.parts.data import documents_of, open_data
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
@@ -170,6 +171,7 @@ def build(
         tallies=tallies,
         events=events,
         ranges=ranges,
+        mark=step_mark(assembly.applied),
     )
     evaluator = build_evaluator(job, selection, assembly, topology, task, own_task, executor, all_parts, first, note)
     check_series(job, selection, evaluator, {**task.coefficients, **auxiliary_losses.coefficients})

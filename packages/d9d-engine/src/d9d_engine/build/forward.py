@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from d9d_engine.build.assemble import Assembly, assemble
 from d9d_engine.build.executor import build_frozen_executor
 from d9d_engine.build.kernels import refuse_unused
+from d9d_engine.build.parts.cuda_graphs import step_mark
 from d9d_engine.build.plan import circumstances
 from d9d_engine.build.weights import Published, start_weights
 from d9d_engine.distributed.mesh import Topology
@@ -86,6 +87,7 @@ def build_forward(
     published = start_weights(job, selection, registry, assembly, topology, note)
     find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology).copy_values()
     assembly.model.eval()
+    step_mark(assembly.applied)  # what is alive stays: no step follows
     executor = build_frozen_executor(
         job, selection, assembly, topology, task or WithoutLoss(inputs), inputs, topology.world
     )

@@ -89,6 +89,7 @@ class LifeCycle:
                 parts.trackers.open(self._run_info(step), tracker_states)
             run = OpenRun(self._parts, self.progress, shown)
             owned.enter_context(run.collection.paced())
+            owned.enter_context(run.compilation.listening())
             run.owned = owned.pop_all()
         self.run = run
         return run

@@ -28,6 +28,7 @@ from d9d_engine.run.progress import ProgressBar
 from d9d_engine.sleep.sleeper import Sleeper
 from d9d_engine.step.step import TrainStep
 from d9d_engine.subscribers.event_bus import Events
+from d9d_engine.supervision.compilation import CompilationLog
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_engine.trackers.run_log import HubLog
 
@@ -100,6 +101,7 @@ class OpenRun:
         bar: of all steps.
         clock: of the speed that is logged.
         collection: of Python's garbage.
+        compilation: of code, and why.
         evaluated: step of the last evaluation, and its values.
         busy: the trainer is at work, and not its caller.
     """
@@ -112,6 +114,7 @@ class OpenRun:
         self.bar = ProgressBar(parts.total_steps, progress.step, shown)
         self.clock = Clock()
         self.collection = PacedCollection(parts.job.garbage_collection.every)
+        self.compilation = CompilationLog(parts.stage, parts.events.emit, parts.note, progress.step)
         self.busy = False
         self.evaluated: tuple[int, dict[str, float]] | None = None
         self._logbook = Logbook(
@@ -156,6 +159,7 @@ class OpenRun:
         result = parts.step(progress.step, pack)
         progress.step += 1
         self._between_steps = True
+        self.compilation.after(progress.step)
         self._record(result)
         self._announce()
         at_end = progress.step == parts.total_steps
@@ -185,6 +189,7 @@ class OpenRun:
                 self.parts.note(f"warning: the evaluation after step {step} found no number: {wrong}")
             self._write(step, values)
             self.evaluated = (step, values)
+            self.compilation.after(step)
             self.collection.after_pause()
             self.parts.events.emit(ev.EvaluationEnds(step, values))
 

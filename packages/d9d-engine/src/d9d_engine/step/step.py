@@ -40,6 +40,8 @@ class TrainStep:
         tallies: what the model's modules counted, which some adapt to.
         events: observers.
         ranges: around the phases, for a profiler.
+        mark: called when a step begins, for recorded modules; see
+            :func:`d9d_engine.build.parts.cuda_graphs.step_mark`.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TrainStep:
         tallies: Tallies,
         events: Events,
         ranges: Ranges | None = None,
+        mark: Callable[[], None] = lambda: None,
     ) -> None:
         self.task = task
         self.first_pass = first_pass
@@ -73,6 +76,7 @@ class TrainStep:
         self.tallies = tallies
         self.events = events
         self.ranges = ranges or Ranges()
+        self.mark = mark
 
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
@@ -90,6 +94,7 @@ class TrainStep:
         """Run step ``step`` (0-based) on this rank's slice of a pack, on the device. Collective over all ranks."""
         self.events.emit(ev.StepStarts(step, pack))
         self.task.begin_step(step)
+        self.mark()  # CUDA graphs may write over what they returned in the step before
 
         self.events.emit(ev.ForwardBackwardStarts(step))
         self.statistics.begin()

@@ -7,6 +7,9 @@ from typing import Literal
 from d9d_core.extend import PluginConfig
 from pydantic import model_validator
 
+#: Modes of inductor that record CUDA graphs.
+_RECORDING = ("reduce-overhead", "max-autotune")
+
 
 class CompileConfig(PluginConfig):
     """Compilation of each block; the fields are those of ``torch.compile``."""
@@ -21,9 +24,20 @@ class CompileConfig(PluginConfig):
     """Make it an error if a block cannot be compiled as one graph."""
     dynamic: bool | None = None
     """Compile for any shape (true), for each shape anew (false), or generalise at the second shape (absent)."""
+    cudagraphs: bool = False
+    """Record each block's forward and backward as CUDA graphs and replay them, so that the host launches one thing
+    instead of many kernels; ``reduce-overhead`` and ``max-autotune`` do so, too."""
+
+    @property
+    def records_graphs(self) -> bool:
+        """Whether blocks become CUDA graphs, by the field or by the mode."""
+        return self.cudagraphs or self.mode in _RECORDING
 
     @model_validator(mode="after")
-    def _modes_are_inductors(self) -> CompileConfig:
-        if self.mode is not None and self.backend != "inductor":
-            raise ValueError(f"mode belongs to backend 'inductor', not to '{self.backend}'; remove one of them")
+    def _inductor_understands(self) -> CompileConfig:
+        for field in ("mode", "cudagraphs"):
+            if getattr(self, field) and self.backend != "inductor":
+                raise ValueError(f"{field} belongs to backend 'inductor', not to '{self.backend}'; remove one of them")
+        if self.cudagraphs and self.mode == "max-autotune-no-cudagraphs":
+            raise ValueError("cudagraphs: true contradicts mode 'max-autotune-no-cudagraphs'; write max-autotune")
         return self

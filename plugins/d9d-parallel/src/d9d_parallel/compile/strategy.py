@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from d9d_core.extend import Applied, BuildError, Topology, closest
 from torch import nn
@@ -30,9 +32,18 @@ class Compile:
                 f"strategy '{config.name}' would compile block '{done[0]}' a second time; "
                 "keep one 'compile' in 'parallel'"
             )
+        how = {"options": _graph_options(config.mode)} if config.records_graphs else {"mode": config.mode}
         for block in blocks.values():
-            block.compile(backend=config.backend, mode=config.mode, fullgraph=config.fullgraph, dynamic=config.dynamic)
-        return Applied(modules=tuple(blocks))
+            block.compile(backend=config.backend, fullgraph=config.fullgraph, dynamic=config.dynamic, **how)
+        return Applied(modules=tuple(blocks), cuda_graphs=config.records_graphs)
+
+
+def _graph_options(mode: str | None) -> dict[str, Any]:
+    """Options of inductor that record CUDA graphs, on top of those of a mode: torch takes one or the other."""
+    from torch._inductor import list_mode_options  # as torch.compile's documentation says; long to import
+
+    # A block that cannot be recorded is an error: torch would go on without graphs, and say so in a warning at most.
+    return {**list_mode_options(mode or "default"), "triton.cudagraphs": True, "triton.cudagraph_or_error": True}
 
 
 def _check_backend(name: str) -> None:

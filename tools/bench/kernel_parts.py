@@ -1,0 +1,363 @@
+"""Parts of ``tools/bench/kernels.py``: ops of models, the loss, optimizer steps, and a whole block, each measured."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from optimizer_step import contenders, moved, parameters
+from records import GIB
+from torch import Tensor
+
+#: Measured of an op, an optimizer or the loss, as JSON can hold it.
+Row = dict[str, Any]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of all parts; the defaults fill an H200.
+
+    Attributes:
+        tokens: rows of norms, gates and rotations; half as many are routed to experts.
+        length: positions of a sample.
+        hidden, feed_forward: features.
+        heads, key_heads, head_size: of attention.
+        experts, chosen: of a router, and how many each token takes.
+        loss_tokens, words: of the loss.
+        billions: parameters of an optimizer's step, in billions.
+        copy_gib: size of the tensor that is copied for the bandwidth.
+        samples: of the block, each of ``length`` positions.
+    """
+
+    tokens: int = 32_768
+    length: int = 4096
+    hidden: int = 2048
+    feed_forward: int = 6144
+    heads: int = 16
+    key_heads: int = 8
+    head_size: int = 128
+    experts: int = 128
+    chosen: int = 8
+    loss_tokens: int = 8192
+    words: int = 151_936
+    billions: float = 2.0
+    copy_gib: float = 4.0
+    samples: int = 4
+
+
+TINY = Sizes(
+    tokens=8, length=4, hidden=16, feed_forward=24, heads=4, key_heads=2, head_size=8, experts=4, chosen=2,
+    loss_tokens=8, words=48, billions=1e-6, copy_gib=1e-6, samples=1,
+)  # fmt: skip
+
+
+class Bench:
+    """Bench on one device, in bfloat16.
+
+    Args:
+        sizes: of everything.
+        device: type of the device; times of a CPU are of single calls, which only try the code.
+    """
+
+    def __init__(self, sizes: Sizes, device: str) -> None:
+        self.sizes = sizes
+        self.device = device
+        self.is_gpu = device == "cuda"
+
+    def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = True) -> Tensor:
+        """Normal numbers, as a leaf."""
+        return torch.randn(*shape, device=self.device).to(dtype).requires_grad_(grad)
+
+    def milliseconds(self, run: Callable[[], Any], most: int = 60) -> float:
+        """Median time of a call, with the caches of the device emptied before each.
+
+        Args:
+            run: what is measured; it was never called before.
+            most: milliseconds to spend.
+        """
+        run()  # compiles
+        if self.is_gpu:
+            from triton.testing import do_bench
+
+            return float(do_bench(run, warmup=10, rep=most, return_mode="median"))
+        times = []
+        for _ in range(2):
+            begin = time.perf_counter()
+            run()
+            times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+    def clean(self) -> None:
+        """Give memory back, so that a part does not meet the rest of another."""
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def copy_rate(self) -> float:
+        """Terabytes per second of a copy on the device, read and written."""
+        source = torch.empty(max(int(self.sizes.copy_gib * GIB), 1024), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return 2 * source.nbytes / self.milliseconds(lambda: target.copy_(source)) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Case of an op.
+
+    Attributes:
+        op: its name.
+        shape: in words.
+        backends: name -> function.
+        inputs: positional arguments.
+        bytes: fewest bytes that a forward, and a backward, must read and write.
+    """
+
+    op: str
+    shape: str
+    backends: Mapping[str, Function]
+    inputs: Sequence[Any]
+    bytes: tuple[int, int]
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    """Cases of the ops of models: the references as they are written, and the kernels."""
+    from d9d_moe.dispatch import permutation as moe
+    from d9d_nn.ops.rms_norm import rms_norm as norm
+    from d9d_nn.ops.rope import rope as turn
+    from d9d_nn.ops.silu_mul import silu_mul as gate
+    from d9d_triton import permutation, rms_norm, rope, silu_mul
+
+    s, draw = bench.sizes, bench.draw
+    for rows, features in ((s.tokens, s.hidden), (s.tokens * s.heads, s.head_size)):
+        size = 2 * rows * features
+        yield Case(
+            "rms_norm",
+            f"{rows} x {features}",
+            {"reference": norm, "triton": rms_norm.rms_norm},
+            (draw(rows, features), draw(features), 1e-6),
+            (2 * size, 3 * size),
+        )
+    size = 2 * s.tokens * s.feed_forward
+    yield Case(
+        "silu_mul",
+        f"{s.tokens} x {s.feed_forward}",
+        {"reference": gate, "triton": silu_mul.silu_mul},
+        (draw(s.tokens, s.feed_forward), draw(s.tokens, s.feed_forward)),
+        (3 * size, 5 * size),
+    )
+    samples = max(1, s.tokens // s.length)
+    angle = torch.arange(s.length, device=bench.device)[None, :, None] / 10 ** torch.linspace(
+        0, 4, s.head_size // 2, device=bench.device
+    )
+    size = 2 * samples * s.length * (s.heads + s.key_heads) * s.head_size
+    size = 2 * size + 2 * angle.nbytes  # cosines and sines
+    yield Case(
+        "rope",
+        f"{samples} x {s.length}, {s.heads} and {s.key_heads} heads of {s.head_size}",
+        {"reference": turn, "triton": rope.rope},
+        (
+            draw(samples, s.length, s.heads, s.head_size),
+            draw(samples, s.length, s.key_heads, s.head_size),
+            angle.cos(),
+            angle.sin(),
+        ),
+        (size, size),
+    )
+    tokens = s.tokens // 2
+    slots, places = _routed(bench, tokens)
+    few, many = 2 * tokens * s.hidden, 2 * tokens * s.chosen * s.hidden
+    shape = f"{tokens} x {s.hidden}, {s.chosen} of {s.experts} experts"
+    yield Case(
+        "permute",
+        shape,
+        {"reference": moe.permute, "triton": permutation.permute},
+        (draw(tokens, s.hidden), slots, places),
+        (few + many, few + many),
+    )
+    yield Case(
+        "unpermute",
+        shape,
+        {"reference": moe.unpermute, "triton": permutation.unpermute},
+        (draw(tokens * s.chosen, s.hidden), slots, places, draw(tokens, s.chosen, dtype=torch.float32)),
+        (few + many, few + 2 * many),
+    )
+
+
+def measure_ops(bench: Bench, rate: float) -> list[Row]:
+    """Forward and backward of each case.
+
+    Args:
+        bench: the device.
+        rate: of a copy, terabytes per second.
+    """
+    rows: list[Row] = []
+    for case in cases(bench):
+        for name, function in case.backends.items():
+            with torch.no_grad():
+                forward = bench.milliseconds(lambda f=function, c=case: f(*c.inputs))  # type: ignore[misc]
+            backward = bench.milliseconds(_backward(function, case.inputs))
+            for way, ms, size in (("forward", forward, case.bytes[0]), ("backward", backward, case.bytes[1])):
+                rows.append(
+                    {"op": case.op, "shape": case.shape, "backend": name, "pass": way, **_share(ms, size, rate)}
+                )
+        bench.clean()
+    return rows
+
+
+def measure_optimizers(bench: Bench, rate: float) -> list[Row]:
+    """Steps of optimizers, each alone, because the states of several would not fit."""
+    rows: list[Row] = []
+    layer = ((16, 16),) if bench.sizes.billions < 1e-3 else None
+    for name, dtype, state, make in contenders():
+        named = parameters(bench.sizes.billions, dtype, bench.device, *([layer] if layer else []))
+        size = moved(named, state)
+        ms = bench.milliseconds(make(named), most=120)
+        rows.append({"op": name, "shape": f"{bench.sizes.billions:g} G parameters", **_share(ms, size, rate)})
+        del named
+        bench.clean()
+    return rows
+
+
+def measure_loss(bench: Bench) -> dict[str, Any]:
+    """Output projection and loss, forward and backward, against its three products and by its memory."""
+    from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
+    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy
+
+    s = bench.sizes
+    hidden, weight = bench.draw(s.loss_tokens, s.hidden), bench.draw(s.words, s.hidden)
+    targets = torch.randint(s.words, (s.loss_tokens,), device=bench.device)
+    products = _products(bench, hidden.detach(), weight.detach())
+    rows: list[Row] = []
+    for name, function, frozen in (
+        ("reference", linear_cross_entropy, False),
+        ("triton", LinearCrossEntropy(), False),
+        ("triton_sum", LinearCrossEntropy(ahead=True), False),
+        ("triton, frozen weight", LinearCrossEntropy(), True),
+    ):
+        weight.requires_grad_(not frozen)
+        leaves = [hidden] if frozen else [hidden, weight]
+
+        def run(function: Function = function, leaves: Sequence[Tensor] = leaves) -> Any:
+            return torch.autograd.grad(function(hidden, weight, targets).sum(), leaves)
+
+        ms = bench.milliseconds(run, most=200)
+        row: Row = {"backend": name, "ms": ms, "times_products": ms / (products * (2 / 3 if frozen else 1))}
+        if bench.is_gpu:
+            row["extra_gib"] = _extra_memory(run, sum(leaf.nbytes for leaf in leaves))
+        rows.append(row)
+        bench.clean()
+    shape = f"{s.loss_tokens} x {s.hidden} x {s.words}"
+    return {"shape": shape, "products_ms": products, "backends": rows}
+
+
+def measure_block(bench: Bench) -> dict[str, Any]:
+    """A block of Qwen3, forward and backward: as it is written, with the kernels, and compiled."""
+    from d9d_core.extend import HasOps, OpSignature, modules_with
+    from d9d_nn.ops.attention import sdpa
+    from d9d_nn.ops.rms_norm import torch_build
+    from d9d_nn.rope.rotary_embedding import RotaryEmbedding
+    from d9d_qwen3.block import Qwen3Block
+    from d9d_qwen3.config import Qwen3Config
+    from d9d_triton import rms_norm, rope, silu_mul
+
+    s = bench.sizes
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=s.hidden, intermediate_size=s.feed_forward, num_layers=1,
+        num_attention_heads=s.heads, num_key_value_heads=s.key_heads, head_dim=s.head_size,
+    )  # fmt: skip
+    torch.manual_seed(0)
+
+    def block() -> Any:
+        made = Qwen3Block(config, 0).to(bench.device, torch.bfloat16)
+        for module in modules_with(made, HasOps).values():
+            for slot in module.op_slots().values():
+                if slot.op == "attention":
+                    signature = OpSignature("attention", bench.device, "bfloat16", slot.static)
+                    slot.bind("sdpa", sdpa.build(signature))
+        return made
+
+    def bound(own: Mapping[str, Function]) -> Any:
+        made = block()
+        for module in modules_with(made, HasOps).values():
+            for slot in module.op_slots().values():
+                if slot.op in own:
+                    slot.bind("bound", own[slot.op])
+        return made
+
+    fused = torch_build(OpSignature("rms_norm", bench.device, "bfloat16"))
+    own: dict[str, Function] = {"rms_norm": rms_norm.rms_norm, "rope": rope.rope, "silu_mul": silu_mul.silu_mul}
+    hidden = bench.draw(s.samples, s.length, s.hidden)
+    rotation = RotaryEmbedding(s.head_size, theta=1e6).to(bench.device)(
+        torch.arange(s.length, device=bench.device).unsqueeze(0)
+    )
+    grad = torch.randn_like(hidden)
+    found: dict[str, float] = {}
+    for name, made, compiled in (
+        ("as written", block(), False),
+        ("torch's fused norm", bound({"rms_norm": fused}), False),
+        ("kernels", bound(own), False),
+        ("compiled", block(), True),
+        ("compiled, with kernels", bound(own), True),
+    ):
+        torch.compiler.reset()
+        if compiled:
+            made.compile(backend="inductor" if bench.is_gpu else "aot_eager")
+
+        def run(made: Any = made) -> Any:
+            return torch.autograd.grad(made(hidden, rotation, None), (hidden, *made.parameters()), grad)
+
+        found[name] = bench.milliseconds(run, most=100)
+        bench.clean()
+    return {"shape": f"{s.samples} x {s.length} x {s.hidden}, feed-forward {s.feed_forward}", "ms": found}
+
+
+def _share(ms: float, size: int, rate: float) -> Row:
+    """Time, bytes, and the share of a copy's bandwidth."""
+    return {"ms": ms, "gigabytes": size / 1e9, "share_of_copy": size / ms / 1e9 / rate}
+
+
+def _backward(function: Function, inputs: Sequence[Any]) -> Callable[[], Any]:
+    """Backward alone of a function, as often as one likes."""
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = [torch.randn_like(output) for output in outputs]
+    leaves = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+    return lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)
+
+
+def _routed(bench: Bench, tokens: int) -> tuple[Tensor, Tensor]:
+    """Slots [tokens x chosen] and places [tokens, chosen] of tokens whose experts are drawn."""
+    s = bench.sizes
+    experts = torch.rand(tokens, s.experts, device=bench.device).topk(s.chosen, dim=1).indices
+    slots = torch.sort(experts.flatten(), stable=True).indices
+    places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots), device=bench.device))
+    return slots, places.view(tokens, s.chosen)
+
+
+def _products(bench: Bench, hidden: Tensor, weight: Tensor) -> float:
+    """Milliseconds of the three matrix products of the loss, into memory that exists."""
+    logits = hidden @ weight.T
+    of_hidden, of_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run() -> None:
+        torch.mm(hidden, weight.T, out=logits)
+        torch.mm(logits, weight, out=of_hidden)
+        torch.mm(logits.T, hidden, out=of_weight)
+
+    return bench.milliseconds(run, most=200)
+
+
+def _extra_memory(run: Callable[[], Any], gradients: int) -> float:
+    """GiB that a call needs at most beyond what exists and the gradients that it returns."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before - gradients) / GIB
