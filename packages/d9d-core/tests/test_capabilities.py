@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from d9d_core.plugin import CapabilitySpec, Ref, Registry, StrategySpec, hookimpl
@@ -91,6 +93,41 @@ def test_imports_are_looked_for_without_importing() -> None:
         "strategy 'expert_parallel' needs import:deep_ep: module deep_ep is not installed; the documentation of acme "
         "says how to get it",
     )
+
+
+@pytest.mark.parametrize("namespace", [True, False])
+def test_a_module_inside_of_a_package_is_found_without_importing_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: bool
+) -> None:
+    (tmp_path / "acme_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "acme_attn" / "cute" / "kernels.py").touch()
+    if not namespace:
+        (tmp_path / "acme_attn" / "__init__.py").write_text("raise AssertionError('imported')")
+        (tmp_path / "acme_attn" / "cute" / "__init__.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module, there in (("acme_attn.cute", True), ("acme_attn.cute.kernels", True), ("acme_attn.interface", False)):
+        assert one(f"import:{module}")[0] is there, module
+    assert one("import:acme_other.cute")[0] is False
+    assert "acme_attn" not in sys.modules
+
+
+def test_who_stands_in_for_a_module_counts_and_who_is_blocked_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("json.acme")
+    module.__spec__ = ModuleSpec("json.acme", None)
+    monkeypatch.setitem(sys.modules, "json.acme", module)
+    monkeypatch.setitem(sys.modules, "json.decoder", None)
+    assert one("import:json.acme")[0] is True
+    assert one("import:json.decoder")[0] is False
+
+
+def test_a_library_that_the_plugin_depends_on_comes_with_it_however_its_module_is_spelt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("d9d_core.plugin.capabilities.requires", lambda _: ["torch>=2", "acme-kernel>=1"])
+    assert one("import:acme_kernel")[1].endswith("'pip install acme' brings it")
+    assert one("import:acme_kernel.ops")[1].endswith("'pip install acme' brings it")
+    assert one("import:acme")[1].endswith("'pip install acme' brings it")
+    assert one("import:acme_kern")[1].endswith("says how to get it")
 
 
 def test_a_token_nobody_declares_is_an_error() -> None:

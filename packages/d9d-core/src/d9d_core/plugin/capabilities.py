@@ -4,7 +4,7 @@ mesh:AXIS            the axis has more than one rank
 model:TRAIT          the model declares the trait
 strategy:NAME        the strategy is in the job
 device:TYPE[>=X.Y]   training runs on this device type, with at least this compute capability
-import:MODULE        the Python module can be imported
+import:MODULE        the Python module is installed; of ``package.module``, the package is not imported to find out
 anything else        declared by a plugin through ``d9d_capabilities`` and provided by a chosen record
 
 A token that nobody declares is an error wherever it stands: it is misspelt, or a plugin is missing.
@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires
 
 from d9d_core.plugin.entries import Entry
@@ -100,7 +102,22 @@ class Verdict:
 def missing_modules(spec: Spec) -> list[str]:
     """Modules that a record requires by ``import:`` tokens and that are not installed."""
     modules = [token.partition(":")[2] for token in sorted(spec.requires) if token.startswith("import:")]
-    return [name for name in modules if importlib.util.find_spec(name.partition(".")[0]) is None]
+    return [name for name in modules if not _installed(name)]
+
+
+def _installed(module: str) -> bool:
+    """Whether a module is there. Packages around it are not imported: theirs may be slow, or somebody else's."""
+    name, *inner = module.split(".")
+    spec = importlib.util.find_spec(name)
+    for part in inner:
+        places = None if spec is None else spec.submodule_search_locations
+        name = f"{name}.{part}"
+        if name in sys.modules:
+            spec = getattr(sys.modules[name], "__spec__", None)
+        else:
+            # By the last part of the name: of more, the finder expects that the packages are imported.
+            spec = None if places is None else PathFinder.find_spec(part, list(places))
+    return spec is not None
 
 
 def _how_to_get(distribution: str | None, module: str) -> str:
@@ -109,8 +126,9 @@ def _how_to_get(distribution: str | None, module: str) -> str:
         lines = requires(distribution or "") or []
     except (PackageNotFoundError, ValueError):
         lines = []
-    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
-    if any(name == module or name.startswith(f"{module}-") for name in names):
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0].replace("_", "-") for line in lines if "extra ==" not in line]
+    package = module.partition(".")[0].replace("_", "-")
+    if any(name == package or name.startswith(f"{package}-") for name in names):
         return f"'pip install {distribution}' brings it"
     return f"the documentation of {distribution} says how to get it"
 
@@ -203,7 +221,7 @@ class Judge:
         if namespace == "device" and (match := _DEVICE.fullmatch(token)):
             return self._device(match)
         if namespace == "import" and word:
-            found = importlib.util.find_spec(word.partition(".")[0]) is not None
+            found = _installed(word)
             return found, f"module {word} is " + ("installed" if found else "not installed")
         if namespace == "strategy":
             return False, f"the job has no strategy {word}"

@@ -1,0 +1,27 @@
+"""Declaration of the backends by cut-cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_kernels() -> Iterator[KernelSpec]:
+    """Backends of ``linear_cross_entropy``: with all gradients, and without small ones."""
+    for name, suffix, summary in (
+        ("cce", "", "cut-cross-entropy: no logits in memory, all gradients, summed in 16 bits."),
+        ("cce_filtered", "_filtered", "cut-cross-entropy with its gradient filter: small gradients are left out."),
+    ):
+        yield KernelSpec(
+            name=name,
+            summary=f"{summary} Never chosen by itself.",
+            op="linear_cross_entropy",
+            supports=Ref(f"d9d_cce.rules:supports{suffix}"),
+            build=Ref(f"d9d_cce.backend:build{suffix}"),
+            requires=frozenset({"import:cut_cross_entropy"}),
+            deterministic=False,  # programs add to the gradients in any order
+        )

@@ -1,0 +1,1 @@
+"""Backends of the op ``attention`` by the libraries of FlashAttention."""

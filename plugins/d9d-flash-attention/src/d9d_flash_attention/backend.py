@@ -1,0 +1,136 @@
+"""Backends of ``attention`` by FlashAttention 2, 3 and 4.
+
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, T = B * S tokens, M documents
+that there is room for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from d9d_core.extend import OpSignature
+from torch import Tensor
+
+from d9d_flash_attention.starts import document_starts
+
+
+class Attend(Protocol):
+    """Causal attention by a library."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
+    ) -> Tensor:
+        """Compute attention.
+
+        Args:
+            query: [B, S, N, D], or with ``starts`` [T, N, D].
+            key: [B, S, K, D], or with ``starts`` [T, K, D].
+            value: as the key.
+            starts: int32 [M + 1], see :func:`d9d_flash_attention.starts.document_starts`; ``None`` if each sample is
+                one document.
+            length: S.
+            window: number of positions that a query sees, its own included; ``None`` for all.
+
+        Returns:
+            As the query.
+        """
+        ...
+
+
+def build_2(signature: OpSignature) -> FlashAttention:
+    """Backend by ``flash_attn``, for this window and data."""
+    return _build(signature, ByFunctions("flash_attn"))
+
+
+def build_3(signature: OpSignature) -> FlashAttention:
+    """Backend by ``flash_attn_interface``, for this window and data."""
+    return _build(signature, ByFunctions("flash_attn_interface"))
+
+
+def build_4(signature: OpSignature) -> FlashAttention:
+    """Backend by ``flash_attn.cute``, for this window and data."""
+    from d9d_flash_attention.cute import attend, check_library
+
+    check_library()
+    return _build(signature, attend)
+
+
+def _build(signature: OpSignature, attend: Attend) -> FlashAttention:
+    return FlashAttention(attend, signature.static.get("window"), of_one=signature.documents is False)
+
+
+class FlashAttention:
+    """Attention by one of the libraries.
+
+    Args:
+        attend: the library.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+        of_one: leave documents unread: each sample is one, and no token sees what is behind it.
+    """
+
+    def __init__(self, attend: Attend, window: int | None, *, of_one: bool = False) -> None:
+        self._attend = attend
+        self._window = window
+        self._of_one = of_one
+
+    def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG002
+        """Make the starts of documents, int32 [M + 1]; ``None`` if each sample is one document."""
+        return None if documents is None or self._of_one else document_starts(documents)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None) -> Tensor:
+        """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
+
+        Args:
+            query: [B, S, N, D].
+            key: [B, S, K, D].
+            value: [B, S, K, D].
+            starts: from :meth:`prepare`.
+
+        Returns:
+            [B, S, N, D].
+        """
+        query, key, value = _as_autocast(query, key, value)
+        length = query.shape[1]
+        window = self._window if self._window is None or self._window < length else None
+        if starts is None:
+            return self._attend(query, key, value, None, length, window)
+        flat = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
+        return self._attend(*flat, starts, length, window).view(query.shape)
+
+
+class ByFunctions:
+    """FlashAttention 2 or 3: a function for samples of one length, and one for documents of any.
+
+    Args:
+        module: the library's module, which has ``flash_attn_func`` and ``flash_attn_varlen_func``.
+    """
+
+    def __init__(self, module: str) -> None:
+        library = importlib.import_module(module)
+        self._samples: Callable[..., Any] = library.flash_attn_func
+        self._documents: Callable[..., Any] = library.flash_attn_varlen_func
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
+    ) -> Tensor:
+        """Compute attention, see :class:`Attend`."""
+        # Positions to the left and right of the query's own; -1 for all of them.
+        options: dict[str, Any] = {"causal": True, "window_size": (-1, -1) if window is None else (window - 1, 0)}
+        if starts is None:
+            out = self._samples(query, key, value, **options)
+        else:
+            out = self._documents(query, key, value, starts, starts, length, length, **options)
+        # Older releases of 3 return the logarithms of the sums of exponentials, too.
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast does for torch's own attention; it does not know the libraries."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)

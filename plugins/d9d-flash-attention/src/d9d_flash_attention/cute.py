@@ -1,0 +1,146 @@
+"""FlashAttention 4 as custom ops of torch, which ``torch.compile`` keeps whole.
+
+The library's functions are Python that compiles kernels for what it is called with; a compiler cannot look into them.
+Their forward and backward are called as its own autograd function calls them.
+
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, T = B * S tokens, M documents
+that there is room for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_core.extend import BuildError
+from torch import Tensor
+
+_FORWARD, _BACKWARD = "_flash_attn_fwd", "_flash_attn_bwd"
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None) -> Tensor:
+    """Compute attention, see :class:`d9d_flash_attention.backend.Attend`."""
+    out: Tensor = forward(query, key, value, starts, length, window)[0]
+    return out
+
+
+def check_library() -> None:
+    """Import the library, and see that it has the functions that are called.
+
+    Raises:
+        BuildError: it has not.
+        ImportError: it cannot be imported.
+    """
+    library = _library()
+    missing = ", ".join(name for name in (_FORWARD, _BACKWARD) if not hasattr(library, name))
+    if missing:
+        raise BuildError(
+            f"kernels.attention: {library.__name__} has no {missing}; install a release of flash-attn-4 that "
+            "d9d knows, such as 4.0.0b36, or choose another backend"
+        )
+
+
+@torch.library.custom_op("d9d_flash_attention::forward", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, length: int, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """Attention and what its backward needs; arguments as those of :class:`d9d_flash_attention.backend.Attend`.
+
+    Returns:
+        The output, contiguous and otherwise as the query; and the logarithms of the sums of exponentials, float32
+        [B, N, S], or with ``starts`` [N, T].
+    """
+    out, sums, *_ = _call(_FORWARD, query, key, value, return_lse=True, **_options(starts, length, window))
+    return out, sums
+
+
+@torch.library.custom_op("d9d_flash_attention::backward", mutates_args=())
+def backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: Tensor | None,
+    length: int,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous.
+
+    Args:
+        grad: gradient of the output, of any strides.
+        query: as in :func:`forward`, like ``key``, ``value``, ``starts``, ``length`` and ``window``.
+        key: see ``query``.
+        value: see ``query``.
+        out: output of :func:`forward`.
+        sums: its second output.
+        starts: see ``query``.
+        length: see ``query``.
+        window: see ``query``.
+    """
+    grads = _contiguous_like(query), _contiguous_like(key), _contiguous_like(value)
+    into = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    _call(_BACKWARD, query, key, value, out, grad, sums, **into, **_options(starts, length, window))
+    return grads
+
+
+def _options(starts: Tensor | None, length: int, window: int | None) -> dict[str, Any]:
+    options: dict[str, Any] = {"causal": True}
+    if window is not None:  # positions to the left of the query's own, and to the right
+        options |= {"window_size_left": window - 1, "window_size_right": 0}
+    if starts is not None:
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": length, "max_seqlen_k": length}
+    return options
+
+
+def _call(name: str, *tensors: Tensor, **options: Any) -> Any:
+    # Detached: the library asks tensors whether they require a gradient, and must not record what it does.
+    with torch.no_grad():
+        return getattr(_library(), name)(*(tensor.detach() for tensor in tensors), **options)
+
+
+def _library() -> Any:
+    # Takes seconds, and is not there where another version serves.
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+@forward.register_fake
+def _fake(
+    query: Tensor, _key: Tensor, _value: Tensor, starts: Tensor | None, _length: int, _window: int | None
+) -> tuple[Tensor, Tensor]:
+    *leading, heads, _ = query.shape
+    shape = (leading[0], heads, leading[1]) if starts is None else (heads, leading[0])
+    return _contiguous_like(query), torch.empty(shape, dtype=torch.float32, device=query.device)
+
+
+@backward.register_fake
+def _fake_backward(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _contiguous_like(query), _contiguous_like(key), _contiguous_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.length, ctx.window = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _grad_sums: None) -> tuple[Tensor | None, ...]:
+    query, key, value, starts, out, sums = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 6
+    grads = backward(grad, query, key, value, out, sums, starts, ctx.length, ctx.window)
+    needed = ctx.needs_input_grad
+    return *(one if needed[place] else None for place, one in enumerate(grads)), None, None, None
+
+
+forward.register_autograd(_backward, setup_context=_keep)

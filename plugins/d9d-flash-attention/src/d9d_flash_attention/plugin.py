@@ -1,0 +1,29 @@
+"""Declaration of FlashAttention 2, 3 and 4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_kernels() -> Iterator[KernelSpec]:
+    """Backends of ``attention``, one for each library."""
+    for number, module, kind in (
+        # FlashAttention 4 lies inside of the same package, so what only 2 has tells whether 2 is there.
+        (2, "flash_attn.flash_attn_interface", "Ampere and later"),
+        (3, "flash_attn_interface", "Hopper"),
+        (4, "flash_attn.cute", "Hopper and Blackwell"),
+    ):
+        yield KernelSpec(
+            name=f"flash_attention_{number}",
+            summary=f"FlashAttention {number}: {kind}; windows, documents. Never chosen by itself.",
+            op="attention",
+            supports=Ref(f"d9d_flash_attention.rules:supports_{number}"),
+            build=Ref(f"d9d_flash_attention.backend:build_{number}"),
+            requires=frozenset({f"import:{module}"}),
+            deterministic=False,  # gradients of queries are added up in any order
+        )

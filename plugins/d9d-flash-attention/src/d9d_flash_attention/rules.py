@@ -1,0 +1,95 @@
+"""Decisions of the backends: what each library computes, and where one is chosen by itself. Imports no library.
+
+This is the one place to change when a measurement says that a library wins. The backends of d9d-nn have priority 10
+(``sdpa``) and 15 (``flex``, where documents or windows leave something to skip).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from d9d_core.extend import Decision, OpSignature
+
+#: By name only.
+BY_NAME = 0
+_FLOATS = ("bfloat16", "float16")
+#: All of the libraries load 16 bytes of a head at once.
+_HEAD_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Library, what it computes, and its priorities.
+
+    Attributes:
+        name: name of the library, as people say it.
+        capabilities: major numbers of the compute capabilities that it has kernels for, with a backward.
+        widest_head: greatest number of features of a head; by major number where it differs.
+        whole: priority and reason where samples are of one document and there is no window: nothing is skipped.
+        skips: priority and reason where documents or a window leave something to skip.
+    """
+
+    name: str
+    capabilities: tuple[int, ...]
+    widest_head: Mapping[int | None, int]
+    whole: tuple[int, str]
+    skips: tuple[int, str]
+
+
+_UNMEASURED = (BY_NAME, "by name only: nobody measured it beside sdpa and flex")
+
+#: Number of the version -> the library.
+LIBRARIES: Mapping[int, Library] = {
+    2: Library("FlashAttention 2", (8, 9, 10, 12), {None: 256}, whole=_UNMEASURED, skips=_UNMEASURED),
+    3: Library("FlashAttention 3", (9,), {None: 256}, whole=_UNMEASURED, skips=_UNMEASURED),
+    4: Library("FlashAttention 4", (9, 10), {None: 256, 10: 128}, whole=_UNMEASURED, skips=_UNMEASURED),
+}
+
+
+def supports_2(signature: OpSignature) -> Decision:
+    """Accept causal attention in 16 bits on CUDA since compute capability 8.0."""
+    return decide(LIBRARIES[2], signature)
+
+
+def supports_3(signature: OpSignature) -> Decision:
+    """Accept causal attention in 16 bits on Hopper."""
+    return decide(LIBRARIES[3], signature)
+
+
+def supports_4(signature: OpSignature) -> Decision:
+    """Accept causal attention in 16 bits on Hopper and Blackwell."""
+    return decide(LIBRARIES[4], signature)
+
+
+def decide(library: Library, signature: OpSignature) -> Decision:
+    """Accept what the library computes, with its priority for this signature."""
+    if refusal := _refusal(library, signature, capability()):
+        return Decision(accept=False, reason=refusal)
+    skips = signature.documents is not False or signature.static.get("window") is not None
+    priority, reason = library.skips if skips else library.whole
+    return Decision(accept=True, reason=reason, priority=priority)
+
+
+def capability() -> int | None:
+    """Major number of this GPU's compute capability; ``None`` without one."""
+    import torch
+
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+
+
+def _refusal(library: Library, signature: OpSignature, major: int | None) -> str | None:
+    if signature.device != "cuda":
+        return f"{library.name} is for CUDA, the device is {signature.device}"
+    if signature.dtype not in _FLOATS:
+        return f"{library.name} needs one of {', '.join(_FLOATS)}, the model is {signature.dtype}"
+    if not signature.static.get("causal", True):
+        return "computes causal attention only"
+    # A laptop that checks a job for a cluster sees no GPU, and trusts.
+    if major is not None and major not in library.capabilities:
+        known = " or ".join(f"{number}.x" for number in library.capabilities)
+        return f"{library.name} is for compute capability {known}, this GPU has {major}.x"
+    head_dim, widest = signature.static.get("head_dim"), library.widest_head.get(major, library.widest_head[None])
+    if head_dim is not None and (head_dim > widest or head_dim % _HEAD_MULTIPLE):
+        return f"{library.name} needs head_dim up to {widest}, a multiple of {_HEAD_MULTIPLE}; here it is {head_dim}"
+    return None

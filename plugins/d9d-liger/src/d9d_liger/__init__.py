@@ -1,0 +1,1 @@
+"""Backends of ops by the library Liger-Kernel."""

@@ -1,0 +1,28 @@
+"""Declaration of the backends by Liger-Kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_kernels() -> Iterator[KernelSpec]:
+    """Backends ``liger`` of ops."""
+    for op, summary in (
+        ("rms_norm", "RMSNorm of Liger-Kernel."),
+        ("silu_mul", "Gate of SwiGLU of Liger-Kernel."),
+        ("rope", "Rotations of queries and keys of Liger-Kernel."),
+        ("linear_cross_entropy", "Loss of Liger-Kernel in chunks, exact; the host waits for the device."),
+    ):
+        yield KernelSpec(
+            name="liger",
+            summary=f"{summary} Never chosen by itself.",
+            op=op,
+            supports=Ref(f"d9d_liger.rules:{op}"),
+            build=Ref(f"d9d_liger.{op}:build"),
+            requires=frozenset({"import:liger_kernel"}),
+        )

@@ -1,0 +1,36 @@
+"""Backend ``liger`` of the op ``rms_norm``.
+
+Shapes: D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from d9d_core.extend import OpSignature
+from liger_kernel.ops import LigerRMSNormFunction
+from torch import Tensor
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function; it is the same for all signatures."""
+    return rms_norm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm, see :func:`d9d_nn.ops.rms_norm.rms_norm`; computed in float32, rounded once.
+
+    Args:
+        x: [..., D].
+        weight: [D], in any of the number formats, whatever that of x.
+        eps: added to the mean square.
+
+    Returns:
+        [..., D] in the dtype of ``x``.
+    """
+    if not x.numel():  # nothing to launch
+        return (x * weight).to(x.dtype)
+    # "gemma": all of it in float32. Not in place: somebody else may need the gradient of the output.
+    offset, casting_mode, in_place = 0.0, "gemma", False
+    out: Tensor = LigerRMSNormFunction.apply(x, weight, eps, offset, casting_mode, in_place)
+    return out

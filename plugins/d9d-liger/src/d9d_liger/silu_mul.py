@@ -1,0 +1,85 @@
+"""Backend ``liger`` of the op ``silu_mul``.
+
+The library's backward writes gradients over its inputs, which others may need; so it gets copies of them.
+
+Shapes: I features of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.extend import OpSignature
+from liger_kernel.ops import swiglu_backward, swiglu_forward
+from torch import Tensor
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function; it is the same for all signatures."""
+    return silu_mul
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate of SwiGLU, see :func:`d9d_nn.ops.silu_mul.silu_mul`; the product is computed in the dtype of the arguments.
+
+    Args:
+        gate: [..., I].
+        up: [..., I].
+
+    Returns:
+        [..., I], contiguous, in the wider dtype of the two.
+
+    Raises:
+        ValueError: their shapes differ.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"silu_mul.liger: gate {list(gate.shape)} and up {list(up.shape)} must have one shape")
+    dtype = torch.promote_types(gate.dtype, up.dtype)
+    out: Tensor = forward(gate.to(dtype), up.to(dtype))
+    return out
+
+
+@torch.library.custom_op("d9d_liger::silu_mul", mutates_args=())
+def forward(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute :func:`silu_mul` of two tensors of one shape and dtype."""
+    if not gate.numel():
+        return _contiguous_like(gate)
+    out: Tensor = swiglu_forward(gate.contiguous(), up.contiguous())[2]
+    return out
+
+
+@torch.library.custom_op("d9d_liger::silu_mul_backward", mutates_args=())
+def backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, contiguous; ``grad`` is that of the output, of any strides."""
+    grads = gate.clone(memory_format=torch.contiguous_format), up.clone(memory_format=torch.contiguous_format)
+    if gate.numel():
+        swiglu_backward(*grads, grad.contiguous())
+    return grads
+
+
+def _contiguous_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+@forward.register_fake
+def _fake(gate: Tensor, _up: Tensor) -> Tensor:
+    return _contiguous_like(gate)
+
+
+@backward.register_fake
+def _fake_backward(_grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return _contiguous_like(gate), _contiguous_like(up)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grads = backward(grad, *ctx.saved_tensors)
+    return tuple(one if needed else None for one, needed in zip(grads, ctx.needs_input_grad, strict=True))
+
+
+forward.register_autograd(_backward, setup_context=_keep)

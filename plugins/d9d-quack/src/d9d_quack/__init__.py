@@ -1,0 +1,1 @@
+"""Backend of the op ``rms_norm`` by the library QuACK."""

@@ -1,0 +1,22 @@
+"""Declaration of the backend by QuACK."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import KernelSpec, Ref, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_kernels() -> Iterator[KernelSpec]:
+    """Backend of ``rms_norm``."""
+    yield KernelSpec(
+        name="quack",
+        summary="RMSNorm of QuACK, in the CuTe DSL: Hopper and Blackwell. Never chosen by itself.",
+        op="rms_norm",
+        supports=Ref("d9d_quack.rules:rms_norm"),
+        build=Ref("d9d_quack.rms_norm:build"),
+        requires=frozenset({"import:quack"}),
+    )

@@ -1,0 +1,114 @@
+"""The backend against the op's reference, over a stand-in of the library that is as demanding as the library."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import BuildError, OpSignature, OpSlot
+from d9d_core.plugin.capabilities import Circumstances, Judge
+from d9d_engine.build.kernels import bind_kernels
+from d9d_quack import rules
+from d9d_testing.suites.kernel import KernelSuite
+from torch import Tensor, nn
+
+reference = pytest.importorskip("d9d_nn.ops.rms_norm").rms_norm
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def rmsnorm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """What the library does, on the CPU; it insists where that does."""
+    assert weight is not None
+    assert x.dtype in FLOATS
+    assert weight.dtype in FLOATS
+    assert weight.is_contiguous()
+    assert weight.shape == x.shape[-1:]
+    assert x.numel()
+    return reference(x, weight, eps)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
+    package, module = ModuleType("quack"), ModuleType("quack.rmsnorm")
+    package.__spec__ = ModuleSpec("quack", None)
+    module.rmsnorm = rmsnorm  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "quack", package)
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", module)
+
+
+@pytest.mark.usefixtures("library")
+class TestQuack(KernelSuite):
+    """Over the stand-in, with tensors on the CPU."""
+
+    target = "rms_norm.quack"
+    asked = "cuda"
+    refused = ({"dtype": "float64"}, {"device": "cpu"})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestQuackOnCuda(KernelSuite):
+    """The library itself, which compiles a kernel for each number of features and dtype."""
+
+    target = "rms_norm.quack"
+    device = "cuda"
+    dtypes = ("float32", "bfloat16")
+
+
+def signature(**changes: Any) -> OpSignature:
+    return OpSignature("rms_norm", "cuda", "bfloat16", {"features": 64} | changes)
+
+
+def test_it_accepts_but_never_volunteers() -> None:
+    decision = rules.rms_norm(signature())
+    assert decision.accept
+    assert decision.priority == 0
+    assert "by name only" in decision.reason
+
+
+@pytest.mark.parametrize(("major", "accepted"), [(8, False), (9, True), (10, True), (12, False), (None, True)])
+def test_it_is_for_hopper_and_blackwell(monkeypatch: pytest.MonkeyPatch, major: int | None, accepted: bool) -> None:
+    monkeypatch.setattr(rules, "capability", lambda: major)
+    decision = rules.rms_norm(signature())
+    assert decision.accept == accepted
+    assert accepted or decision.reason == f"QuACK is for compute capability 9.x or 10.x, this GPU has {major}.x"
+
+
+class Norm(nn.Module):
+    """A module with the op."""
+
+    def op_slots(self) -> dict[str, OpSlot]:
+        return {"norm": OpSlot("rms_norm", reference, features=8)}
+
+
+def bound(registry: Any, requested: dict[str, str]) -> str:
+    offers = registry("d9d_quack.plugin")
+    judge = Judge([], offers, Circumstances(device="cuda"))
+    (choice,) = bind_kernels([("", Norm())], offers, requested, "cuda", "bfloat16", judge.verdicts)
+    return choice.backend
+
+
+@pytest.mark.usefixtures("library")
+def test_a_job_gets_it_by_name_only(registry: Any) -> None:
+    assert bound(registry, {}) == "reference"
+    assert bound(registry, {"rms_norm": "quack"}) == "quack"
+
+
+def test_without_the_library_it_is_refused(registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "quack", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
+    with pytest.raises(BuildError, match="needs import:quack: .*'pip install d9d-quack' brings it"):
+        bound(registry, {"rms_norm": "quack"})
+
+
+@pytest.mark.thorough
+def test_the_stand_in_takes_what_the_library_takes() -> None:
+    """The library imports on a CPU, and computes nothing there."""
+    theirs = inspect.signature(pytest.importorskip("quack.rmsnorm").rmsnorm).parameters
+    ours = inspect.signature(rmsnorm).parameters
+    assert {name: ours[name].default for name in ours} == {name: theirs[name].default for name in ours}
