@@ -61,6 +61,7 @@ class Applied:
         on_host: names of the parameters that live in the host's memory, whatever the device.
         unmatched: what the config asks for and this stage lacks, such as a pattern that no parameter has, and the text
             of the error if no other stage has it either.
+        notes: lines for ``d9d explain``, such as what was left as it is, and why.
     """
 
     modules: tuple[str, ...]
@@ -70,6 +71,7 @@ class Applied:
     compute_dtype: torch.dtype | None = None
     on_host: frozenset[str] = frozenset()
     unmatched: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class Strategy(Protocol):

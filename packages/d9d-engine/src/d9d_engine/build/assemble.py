@@ -291,6 +291,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         reducers=tuple(reducer for outcome in outcomes for reducer in outcome.reducers),
         compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
+        notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
     )
 
 
