@@ -95,6 +95,26 @@ def test_models_have_the_sizes_that_their_names_say(room: SimpleNamespace) -> No
     assert room.settings.Setting.from_json(setting.as_json()) == setting
 
 
+def test_float8_has_tables_of_its_own(room: SimpleNamespace) -> None:
+    setting = room.settings.Setting("dense-2b", 4096, 4, precision="fp8")
+    assert setting.name == "dense-2b-4k-random-fp8"
+    assert [room.settings.Setting("tiny", 64, 2, precision=name).width for name in ("bfloat16", "autocast", "fp8")] == [
+        2, 4, 2,
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_float8_is_measured_with_ours_alone_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOM), "--tiny", "--precision", "fp8", "--folder", str(tmp_path)]
+    done = subprocess.run([*command, "--rounds", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("tiny-64-random-fp8--*.json")
+    result = json.loads(path.read_text())["contenders"]
+    assert set(result) == {"d9d", "torchtitan"}
+    assert len(result["d9d"]["ms"]) == 1
+    assert "skipped" in result["torchtitan"]
+
+
 def test_rounds_alternate_and_those_who_fail_are_not_asked_again(room: SimpleNamespace) -> None:
     asked: list[tuple[str, bool]] = []
     said: list[str] = []

@@ -3,6 +3,7 @@
     python tools/bench/compare dense-2b                       4 x 4096 random tokens, all that is installed
     python tools/bench/compare dense-2b --length 16k --data packed
     python tools/bench/compare moe-5.6b --contenders d9d transformers torchtitan --rounds 3
+    python tools/bench/compare dense-2b --precision fp8       a table of its own: products of linear layers in float8
     python tools/bench/compare --tiny                         the whole harness on a CPU, in less than a minute
     python tools/bench/compare --tables                       only the tables of benchmarks/README.md, from its files
 
@@ -16,7 +17,9 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 # Timing is shared with the benchmarks beside this room.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -26,8 +29,8 @@ import records
 import rounds
 import tables
 import worker
-from contender import CONTENDERS, DEFAULT
-from settings import CHECKPOINTED, MODELS, Setting
+from contender import CONTENDERS, DEFAULT, FLOAT8
+from settings import CHECKPOINTED, MODELS, Precision, Setting
 
 LENGTHS = {"4k": 4096, "16k": 16_384, "64k": 65_536}
 BENCHMARKS = records.BENCHMARKS
@@ -58,7 +61,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", choices=MODELS, help="model of the table")
     parser.add_argument("--length", choices=LENGTHS, default="4k", help="positions of a sample")
     parser.add_argument("--data", choices=("random", "packed"), default="random")
-    parser.add_argument("--precision", choices=("bfloat16", "autocast"), default="bfloat16")
+    parser.add_argument("--precision", choices=get_args(Precision), default="bfloat16")
     parser.add_argument("--contenders", nargs="+", help=f"of {', '.join(CONTENDERS)}, or a function module:function")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a round")
@@ -73,7 +76,8 @@ def _options() -> argparse.Namespace:
         parser.error("name a model, or give --tiny or --tables")
     if unknown := [name for name in options.contenders or () if name not in CONTENDERS and ":" not in name]:
         parser.error(f"unknown contender '{unknown[0]}'; known: {', '.join(CONTENDERS)}, or a function module:function")
-    options.contenders = options.contenders or (TINY_CONTENDERS if options.tiny else DEFAULT)
+    default = FLOAT8 if options.precision == "fp8" else TINY_CONTENDERS if options.tiny else DEFAULT
+    options.contenders = options.contenders or default
     if options.tiny and options.folder == BENCHMARKS:
         options.folder = Path("runs", "compare-tiny")  # its numbers mean nothing
     return options
@@ -81,7 +85,7 @@ def _options() -> argparse.Namespace:
 
 def _setting(options: argparse.Namespace) -> Setting:
     if options.tiny:
-        return TINY
+        return replace(TINY, precision=options.precision)
     length = LENGTHS[options.length]
     samples = options.samples or max(1, 16_384 // length)
     return Setting(

@@ -48,6 +48,8 @@ CONTENDERS: Mapping[str, tuple[str, str]] = {
 }
 #: Those of a table, unless others are asked for.
 DEFAULT = ("d9d", "transformers", "transformers-compile", "liger", "torchtitan")
+#: Those that have float8.
+FLOAT8 = ("d9d", "torchtitan")
 
 
 def builder_of(name: str) -> Build:

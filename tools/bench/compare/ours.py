@@ -13,12 +13,12 @@ from contender import Contender, installed
 from d9d_core.plugin import Registry
 from d9d_engine.api import Job
 from microbatches import ComparedPlugin
-from settings import BETAS, CLIP, DECAY, LR, Setting
+from settings import BETAS, CLIP, DECAY, LR, RECIPE, Setting
 from torch import Tensor
 
 PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3")
 #: Used where they are installed, as they are by themselves in a job.
-OPTIONAL = ("d9d_triton", "d9d_grouped_gemm")
+OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_fp8")
 
 
 def build(setting: Setting, device: torch.device) -> Contender:
@@ -50,13 +50,17 @@ def _build(setting: Setting, device: torch.device, strategies: list[dict[str, An
 
 def _job(setting: Setting, device: torch.device, strategies: list[dict[str, Any]], directory: str) -> Job:
     recomputed = [{"name": "activation_checkpointing"}] if setting.checkpointed else []
+    float8 = []
+    if setting.precision == "fp8":
+        installed("d9d-fp8")
+        float8 = [{"name": "fp8", "recipe": RECIPE, "emulate": device.type != "cuda"}]
     autocast = {"autocast": "bfloat16"} if setting.precision == "autocast" else {"parameters": "bfloat16"}
     values = {
         "run": {"dir": directory},
         "device": device.type,
         "steps": 10_000,
         "batch": {"size": setting.samples},
-        "parallel": recomputed + strategies,
+        "parallel": float8 + recomputed + strategies,
         "precision": autocast,
         "model": setting.model_values,
         "task": "causal_lm",

@@ -18,7 +18,7 @@ Microbatch = Mapping[str, Tensor]
 
 def dtype_of(setting: Setting) -> torch.dtype:
     """Dtype of the parameters."""
-    return torch.bfloat16 if setting.precision == "bfloat16" else torch.float32
+    return torch.bfloat16 if setting.width == 2 else torch.float32
 
 
 def cast(setting: Setting, device: torch.device) -> AbstractContextManager[object]:

@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Data = Literal["random", "packed"]
-Precision = Literal["bfloat16", "autocast"]
+Precision = Literal["bfloat16", "autocast", "fp8"]
 
 #: The optimizer of all contenders: AdamW, and the limit on the gradient norm.
 LR, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0
+#: Scales of float8: one for each row of an operand.
+RECIPE = "rowwise"
 #: Tokens of a step.
 TOKENS = 16_384
 #: From this length on, activations are computed again in the backward, block by block.
@@ -45,7 +47,8 @@ class Setting:
         length: positions of a sample.
         samples: samples of a step.
         data: ``random`` tokens in samples of one document, or ``packed`` documents.
-        precision: ``bfloat16`` parameters and optimizer states, or float32 ones and ``autocast`` to bfloat16.
+        precision: ``bfloat16`` parameters and optimizer states, float32 ones and ``autocast`` to bfloat16, or ``fp8``:
+            bfloat16 ones, and the products of linear layers in blocks in float8, by the recipe :data:`RECIPE`.
         checkpointed: activations are computed again in the backward.
         backend: compiler behind Dynamo.
         warmup: steps before those that are measured, in each round.
@@ -73,6 +76,11 @@ class Setting:
         length = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
         parts = [self.model, length, self.data]
         return "-".join(parts if self.precision == "bfloat16" else [*parts, self.precision])
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter."""
+        return 4 if self.precision == "autocast" else 2
 
     @property
     def tokens(self) -> int:

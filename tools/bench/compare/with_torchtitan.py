@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from contender import Contender, NotHereError, installed
 from plain_loop import Microbatch, dtype_of, training_step
-from settings import Setting
-from torch import Tensor
+from settings import RECIPE, Setting
+from torch import Tensor, nn
 from torch.nn import functional
 
 
@@ -43,9 +43,12 @@ def build(setting: Setting, device: torch.device) -> Contender:
     model.to_empty(device=device)
     with torch.no_grad(), device:
         model.init_weights(buffer_device=device)
-    if setting.precision == "bfloat16":
+    if setting.width == 2:
         for parameter in model.parameters():  # not the angles of rotary positions
             parameter.data = parameter.data.to(dtype_of(setting))
+    if setting.precision == "fp8":
+        versions |= installed("torchao")
+        _convert(model)
     model.train()
     apply_compile(model, Compile(enable=True, components=["model", "loss"], backend=setting.backend), False)
     loss_function = torch.compile(_loss, backend=setting.backend)
@@ -61,6 +64,17 @@ def build(setting: Setting, device: torch.device) -> Contender:
 
     step = training_step(model, loss_of, setting, device)
     return Contender(step, sum(parameter.numel() for parameter in model.parameters()), versions)
+
+
+def _convert(model: nn.Module) -> None:
+    """Convert the linear layers of blocks to float8 by torchao, as torchtitan's own converter does."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        inside = name.startswith("layers.") and ".router." not in name
+        return inside and isinstance(module, nn.Linear) and not any(size % 16 for size in module.weight.shape)
+
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(RECIPE), module_filter_fn=chosen)
 
 
 def _sizes(setting: Setting, packed: bool) -> dict[str, Any]:

@@ -43,6 +43,8 @@ def build_liger(setting: Setting, device: torch.device) -> Contender:
 def _build(
     setting: Setting, device: torch.device, attention: str, versions: dict[str, str], compiled: bool = False
 ) -> Contender:
+    if setting.precision == "fp8":
+        raise NotHereError("float8 is compared with torchtitan only")
     model = _model(setting, device, attention)
     if setting.checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

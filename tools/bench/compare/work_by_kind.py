@@ -60,9 +60,8 @@ def roofline(setting: Setting, kinds: dict[str, float], parameters: int) -> dict
     config = setting.config()
     matmul = 6.0 * (layer_parameters(config) + head_parameters(config, setting.length)) * setting.tokens
     attention = setting.flops_per_token() * setting.tokens - matmul
-    width = 2 if setting.precision == "bfloat16" else 4
     # Weight, gradient and two states are read, weight and states written.
-    moved = 7 * width * parameters
+    moved = 7 * setting.width * parameters
     found = {}
     for name, amount, kind in (
         ("matmul_tflops", matmul, "matmul"),

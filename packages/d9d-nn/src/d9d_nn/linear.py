@@ -39,6 +39,20 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
         """Map [..., in_features] to [..., out_features]."""
-        if self._deferral is None:
-            return functional.linear(input, self.weight, self.bias)
-        return linear(input, self.weight, self.bias, self._deferral)
+        return self.multiply(input, self._deferral)
+
+    def multiply(self, rows: Tensor, deferral: Deferral | None) -> Tensor:
+        """Product behind :meth:`forward`, on its own so that a subclass computes it in another precision.
+
+        Terms that a fine-tuning method adds are around it and stay as they are.
+
+        Args:
+            rows: [..., in_features].
+            deferral: may take the weight gradient.
+
+        Returns:
+            [..., out_features].
+        """
+        if deferral is None:
+            return functional.linear(rows, self.weight, self.bias)
+        return linear(rows, self.weight, self.bias, deferral)

@@ -65,6 +65,7 @@ class Applied:
             is a :class:`~d9d_core.traits.SplitsSequence`.
         cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
             step begins; a job whose layout breaks that is refused.
+        notes: lines for ``d9d explain``, such as what was left as it is, and why.
     """
 
     modules: tuple[str, ...]
@@ -76,6 +77,7 @@ class Applied:
     unmatched: Mapping[str, str] = field(default_factory=dict)
     sequence_ranks: int = 1
     cuda_graphs: bool = False
+    notes: tuple[str, ...] = ()
 
 
 class Strategy(Protocol):

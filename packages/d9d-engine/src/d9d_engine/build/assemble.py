@@ -303,6 +303,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
         sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
         cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
+        notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
     )
 
 

@@ -69,6 +69,8 @@ def print_explanation(job: Job, plan: Plan) -> None:
     _heading(console, f"strategies, in order of application{here}")
     for chosen, applied in plan.assembly.applied:
         console.print(f"  {chosen.spec.name}: {_several(applied.modules)}")
+        for note in applied.notes:
+            console.print(f"    {note}", markup=False, highlight=False)
     if not plan.assembly.applied:
         console.print("  none")
     _heading(console, "kernels")

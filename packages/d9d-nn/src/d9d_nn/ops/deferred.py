@@ -71,7 +71,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral | 
     if not may_defer(weight, deferral):
         return functional.linear(x, weight, bias)
     assert deferral is not None
-    x, weight, bias = _as_autocast(x), _as_autocast(weight), None if bias is None else _as_autocast(bias)
+    x, weight, bias = as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias)
     return product(x, weight, deferral, _LINEAR if bias is None else _linear_plus(bias.detach()), bias)
 
 
@@ -119,8 +119,8 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _as_autocast(x: Tensor) -> Tensor:
-    """Cast an argument of a linear layer as autocast does, where it is on; casts are recorded."""
+def as_autocast(x: Tensor) -> Tensor:
+    """Argument of a linear layer, cast as autocast does, where it is on; casts are recorded."""
     device = x.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return x

@@ -77,3 +77,26 @@ def autocast_operands(x: Tensor, bank: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device)
         return x.to(dtype), bank.to(dtype)
     return x, bank
+
+
+def boundaries(x: Tensor, counts: Tensor, *, spare_rows: bool) -> tuple[Tensor, Tensor | None]:
+    """Ends int32 [E] of the experts' rows, and bool [R, 1] of the rows past the last end, where kernels write nothing.
+
+    Args:
+        x: [R, I].
+        counts: [E], rows of each expert.
+        spare_rows: whether there may be such rows; if not, the second result is ``None``.
+    """
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return ends, (torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1) if spare_rows else None
+
+
+def packed(rows: Tensor) -> Tensor:
+    """Contiguous rows. Torch calls any tensor without elements contiguous, but its kernel insists on the strides."""
+    return rows.contiguous() if len(rows) else rows.clone(memory_format=torch.contiguous_format)
+
+
+def clear(rows: Tensor, spare: Tensor | None) -> Tensor:
+    """Rows [R, ...] with zeros where ``spare`` bool [R, 1] is true."""
+    # Not in place: compiled by torch 2.11, the gradients would be zeros.
+    return rows if spare is None else rows.masked_fill(spare, 0)

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from d9d_nn.ops.deferred import Product, may_defer, product
-from d9d_nn.ops.grouped_linear import autocast_operands
+from d9d_nn.ops.grouped_linear import autocast_operands, boundaries, clear, packed
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes of a row, in and out, are a multiple of this.
@@ -42,21 +42,19 @@ def grouped_mm(
 ) -> Tensor:
     """Grouped linear map, see :func:`d9d_nn.ops.grouped_linear.grouped_linear`; counts stay on the device."""
     x, bank = autocast_operands(x, bank)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    # The kernel leaves memory as it was in rows past the last end.
-    spare = (torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1) if spare_rows else None
+    ends, spare = boundaries(x, counts, spare_rows=spare_rows)
     if may_defer(bank, deferral):
         assert deferral is not None
-        return product(_packed(x), bank.contiguous(), deferral, _by_expert(ends, spare))
-    out: Tensor = _GroupedMM.apply(_packed(x), bank.contiguous(), ends, spare)
+        return product(packed(x), bank.contiguous(), deferral, _by_expert(ends, spare))
+    out: Tensor = _GroupedMM.apply(packed(x), bank.contiguous(), ends, spare)
     return out
 
 
 def _by_expert(ends: Tensor, spare: Tensor | None) -> Product:
     return Product(
-        forward=lambda x, bank: _clear(functional.grouped_mm(x, bank, offs=ends), spare),
-        rows_gradient=lambda grad, bank: _rows_gradient(_packed(grad), bank, ends, spare),
-        weight_gradient=lambda x, grad: _bank_gradient(x, _packed(grad), ends),
+        forward=lambda x, bank: clear(functional.grouped_mm(x, bank, offs=ends), spare),
+        rows_gradient=lambda grad, bank: _rows_gradient(packed(grad), bank, ends, spare),
+        weight_gradient=lambda x, grad: _bank_gradient(x, packed(grad), ends),
     )
 
 
@@ -66,13 +64,13 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, bank, ends, spare)
-        return _clear(functional.grouped_mm(x, bank, offs=ends), spare)
+        return clear(functional.grouped_mm(x, bank, offs=ends), spare)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, bank, ends, spare = ctx.saved_tensors
-        grad = _packed(grad)
+        grad = packed(grad)
         grad_x = grad_bank = None
         if ctx.needs_input_grad[0]:
             grad_x = _rows_gradient(grad, bank, ends, spare)
@@ -82,21 +80,11 @@ class _GroupedMM(torch.autograd.Function):
 
 
 def _rows_gradient(grad: Tensor, bank: Tensor, ends: Tensor, spare: Tensor | None) -> Tensor:
-    return _clear(functional.grouped_mm(grad, bank.mT, offs=ends), spare)
+    return clear(functional.grouped_mm(grad, bank.mT, offs=ends), spare)
 
 
 def _bank_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     return functional.grouped_mm(x.mT, grad, offs=ends)
-
-
-def _packed(rows: Tensor) -> Tensor:
-    """Contiguous rows. Torch calls any tensor without elements contiguous, but its kernel insists on the strides."""
-    return rows.contiguous() if len(rows) else rows.clone(memory_format=torch.contiguous_format)
-
-
-def _clear(rows: Tensor, spare: Tensor | None) -> Tensor:
-    # Not in place: compiled by torch 2.11, the gradients would be zeros.
-    return rows if spare is None else rows.masked_fill(spare, 0)
 
 
 def _refusal(signature: OpSignature) -> str | None:

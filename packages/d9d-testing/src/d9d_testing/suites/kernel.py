@@ -15,7 +15,7 @@ from torch import Tensor
 from d9d_testing.suites.support.component import registry_of
 from d9d_testing.suites.support.ops import KNOWN_OPS, Call, Op
 from d9d_testing.suites.support.tensors import bits, differing
-from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
+from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values
 
 _Results = dict[str, Tensor]
 
@@ -40,6 +40,8 @@ class KernelSuite:
             library is replaced by a stand-in on the CPU.
         dtypes: of the inputs; those that ``supports`` refuses are passed over, but not all may be.
         gradients: whether the backend has a backward.
+        tolerances: how near values and gradients must be, by dtype; others are for backends that round to fewer bits on
+            purpose.
         refused: changes of an accepted signature that ``supports`` must refuse: ``device``, ``dtype`` or static facts.
     """
 
@@ -51,6 +53,7 @@ class KernelSuite:
     asked: ClassVar[str | None] = None
     dtypes: ClassVar[Sequence[str]] = ("float32", "bfloat16", "float16")
     gradients: ClassVar[bool] = True
+    tolerances: ClassVar[Mapping[torch.dtype, Tolerance]] = TOLERANCES
     refused: ClassVar[Sequence[Mapping[str, Any]]] = ({"dtype": "int8"},)
 
     # --- what subclasses may say
@@ -84,7 +87,7 @@ class KernelSuite:
             assert (tuple(found.shape), found.dtype) == form, (
                 f"{where}: the output is {tuple(found.shape)} {found.dtype}, the reference's {form[0]} {form[1]}"
             )
-            within = TOLERANCES[getattr(torch, signature.dtype)]
+            within = self.tolerances[getattr(torch, signature.dtype)]
             scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
             assert_close_values(found, expected, replace(within, atol=within.atol * scale), where)
 
@@ -92,7 +95,7 @@ class KernelSuite:
         """Of all inputs that models differentiate, by angle and norm; also where an expanded gradient arrives."""
         self.need_gradients()
         for where, signature, call in self.accepted():
-            within = TOLERANCES[getattr(torch, signature.dtype)]
+            within = self.tolerances[getattr(torch, signature.dtype)]
             for expanded in (False, True):
                 found = self.run(signature, call, backward=True, expanded=expanded)
                 expected = self.exact(call, backward=True, expanded=expanded)

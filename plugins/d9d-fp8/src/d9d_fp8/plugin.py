@@ -1,0 +1,38 @@
+"""Declaration of the strategy ``fp8``, and of backends of ``grouped_linear``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from d9d_core.plugin import KernelSpec, Ref, StrategySpec, hookimpl
+
+D9D_API = 1
+
+
+@hookimpl
+def d9d_strategies() -> Iterator[StrategySpec]:
+    """Strategy of linear layers. It comes after fine-tuning methods, and before all that wraps or compiles blocks."""
+    yield StrategySpec(
+        name="fp8",
+        summary="Computes the products of linear layers in float8; weights stay in the format of the parameters.",
+        config=Ref("d9d_fp8.config:Fp8Config"),
+        build=Ref("d9d_fp8.strategy:Fp8"),
+        requires=frozenset({"model:blocks"}),
+        anchor="convert",
+    )
+
+
+@hookimpl
+def d9d_kernels() -> Iterator[KernelSpec]:
+    """Backends for the products of experts, for jobs that ask for one by name."""
+    for name, function, summary in (
+        ("fp8", "grouped", "float8, scales of rows, weight gradients in bfloat16; CUDA. Never chosen by itself."),
+        ("fp8_emulated", "emulated", "The same numbers, multiplied in float32, on any device. Never chosen by itself."),
+    ):
+        yield KernelSpec(
+            name=name,
+            summary=summary,
+            op="grouped_linear",
+            supports=Ref(f"d9d_fp8.grouped:supports_{function}"),
+            build=Ref(f"d9d_fp8.grouped:build_{function}"),
+        )

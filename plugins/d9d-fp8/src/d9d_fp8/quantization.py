@@ -1,0 +1,115 @@
+"""Quantisation to float8 with scales that are computed from the values (dynamic scaling).
+
+Shapes: M rows, K features; the product that follows sums over K.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Side of the blocks of :attr:`Granularity.TILE` and :attr:`Granularity.SQUARE`.
+BLOCK = 128
+#: Smallest maximum that a scale is computed from; below, float32 could not hold the scale of e5m2 or its inverse.
+_SMALLEST = 1e-30
+#: Integers as wide as a float: of non-negative floats, the bits are in the order of the values, and NaN is the largest.
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+_EXPONENT = 0x7F800000
+
+
+class Granularity(StrEnum):
+    """Granularity of scales: the values that share one."""
+
+    TENSOR = "tensor"  # all
+    ROW = "row"  # a row of K
+    TILE = "1x128"  # 128 of a row
+    SQUARE = "128x128"  # 128 of 128 rows
+
+
+class Operand(NamedTuple):
+    """Format of one operand of a product.
+
+    Attributes:
+        granularity: values that share a scale.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        power_of_two: whether scales are rounded down to powers of two, so that scaling rounds nothing.
+    """
+
+    granularity: Granularity
+    dtype: torch.dtype = torch.float8_e4m3fn
+    power_of_two: bool = False
+
+
+class Quantized(NamedTuple):
+    """Quantised matrix: ``data * scale`` is about what it was.
+
+    A bank of matrices has scales of rows, and the experts as a further leading dim.
+
+    Attributes:
+        data: float8 [M, K], contiguous.
+        scale: float32: [1, 1], [M, 1], [M, K / 128] or [M / 128, K / 128], see :class:`Granularity`.
+    """
+
+    data: Tensor
+    scale: Tensor
+
+
+def quantize(matrix: Tensor, operand: Operand) -> Quantized:
+    """Quantise a matrix so that the largest value of each scale becomes the largest number of the format.
+
+    A NaN or an infinity makes all values of its scale NaN, or itself at least: it shows behind the product.
+
+    Args:
+        matrix: [M, K] of any strides, or for scales of rows [E, M, K]; float32, bfloat16 or float16. M and K are
+            divisible as the granularity says.
+        operand: format.
+    """
+    parts, dims = _parts(matrix, operand.granularity)
+    largest = _largest(parts, dims)
+    # Nothing is clamped: the product with the scale exceeds the format's largest number by rounding at most.
+    factor = torch.finfo(operand.dtype).max / torch.where(largest < _SMALLEST, _SMALLEST, largest)
+    if operand.power_of_two:
+        factor = (factor.view(torch.int32) & _EXPONENT).view(torch.float32)
+    data = (parts.float() * factor).to(operand.dtype).reshape(matrix.shape).contiguous()
+    return Quantized(data, _reshape(factor.reciprocal(), operand.granularity))
+
+
+def dequantize(quantized: Quantized) -> Tensor:
+    """Matrix float32 [M, K] that the quantised one stands for."""
+    scale = quantized.scale
+    for dim, size in enumerate(quantized.data.shape):
+        if scale.shape[dim] not in (1, size):
+            scale = scale.repeat_interleave(BLOCK, dim)
+    # A matrix of one row or column of blocks has scales that broadcast by themselves.
+    return quantized.data.float() * scale
+
+
+def _parts(matrix: Tensor, granularity: Granularity) -> tuple[Tensor, tuple[int, ...]]:
+    """View of the matrix, and its dims over which values share a scale."""
+    if granularity is Granularity.TENSOR:
+        return matrix, (0, 1)
+    if granularity is Granularity.ROW:
+        return matrix, (-1,)
+    m, k = matrix.shape
+    if granularity is Granularity.TILE:
+        return matrix.reshape(m, k // BLOCK, BLOCK), (2,)
+    return matrix.reshape(m // BLOCK, BLOCK, k // BLOCK, BLOCK), (1, 3)
+
+
+def _largest(parts: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Largest magnitude over the dims, float32, which stay with size 1.
+
+    Compared as integers, which is exact. Triton 3.8 stores garbage in transposed float8 matrices if the same kernel
+    takes a maximum of floats that lets NaN through (triton-lang/triton#11111).
+    """
+    bits = parts.abs().view(_BITS[parts.dtype])
+    return bits.amax(dims, keepdim=True).view(parts.dtype).float()
+
+
+def _reshape(scale: Tensor, granularity: Granularity) -> Tensor:
+    if granularity is Granularity.TILE:
+        return scale.squeeze(2)
+    return scale.squeeze(3).squeeze(1) if granularity is Granularity.SQUARE else scale

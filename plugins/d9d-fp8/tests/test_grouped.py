@@ -1,0 +1,139 @@
+"""Products of experts in float8, over the emulation; those of the GPU on request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from d9d_core.extend import Deferral, OpSignature, OpSlot
+from d9d_fp8.grouped import grouped, supports_emulated, supports_grouped
+from d9d_nn.ops.grouped_linear import grouped_linear
+from d9d_testing.suites.kernel import KernelSuite
+from d9d_testing.suites.support.ops import Call, Op, invoke_plainly
+from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+IN, OUT = 32, 48
+COUNTS = (([3, 0, 5, 2], 0), ([3, 0, 5, 2], 3), ([0, 0, 7], 0), ([4], 0), ([0, 1, 0], 0), ([0, 0], 0))
+#: Two operands of 3 bits of mantissa, whose errors add up like random numbers.
+ROUNDED = MappingProxyType(
+    {dtype: replace(within, rtol=0.1, atol=0.1, angle=5e-3, norm=5e-2) for dtype, within in TOLERANCES.items()}
+)
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def calls() -> Iterator[Call]:
+    for counts, spare in COUNTS:
+        inputs = {
+            "x": normal(sum(counts) + spare, IN, seed=0),
+            "bank": normal(len(counts), IN, OUT, seed=1),
+            "counts": torch.tensor(counts),
+        }
+        static = {"in_features": IN, "out_features": OUT, "experts": len(counts)}
+        yield Call(f"rows {counts} and {spare} of nobody", inputs, static, {"spare_rows": bool(spare)})
+
+
+class _Suite(KernelSuite):
+    plugin = "d9d_fp8.plugin"
+    tolerances: ClassVar = ROUNDED
+    refused: ClassVar = ({"dtype": "float64"}, {"in_features": 40})
+
+    def op(self) -> Op:
+        return Op(lambda static: OpSlot("grouped_linear", grouped_linear, **static), calls, invoke_plainly)
+
+
+class TestEmulated(_Suite):
+    target = "grouped_linear.fp8_emulated"
+
+
+@pytest.mark.gpu
+class TestOnTheGpu(_Suite):
+    target = "grouped_linear.fp8"
+    device = "cuda"
+    dtypes: ClassVar = ("bfloat16",)
+    refused: ClassVar = ({"dtype": "float32"}, {"device": "cpu"}, {"out_features": 40})
+
+
+def outcome(function: Any, counts: list[int], spare: int = 0) -> dict[str, Tensor]:
+    rows = sum(counts) + spare
+    x, bank = normal(rows, IN, seed=0), normal(len(counts), IN, OUT, seed=1)
+    x[sum(counts) :] = torch.nan  # belongs to nobody
+    out = function(x.requires_grad_(), bank.requires_grad_(), torch.tensor(counts), spare_rows=bool(spare))
+    grad = normal(rows, OUT, seed=2)
+    grad[sum(counts) :] = torch.inf
+    out.backward(grad)
+    return {"out": out.detach(), "x": x.grad, "bank": bank.grad}
+
+
+@given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=6), spare=st.integers(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_it_is_near_the_reference_however_rows_are_spread(counts: list[int], spare: int) -> None:
+    expected, found = outcome(grouped_linear, counts, spare), outcome(partial(grouped, emulate=True), counts, spare)
+    assert_close_gradients(found, expected, ROUNDED[torch.float32])
+    # Their product is that of the reference: in full precision.
+    torch.testing.assert_close(found["bank"], expected["bank"])
+    for name in ("out", "x"):
+        assert not found[name][sum(counts) :].any()
+
+
+def test_each_row_and_each_column_of_a_matrix_has_a_scale_of_its_own() -> None:
+    x, bank, counts = normal(6, IN, seed=0), normal(2, IN, OUT, seed=1), torch.tensor([2, 4])
+    rows = torch.exp2(torch.tensor([-6.0, 6.0, 0.0, 12.0, -12.0, 3.0])).view(6, 1)
+    columns = torch.exp2((torch.arange(OUT) % 20 - 10).float())
+    plain = grouped(x, bank, counts, emulate=True)
+    torch.testing.assert_close(grouped(x * rows, bank * columns, counts, emulate=True), plain * rows * columns)
+
+
+def test_a_deferred_gradient_of_a_bank_is_the_same() -> None:
+    at_once, deferral = outcome(partial(grouped, emulate=True), [3, 0, 5]), Deferral()
+    x, bank = normal(8, IN, seed=0).requires_grad_(), normal(3, IN, OUT, seed=1).requires_grad_()
+    with deferral.collect() as left:
+        out = grouped(x, bank, torch.tensor([3, 0, 5]), spare_rows=False, deferral=deferral, emulate=True)
+        out.backward(normal(8, OUT, seed=2))
+    assert bank.grad is None
+    left.run()
+    assert torch.equal(bank.grad, at_once["bank"])
+    assert torch.equal(x.grad, at_once["x"])
+
+
+def signature(**changes: Any) -> OpSignature:
+    facts = {"device": "cuda", "dtype": "bfloat16", "in_features": IN, "out_features": OUT, "experts": 4} | changes
+    return OpSignature("grouped_linear", facts.pop("device"), facts.pop("dtype"), facts)
+
+
+def test_neither_volunteers() -> None:
+    for supports in (supports_grouped, supports_emulated):
+        decision = supports(signature())
+        assert decision.accept
+        assert decision.priority == 0
+        assert "only by name" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"device": "cpu"}, "for CUDA, the device is cpu; fp8_emulated runs anywhere"),
+        ({"dtype": "float32"}, "in bfloat16, this is float32"),
+        ({"out_features": 24}, "multiples of 16: out_features is 24"),
+    ],
+)
+def test_what_the_kernel_cannot_compute_is_refused(changes: dict[str, Any], why: str) -> None:
+    decision = supports_grouped(signature(**changes))
+    assert not decision.accept
+    assert why in decision.reason
+
+
+def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    assert supports_grouped(signature()).reason == "the kernel is for compute capability 9.x or 10.x, this GPU has 8.9"

@@ -1,0 +1,162 @@
+"""The strategy: which layers it takes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from d9d_core.extend import BuildError
+from d9d_engine.api import Topology
+from d9d_fp8.config import Fp8Config
+from d9d_fp8.linear import is_converted
+from d9d_fp8.strategy import Fp8, check_device
+from d9d_nn.linear import Linear
+from pydantic import ValidationError
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Linear(32, 48, std=0.1)
+        self.down = Linear(48, 32, std=0.1)
+        self.narrow = Linear(32, 20, std=0.1)
+        self.plain = nn.Linear(32, 32)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.head = Linear(32, 64, std=0.1)
+
+    def blocks(self) -> Mapping[str, nn.Module]:
+        return {f"layers.{i}": block for i, block in enumerate(self.layers)}
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if is_converted(module)]
+
+
+def apply(model: nn.Module, **fields: object):
+    return Fp8(Fp8Config.model_validate({"emulate": True, **fields})).apply(model, Topology())
+
+
+def test_linear_layers_of_blocks_are_taken_where_sizes_allow_and_the_rest_is_named() -> None:
+    model = Model()
+    names = list(model.state_dict())
+    applied = apply(model)
+    assert converted(model) == ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down"]
+    assert list(applied.modules) == converted(model)
+    assert list(model.state_dict()) == names
+    assert applied.notes == (
+        "recipe rowwise, emulated: 4 linear layers",
+        "as they were: layers.0.narrow, layers.1.narrow: with 32 features in and 20 out, which the recipe 'rowwise' "
+        "needs to be multiples of 16",
+        "as they were: layers.0.plain, layers.1.plain: a Linear, which is no d9d_nn.linear.Linear",
+        "as they were: head: not in a block",
+    )
+
+
+def test_alike_layers_are_of_one_class() -> None:
+    model = Model()
+    apply(model)
+    assert type(model.layers[0].up) is type(model.layers[1].down)
+
+
+@pytest.mark.parametrize("patterns", [["down", "head"], ["layers.*.down", "*head"]])
+def test_patterns_choose_by_whole_name_or_last_part(patterns: list[str]) -> None:
+    model = Model()
+    applied = apply(model, modules=patterns)
+    assert converted(model) == ["layers.0.down", "layers.1.down", "head"]
+    assert applied.notes[-1].endswith("and 2 more: not in modules")
+
+
+def test_a_pattern_without_a_layer_is_reported() -> None:
+    applied = apply(Model(), modules=["up", "q_proj"])
+    assert list(applied.unmatched) == ["q_proj"]
+    assert (
+        "the pattern 'q_proj' in 'modules' matches no linear layer; there are: layers.0.up"
+        in applied.unmatched["q_proj"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"modules": ["narrow"]}, r"'layers.0.narrow', with 32 features in and 20 out.* multiples of 16; leave it out"),
+        ({"modules": ["plain"]}, r"'layers.0.plain', a Linear, which is no d9d_nn.linear.Linear; leave it out"),
+        ({"recipe": "blockwise"}, r"can convert no linear layer; as they were: layers.0.up.* multiples of 128"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused_with_the_reason(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(BuildError, match=text):
+        apply(Model(), **fields)
+
+
+def test_a_layer_is_converted_once() -> None:
+    model = Model()
+    apply(model, modules=["up"])
+    with pytest.raises(BuildError, match=r"would convert 'layers.0.up' a second time"):
+        apply(model, modules=["u*"])
+
+
+def test_a_quantised_base_is_refused() -> None:
+    model = Model()
+    model.layers[0].up.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(BuildError, match=r"weight of 'layers.0.up' is torch.uint8, .* a base that is not quantised"):
+        apply(model)
+
+
+def test_a_device_without_such_products_is_refused_unless_they_are_emulated() -> None:
+    with pytest.raises(BuildError, match=r"the device 'cpu' has no products in float8; set emulate: true"):
+        apply(Model(), emulate=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "recipe", "text"),
+    [
+        ((8, 0), "13.0", "rowwise", "need compute capability 8.9 or newer, this GPU has 8.0; set emulate: true"),
+        ((8, 9), "13.0", "blockwise", r"needs compute capability 9.x .* here it is 8.9 and CUDA 13.0; use the recipe"),
+        ((9, 0), "12.8", "blockwise", "CUDA 12.9 or newer, here it is 9.0 and CUDA 12.8"),
+    ],
+)
+def test_an_older_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capability, cuda, recipe, text) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(BuildError, match=text):
+        check_device(torch.device("cuda"), recipe)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    check_device(torch.device("cuda"), recipe)
+
+
+def test_no_pattern_at_all_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="needs at least one pattern"):
+        Fp8Config(modules=())
+
+
+def test_terms_of_fine_tuning_stay_in_full_precision_around_a_base_in_float8() -> None:
+    lora = pytest.importorskip("d9d_peft.lora.linear")
+    torch.manual_seed(0)
+    model = Model()
+    site = model.layers[0].up
+    lora.adapt(site, {}, lora.AdaptedLinear, rank=16, scale=1.0, dropout=0.0)
+    nn.init.normal_(site.lora_B.weight)
+    applied = apply(model, modules=["layers.*up"])
+    assert is_converted(site)
+    assert not is_converted(site.lora_A)
+    assert applied.modules == ("layers.0.up", "layers.1.up")
+    x = torch.randn(4, 32)
+    term = x @ site.lora_A.weight.t() @ site.lora_B.weight.t()
+    site.lora_off = True
+    base = site(x)
+    site.lora_off = False
+    torch.testing.assert_close(site(x), base + term)
+    assert not torch.equal(base, x @ site.weight.t())
+    model = Model()
+    lora.adapt(model.layers[0].up, {}, lora.AdaptedLinear, rank=16, scale=1.0, dropout=0.0)
+    notes = apply(model).notes
+    assert any("lora_A" in note and "fine-tuning method's term" in note for note in notes)
