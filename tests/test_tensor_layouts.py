@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from d9d_core.errors import D9dError
 from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
@@ -86,10 +88,34 @@ def test_features_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_pat
     assert "mesh.tp is 2, which does not divide the 49 features of 'layers.0.ffn.gate_proj'" in said
 
 
-def test_positions_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [{}, {"vocab_size": 258, "added_tokens": 3}], ids=["plain", "added tokens"])
+def test_positions_that_ranks_cannot_share_are_refused(
+    table: ModuleType, tmp_path: Path, model: dict[str, Any]
+) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 23}
-    said = refused(table, tmp_path, TP2, data=data, steps=1)
+    said = refused(table, tmp_path, TP2, model=model, data=data, steps=1)
     assert "mesh.tp = 2 ranks, which does not divide the 23 positions" in said
+
+
+def copied_and_given_a_wrong_token(values: dict[str, Any], plugins: list[str]) -> None:
+    job = job_of(values, plugins)
+    stage = job.build(lambda _: None, topology_here(job)).stage
+    copy, tokens = deepcopy(stage), torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.zero_()
+        assert copy(tokens=tokens)["logits"].any()
+        assert not stage(tokens=tokens)["logits"].any()
+        tokens[1, 2] = values["model"]["vocab_size"]
+        stage(tokens=tokens)
+
+
+def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are_no_words_are_refused(
+    table: ModuleType, tmp_path: Path
+) -> None:
+    job = table.job(tmp_path / "corpus", "float32") | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"]}
+    with pytest.raises(RankFailedError, match="token 257 is no word of the vocabulary of 257"):
+        World(2).run(copied_and_given_a_wrong_token, job, list(table.PLUGINS))
 
 
 def test_what_nobody_said_how_to_split_is_refused(table: ModuleType, tmp_path: Path) -> None:
