@@ -34,7 +34,7 @@ class VocabularyParallelCrossEntropy:
         self._first, self._group = first, group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
-        """The same function: it has no state, and a group cannot be copied."""
+        """Function itself: it has no state, and a group cannot be copied."""
         return self
 
     def __call__(

@@ -26,7 +26,7 @@ class Ranks:
         self.rank = dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """The same ranks."""
+        """Ranks themselves: a group cannot be copied."""
         return self
 
 
