@@ -13,6 +13,7 @@ from d9d_core.errors import D9dError
 from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
 from d9d_testing.world import RankFailedError, World
+from safetensors.torch import load_file
 
 TP2 = Layout("tp 2", {"tp": 2}, ["tensor_parallel"])
 TP4 = Layout("tp 4", {"tp": 4}, ["tensor_parallel"])
@@ -50,6 +51,27 @@ def test_low_rank_terms_are_split_with_their_layers(table: ModuleType, tmp_path:
     made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), 3)
     one = table.sized(Layout("reference", {}, ()), 1)
     assert_passed(made.compare([table.sized(layout, 1) for layout in (TP2, TP4, SPLIT)], reference=one))
+
+
+@pytest.mark.parametrize("layout", [TP4, SPLIT], ids=lambda layout: layout.name)
+def test_low_rank_terms_are_merged_for_an_export_as_one_process_does(
+    table: ModuleType, tmp_path: Path, layout: Layout
+) -> None:
+    job = table.job(tmp_path / "corpus", "float32") | {
+        "export": True,
+        "steps": 2,
+        "batch": {"size": 4, "microbatch": 2},
+    }
+    job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}}
+    written = {}
+    for name, one in (("alone", Layout("alone", {}, ())), ("split", layout)):
+        values = job | {"mesh": dict(one.mesh), "parallel": list(one.parallel)}
+        values["run"] = {"dir": str(tmp_path / "runs"), "name": name}
+        World(one.ranks).run(build, values, [*table.PLUGINS, "d9d_peft.plugin"])
+        written[name] = load_file(tmp_path / "runs" / name / "model" / "model.safetensors")
+    assert written["split"].keys() == written["alone"].keys()
+    for name, tensor in written["alone"].items():
+        torch.testing.assert_close(written["split"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
