@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.extend import VocabularyShare
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy_with_ranks
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, gather_words
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
@@ -49,13 +50,17 @@ def computed(words: int, seed: int, options: dict[str, Any]) -> dict[str, Tensor
     padded = torch.zeros_like(weights[0])
     padded[: len(mine)] = mine
     dist.all_gather(weights, padded)
-    logits = gather_words(torch.nn.functional.linear(hidden.detach(), share), words, dist.group.WORLD)
+    part = torch.nn.functional.linear(hidden.detach(), share).requires_grad_()
+    logits = gather_words(part, words, VocabularyShare(first, len(share), dist.group.WORLD))
+    (logits * torch.arange(words)).sum().backward()
+    assert part.grad is not None
+    assert torch.equal(part.grad, torch.arange(first, first + len(share)).float().expand_as(part))
     return {
         "loss": losses.detach(),
         "ranks": ranks,
         "hidden": grad,
         "weight": torch.cat(weights)[:words],
-        "logits": logits,
+        "logits": logits.detach(),
     }
 
 
