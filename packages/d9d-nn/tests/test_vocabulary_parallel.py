@@ -78,18 +78,22 @@ def test_losses_ranks_and_gradients_are_those_of_all_words() -> None:
     ]
     for of_rank in World(3).run(many, cases):
         for (words, seed, _), found in zip(cases, of_rank, strict=True):
-            hidden, weight, targets = drawn(words, seed)
-            leaves = hidden.requires_grad_(), weight.requires_grad_()
-            losses, ranks = linear_cross_entropy_with_ranks(*leaves, targets)
-            (losses * torch.arange(10).view(2, 5)).sum().backward()
-            assert_close_values(found["loss"], losses.detach())
-            assert torch.equal(found["ranks"], ranks)
-            known = ~hidden.detach().isnan()
-            logits = torch.nn.functional.linear(hidden.detach(), weight.detach())
-            assert_close_values(found["logits"][known[..., 0]], logits[known[..., 0]])
-            if words > 1:  # the gradient of one word's loss is rounding only
-                exact = {"hidden": leaves[0].grad, "weight": leaves[1].grad}
-                assert_close_gradients({name: found[name] for name in exact}, exact)
+            assert_is_that_of_all_words(found, words, seed)
+
+
+def assert_is_that_of_all_words(found: dict[str, Tensor], words: int, seed: int) -> None:
+    hidden, weight, targets = drawn(words, seed)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    losses, ranks = linear_cross_entropy_with_ranks(*leaves, targets)
+    (losses * torch.arange(10).view(2, 5)).sum().backward()
+    assert_close_values(found["loss"], losses.detach())
+    assert torch.equal(found["ranks"], ranks)
+    known = ~hidden.detach().isnan()[..., 0]
+    logits = torch.nn.functional.linear(hidden.detach(), weight.detach())
+    assert_close_values(found["logits"][known], logits[known])
+    if words > 1:  # the gradient of one word's loss is rounding only
+        exact = {"hidden": leaves[0].grad, "weight": leaves[1].grad}
+        assert_close_gradients({name: found[name] for name in exact}, exact)
 
 
 def wrong(word: int) -> None:
@@ -109,13 +113,5 @@ def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
 @settings(max_examples=5, deadline=None)
 @given(words=st.integers(2, 40), rows=st.integers(1, 12), keep=st.booleans(), seed=st.integers(0, 99))
 def test_any_vocabulary_in_any_chunks(words: int, rows: int, keep: bool, seed: int) -> None:
-    (found, *_) = World(3).run(computed, words, seed, {"rows": rows, "keep": keep})
-    hidden, weight, targets = drawn(words, seed)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    losses, ranks = linear_cross_entropy_with_ranks(*leaves, targets)
-    (losses * torch.arange(10).view(2, 5)).sum().backward()
-    assert_close_values(found["loss"], losses.detach())
-    assert torch.equal(found["ranks"], ranks)
-    assert_close_gradients(
-        {"hidden": found["hidden"], "weight": found["weight"]}, {"hidden": leaves[0].grad, "weight": leaves[1].grad}
-    )
+    for found in World(3).run(computed, words, seed, {"rows": rows, "keep": keep}):
+        assert_is_that_of_all_words(found, words, seed)
