@@ -129,7 +129,16 @@ from d9d_core.protocols.inference import (
     WritesText,
 )
 from d9d_core.protocols.metric import ChoosesObservations, Metric, StageMetric, Table, Vector
-from d9d_core.protocols.model import Stage
+from d9d_core.protocols.model import (
+    HasHeads,
+    HasLinearTerms,
+    SeesSequence,
+    SequenceShare,
+    SplitsSequence,
+    SplitsVocabulary,
+    Stage,
+    VocabularyShare,
+)
 from d9d_core.protocols.optimizer import AveragesWeights, DividesGradients, LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
@@ -183,8 +192,6 @@ from d9d_core.traits import (
     HasBanks,
     HasBlocks,
     HasExperts,
-    HasHeads,
-    HasLinearTerms,
     HasOps,
     HasTallies,
     LateInit,
@@ -193,14 +200,9 @@ from d9d_core.traits import (
     ObservesOnDemand,
     PipelineStage,
     Routing,
-    SeesSequence,
-    SequenceShare,
-    SplitsSequence,
-    SplitsVocabulary,
     TensorParallelizable,
     TensorStyle,
     Transfer,
-    VocabularyShare,
     modules_with,
 )
 from d9d_core.types import Json, Microbatch, Pack, State, TensorSpec

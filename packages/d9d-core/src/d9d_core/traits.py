@@ -74,93 +74,11 @@ class TensorParallelizable(Protocol):
     ``COLUMN`` gets all positions in its first argument; its ``ROW`` children return a rank's own positions again. So do
     embeddings of style ``VOCAB``, which get all tokens; other modules of style ``VOCAB``, and those of style ``WHOLE``,
     get all positions in their first argument and return whatever they return. Every parameter of the stage belongs to a
-    child with a style.
+    child with a style. What else modules may say is in :mod:`d9d_core.protocols.model`.
     """
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the children, keyed by their name relative to this module."""
-        ...
-
-
-@runtime_checkable
-class HasHeads(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a module some of whose children compute whole heads."""
-
-    def tensor_parallel_heads(self) -> Mapping[str, int]:
-        """Numbers of heads of children of style ``COLUMN``, keyed by relative name.
-
-        Ranks share them evenly; where there are fewer heads than ranks, several ranks compute the same head.
-        """
-        ...
-
-
-@runtime_checkable
-class HasLinearTerms(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a linear layer with further ones inside, which add to it."""
-
-    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
-        """Linear children, by relative name: those that read the layer's input, and those that add to its output."""
-        ...
-
-
-@runtime_checkable
-class SplitsSequence(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a stage whose hidden states may hold some positions only."""
-
-    def split_sequence(self, ranks: int) -> None:
-        """Take note that hidden states, also those that cross stage boundaries, hold S / ``ranks`` positions each."""
-        ...
-
-
-class SequenceShare(Protocol):
-    """Share of the positions on one rank of ``tp``, for modules that need something of all of them."""
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Gather [B, S / tp, ...] of all ranks to [B, S, ...], from which all of them compute the same. Collective."""
-        ...
-
-    def own(self, tensor: Tensor) -> Tensor:
-        """This rank's positions [B, S / tp, ...] of [B, S, ...]."""
-        ...
-
-
-@runtime_checkable
-class SeesSequence(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a module of style ``SEQUENCE`` that looks across them."""
-
-    def see_sequence(self, share: SequenceShare) -> None:
-        """Take a share of the positions as input and output from now on, and all of them for what needs them."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyShare:
-    """Share of the vocabulary on one rank.
-
-    Attributes:
-        first: first word of the share.
-        words: number of its words, which may be none.
-        group: the ranks that hold the others.
-    """
-
-    first: int
-    words: int
-    group: Any
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShare:
-        """Share itself: copies of a head talk to the same ranks, and a group cannot be copied."""
-        return self
-
-
-@runtime_checkable
-class SplitsVocabulary(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a head whose weight may be a share of the vocabulary."""
-
-    def split_vocabulary(self, share: VocabularyShare) -> None:
-        """Compute, from now on, with a share of the words, and return what all ranks together would.
-
-        The gradient of the hidden states is then a partial sum.
-        """
         ...
 
 

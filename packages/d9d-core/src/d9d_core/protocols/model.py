@@ -1,8 +1,16 @@
-"""Pipeline stages as model plugins are asked to build them."""
+"""Pipeline stages as model plugins are asked to build them, and what their modules may say beside traits.
+
+All but the first belong to the trait :class:`~d9d_core.traits.TensorParallelizable`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +34,85 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the stage holds the head."""
         return self.index == self.count - 1
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+    """Protocol, beside the trait of tensor parallelism, of a module some of whose children compute whole heads."""
+
+    def tensor_parallel_heads(self) -> Mapping[str, int]:
+        """Numbers of heads of children of style ``COLUMN``, keyed by relative name.
+
+        Ranks share them evenly; where there are fewer heads than ranks, several ranks compute the same head.
+        """
+        ...
+
+
+@runtime_checkable
+class HasLinearTerms(Protocol):
+    """Protocol, beside the trait of tensor parallelism, of a linear layer with further ones inside, which add to it."""
+
+    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
+        """Linear children, by relative name: those that read the layer's input, and those that add to its output."""
+        ...
+
+
+@runtime_checkable
+class SplitsSequence(Protocol):
+    """Protocol, beside the trait of tensor parallelism, of a stage whose hidden states may hold some positions only."""
+
+    def split_sequence(self, ranks: int) -> None:
+        """Take note that hidden states, also those that cross stage boundaries, hold S / ``ranks`` positions each."""
+        ...
+
+
+class SequenceShare(Protocol):
+    """Share of the positions on one rank of ``tp``, for modules that need something of all of them."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather [B, S / tp, ...] of all ranks to [B, S, ...], from which all of them compute the same. Collective."""
+        ...
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's positions [B, S / tp, ...] of [B, S, ...]."""
+        ...
+
+
+@runtime_checkable
+class SeesSequence(Protocol):
+    """Protocol, beside the trait of tensor parallelism, of a module of style ``SEQUENCE`` that looks across them."""
+
+    def see_sequence(self, share: SequenceShare) -> None:
+        """Take a share of the positions as input and output from now on, and all of them for what needs them."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyShare:
+    """Share of the vocabulary on one rank.
+
+    Attributes:
+        first: first word of the share.
+        words: number of its words, which may be none.
+        group: the ranks that hold the others.
+    """
+
+    first: int
+    words: int
+    group: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShare:
+        """Share itself: copies of a head talk to the same ranks, and a group cannot be copied."""
+        return self
+
+
+@runtime_checkable
+class SplitsVocabulary(Protocol):
+    """Protocol, beside the trait of tensor parallelism, of a head whose weight may be a share of the vocabulary."""
+
+    def split_vocabulary(self, share: VocabularyShare) -> None:
+        """Compute, from now on, with a share of the words, and return what all ranks together would.
+
+        The gradient of the hidden states is then a partial sum.
+        """
+        ...

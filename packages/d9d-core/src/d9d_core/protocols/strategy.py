@@ -62,7 +62,7 @@ class Applied:
         unmatched: what the config asks for and this stage lacks, such as a pattern that no parameter has, and the text
             of the error if no other stage has it either.
         sequence_ranks: ranks that positions of hidden states are split over, also where stages hand them on; the model
-            is a :class:`~d9d_core.traits.SplitsSequence`.
+            is a :class:`~d9d_core.protocols.model.SplitsSequence`.
         cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
             step begins; a job whose layout breaks that is refused.
         notes: lines for ``d9d explain``, such as what was left as it is, and why.
