@@ -28,7 +28,7 @@ from layout_table import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"
-FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state")
+FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors")
 FAULT_MARKS = "<!-- faults: begin -->", "<!-- faults: end -->"
 SOUND_MARKS = "<!-- sound jobs: begin -->", "<!-- sound jobs: end -->"
 DTYPES = ("float32", "bfloat16")
@@ -60,8 +60,11 @@ class Case:
 _LAYOUTS = {layout.name: layout for layout in (*layout_table.LAYOUTS, *layout_table.EXPERT_LAYOUTS)}
 REPLICATE, FSDP, HSDP = (_LAYOUTS[name] for name in ("replicate 2", "fsdp 2", "hsdp 2 x 2"))
 FSDP_EP, REPLICATE_EP = (_LAYOUTS[f"{name}, ep 2"] for name in ("fsdp 2", "replicate 2"))
+TP, TP_REPEATED, TP_FSDP = (_LAYOUTS[name] for name in ("tp 2", "tp 4", "fsdp 2, tp 2"))
+TP_EP = _LAYOUTS["tp 2, ep 2"]
 APART = Layout("replicate 2, norms apart", {"dp_replicate": 2}, [{"name": "replicate", "ignore": ["*norm*"]}])
 PIPELINE = Layout("pp 2", {"pp": 2}, ())
+PIPELINE_TP = Layout("pp 2, tp 2", {"pp": 2, "tp": 2}, ["tensor_parallel"])
 PIPELINE_FSDP = Layout("pp 2, fsdp 2", {"pp": 2, "dp_shard": 2}, ["fsdp"])
 
 DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1, "bucket_window": 24}}
@@ -88,6 +91,14 @@ FAULTS: Mapping[str, tuple[str, str]] = {
     "forgotten_tie_on_a_rank": ("zero_bubble_v", PIPELINE.name),
     "stale_copy": ("zero_bubble_v", PIPELINE.name),
     "tie_counted_twice": ("1f1b", PIPELINE.name),
+    # tensor parallelism
+    "norms_apart": ("dense, tp", TP.name),
+    "repeated_heads_apart": ("dense, tp", TP_REPEATED.name),
+    "own_gradient_of_hidden_states": ("dense, tp", TP.name),
+    "own_logit_of_the_target": ("dense, tp", TP.name),
+    "unmerged_words": ("dense, tp", TP.name),
+    "positions_of_another": ("experts, tp", TP.name),
+    "norm_of_the_first_share": ("dense, tp", TP.name),
     # updates
     "frozen_rank": ("1f1b", PIPELINE.name),
     "forgotten_moments": ("dense", FSDP.name),
@@ -143,6 +154,8 @@ def fault_cases() -> dict[str, Case]:
         "dense": Case(DENSE, dense),
         "documents": Case(DENSE, dense, DOCUMENTS),
         "experts": Case(EXPERTS, {FSDP_EP.name: FSDP_EP}),
+        "dense, tp": Case(DENSE, {TP.name: TP, TP_REPEATED.name: TP_REPEATED}),
+        "experts, tp": Case(EXPERTS, {TP.name: TP}),
         **{name: Case(TIED, piped, {"pipeline": name}) for name in ("gpipe", "1f1b", "zb1p", "zero_bubble_v")},
     }
 
@@ -154,6 +167,8 @@ def sound_cases() -> dict[str, Case]:
     experts = {layout.name: layout for layout in (FSDP, FSDP_EP, REPLICATE_EP)}
     router = {"metrics": ["perplexity", "router"]}
     piped = {layout.name: layout for layout in (PIPELINE, PIPELINE_FSDP)}
+    split = {layout.name: layout for layout in (TP, TP_REPEATED, TP_FSDP)}
+    split_experts = {layout.name: layout for layout in (TP, TP_EP, TP_FSDP)}
     sgd = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
     return {
         "dense": Case(DENSE, data),
@@ -164,6 +179,10 @@ def sound_cases() -> dict[str, Case]:
         "dynamic NTK": Case(DYNAMIC, two, DOCUMENTS),
         "experts": Case(EXPERTS, experts, router),
         "experts, documents": Case(EXPERTS, experts, DOCUMENTS | router),
+        "dense, tp": Case(DENSE, split),
+        "dense, tp, documents": Case(DENSE, split, DOCUMENTS | {"data": {**DOCUMENTS["data"], "pad_multiple": 4}}),
+        "experts, tp": Case(EXPERTS, split_experts, router),
+        "tied, tp, zero_bubble_v": Case(TIED, {PIPELINE_TP.name: PIPELINE_TP}, {"pipeline": "zero_bubble_v"}),
         **{f"tied, {name}": Case(TIED, piped, {"pipeline": name}) for name in SCHEDULES},
     }
 

@@ -13,7 +13,7 @@ from d9d_core.plugin import KernelSpec, Ref, Registry, StrategySpec, hookimpl
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.entries import Entry, Origin
 from d9d_core.protocols.strategy import Applied
-from d9d_engine.build.assemble import compiled_modules
+from d9d_engine.build.assemble import changed_modules
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.cli.report import print_kernel
 from rich.console import Console
@@ -52,6 +52,10 @@ class Backends:
         if signature.compiled:
             return Decision(True, "the compiler fuses the reference", priority=0)
         return Decision(True, "nobody fuses the reference", priority=3)
+
+    @staticmethod
+    def unchecked(signature: OpSignature) -> Decision:
+        return Decision(not signature.checkpointed, "computed once", priority=3)
 
     @staticmethod
     def other(_signature: OpSignature) -> Any:
@@ -239,9 +243,21 @@ def test_stages_of_other_ranks_are_compiled_as_those_here() -> None:
 
     kinds = {"": Deep, "layers.0": nn.Linear, "layers.1": nn.Linear, "layers.2": nn.Linear, "norm": nn.LayerNorm}
     here = {"", "layers.0", "layers.1"}
-    compiled = compiled_modules([(chosen("compile"), Applied(modules=("layers.0",)))], kinds, here)
+    compiled = changed_modules("compile", [(chosen("compile"), Applied(modules=("layers.0",)))], kinds, here)
     assert compiled == {"layers.0", "layers.2"}, "layers.1 is here, and was left out"
-    assert not compiled_modules([(chosen("data"), Applied(modules=("layers.0",)))], kinds, here)
+    assert not changed_modules("compile", [(chosen("data"), Applied(modules=("layers.0",)))], kinds, here)
+
+
+def test_a_backend_knows_what_the_backward_computes_again() -> None:
+    registry = Registry.of(offering("acme", spec("fused", "unchecked")))
+    stage, around = Deep(), {"layers.1": True, "layers.10": False, "last": False}
+    choices = bind_kernels(
+        stage.named_modules(), registry, {}, "cpu", "float32", lambda _: (), checkpointed={"layers.1"}
+    )
+    backends = {
+        site.rpartition(".")[0].removesuffix(".0"): choice.backend for choice in choices for site in choice.sites
+    }
+    assert backends == {name: "reference" if again else "fused" for name, again in around.items()}
 
 
 def test_backends_learn_whether_the_data_packs_documents(monkeypatch: pytest.MonkeyPatch) -> None:

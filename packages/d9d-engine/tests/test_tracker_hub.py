@@ -127,6 +127,8 @@ def test_a_tracker_with_slow_writes_is_late_though_it_has_nothing_to_do_when_ask
     now += 1.0
     blocked.may_go_on.set()
     hub.flush()
+    hub.state()
+    assert thread._asked.wait(60)
     assert thread.is_late
     hub.write(2, {"loss": 1.0})
     hub.flush()

@@ -26,6 +26,7 @@ class OpSignature:
         documents: whether samples of the job's data hold several documents. If not, ``documents`` of a microbatch tells
             padding behind a sample apart, which causal attention need not know. ``None`` if its datasets do not say
             (:class:`d9d_core.extend.PacksDocuments`).
+        checkpointed: whether the module is in a block that the backward computes again.
     """
 
     op: str
@@ -34,6 +35,7 @@ class OpSignature:
     static: Mapping[str, Any] = field(default_factory=dict)
     compiled: bool = False
     documents: bool | None = None
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,8 @@ def assemble(
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
     judge = Judge(selection.all(), registry, circumstances)
     model = joined_stages(list(stages.values()))
-    compiled = compiled_modules(applied, kinds, {name for name, _ in model.named_modules()})
+    here = {name for name, _ in model.named_modules()}
+    compiled, checkpointed = (changed_modules(anchor, applied, kinds, here) for anchor in ("compile", "checkpointing"))
     kernels = bind_kernels(
         full_model.named_modules(),
         registry,
@@ -195,6 +196,7 @@ def assemble(
         job.deterministic,
         compiled=compiled,
         documents=documents_of(job),
+        checkpointed=checkpointed,
     )
     outcomes_by_name = [(f"{chosen.where} ({chosen.spec.name})", outcome) for chosen, outcome in applied]
     trained = [name for name, _ in model.named_parameters() if name in trainable]
@@ -246,20 +248,21 @@ def split_sequences(outlines: Iterable[nn.Module], ranks: int) -> None:
             outline.split_sequence(ranks)
 
 
-def compiled_modules(
-    applied: Sequence[tuple[Chosen, Applied]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
+def changed_modules(
+    anchor: str, applied: Sequence[tuple[Chosen, Applied]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
 ) -> frozenset[str]:
-    """Names of the modules that a strategy at the anchor ``compile`` has compiled.
+    """Names of the modules that strategies at an anchor changed, such as those that ``compile`` has compiled.
 
     Stages of other ranks are not asked: there it is the modules of the same kinds, so that each rank plans the same.
 
     Args:
+        anchor: of the strategies.
         applied: what strategies did to the stages of this rank.
         kinds: class of each module of the full model, before strategies.
         here: names of the modules of this rank's stages.
     """
     strategies = [(chosen.spec, outcome) for chosen, outcome in applied if isinstance(chosen.spec, StrategySpec)]
-    names = frozenset(name for spec, outcome in strategies if spec.anchor == "compile" for name in outcome.modules)
+    names = frozenset(name for spec, outcome in strategies if spec.anchor == anchor for name in outcome.modules)
     alike = {kinds[name] for name in names if name in kinds}
     return names | {name for name, kind in kinds.items() if name not in here and kind in alike}
 

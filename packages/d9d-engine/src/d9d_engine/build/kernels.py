@@ -52,6 +52,7 @@ def bind_kernels(
     deterministic: bool = False,
     compiled: Collection[str] = (),
     documents: bool | None = None,
+    checkpointed: Collection[str] = (),
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot and bind it.
 
@@ -67,23 +68,24 @@ def bind_kernels(
         deterministic: refuse backends that say they are not.
         compiled: names of the modules that are compiled, with all that is inside of them.
         documents: whether samples hold several documents; ``None`` if that is not known.
+        checkpointed: names of the modules that the backward computes again, with all that is inside of them.
 
     Raises:
         BuildError: a requested backend refuses.
         PluginError: a requested backend does not exist.
     """
     slots = [
-        (f"{name}.{attribute}".lstrip("."), slot, _is_inside(name, compiled))
+        (f"{name}.{attribute}".lstrip("."), slot, (_is_inside(name, compiled), _is_inside(name, checkpointed)))
         for name, holder in holders  # several stages may each have one of the same name
         if isinstance(holder, HasOps)
         for attribute, slot in holder.op_slots().items()
     ]
-    groups: dict[tuple[str, bool, str], list[tuple[str, OpSlot]]] = {}
+    groups: dict[tuple[str, tuple[bool, bool], str], list[tuple[str, OpSlot]]] = {}
     for site, slot, inside in slots:
         groups.setdefault((slot.op, inside, repr(sorted(slot.static.items()))), []).append((site, slot))
     choices = []
     for (op, inside, _), same in groups.items():
-        signature = OpSignature(op, device, dtype, same[0][1].static, inside, documents)
+        signature = OpSignature(op, device, dtype, same[0][1].static, inside[0], documents, inside[1])
         choices.append(_bind(registry, requested.get(op), same, signature, judge, deterministic))
     return choices
 

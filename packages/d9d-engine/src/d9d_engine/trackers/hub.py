@@ -221,7 +221,7 @@ class _TrackerThread:
         self._asked = threading.Event()
         self._asked.set()
         self._said_late = False
-        self._longest = 0.0
+        self._longest, self._has_written = 0.0, False
         self._left_out = 0
         work = threading.Thread(target=self._work, args=(tracker, run, state), name=f"d9d-tracker-{name}", daemon=True)
         work.start()
@@ -240,21 +240,28 @@ class _TrackerThread:
             self.say_late(f"is {ROOM} entries behind; entries are left out until it has caught up")
             return
         self.backlog.add(kind, step, values)
-        self._calls.put(call)
+
+        def work(run: TrackerRun) -> None:
+            call(run)
+            self._has_written = True
+
+        self._calls.put(work)
 
     def ask(self, call: Callable[[TrackerRun], None], soon: float) -> threading.Event:
         """Queue a call; the event happens when it was made or the tracker has failed.
 
         From then on the tracker is late if that took more seconds than ``soon``, or any call since it was asked before:
-        one with slow writes may happen to have nothing to do when it is asked.
+        one with slow writes may happen to have nothing to do when it is asked. Nor does asking again, with no write in
+        between, show that its writes have become fast.
         """
         done = self._asked = threading.Event()
         begin = time.monotonic()
 
         def answer(run: TrackerRun) -> None:
             call(run)
-            self.is_late = max(self._longest, time.monotonic() - begin) > soon
-            self._longest = 0.0
+            slow = max(self._longest, time.monotonic() - begin) > soon
+            self.is_late = slow or (self.is_late and not self._has_written)
+            self._longest, self._has_written = 0.0, False
             done.set()
 
         self._calls.put(answer)

@@ -29,6 +29,9 @@ def recomputed_supports(signature: OpSignature) -> Decision:
         return Decision(
             accept=False, reason="without a compiler, the product behind it keeps what it returns all the same"
         )
+    if signature.checkpointed:
+        # Torch 2.11 keeps the inputs of what is marked inside of a marked block.
+        return Decision(accept=False, reason="the backward computes the whole block again")
     if signature.device != "cuda":
         return Decision(accept=True, reason="less memory for one pass more; by name only", priority=0)
     return Decision(

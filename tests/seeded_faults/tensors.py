@@ -1,0 +1,89 @@
+"""Faults of tensor parallelism: in what ranks that share matrices, words and positions exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from d9d_core.extend import GradientOwner
+from d9d_engine.api import Job
+from d9d_engine.step import totals
+from d9d_nn.ops import vocabulary_parallel
+from d9d_parallel.tensor_parallel import forwards, strategy
+from d9d_parallel.tensor_parallel.collectives import OwnPositions
+from torch import Tensor
+from torch import distributed as dist
+
+from seeded_faults.seeding import Patch
+
+
+def norms_apart(_job: Job, patch: Patch) -> None:
+    """The gradients of norms are not summed over tp."""
+    _leave(patch, "norm.weight")
+
+
+def repeated_heads_apart(_job: Job, patch: Patch) -> None:
+    """Key/value heads are on several ranks, and their gradients are not summed."""
+    _leave(patch, "k_proj.weight", "v_proj.weight")
+
+
+def _leave(patch: Patch, *ends: str) -> None:
+    owners = strategy._Split.gradients
+
+    def fewer(self: Any, stage: Any) -> Iterator[GradientOwner]:
+        for owner in owners(self, stage):
+            left = owner.parameter.endswith(ends)
+            yield GradientOwner(owner.parameter, owner.axis, "none") if left else owner
+
+    patch.setattr(strategy._Split, "gradients", fewer)
+
+
+def own_gradient_of_hidden_states(_job: Job, patch: Patch) -> None:
+    """Gradients of gathered positions are cut, not summed."""
+    gather = forwards.gather
+    patch.setattr(forwards, "gather", lambda tensor, ranks, *, summed: gather(tensor, ranks, summed=False))
+
+
+def own_logit_of_the_target(_job: Job, patch: Patch) -> None:
+    """Ranks do not tell each other the logits of the targets."""
+    reduce = vocabulary_parallel.dist.all_reduce
+
+    def but_one(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        kept = tensor[1:2].clone()
+        reduce(tensor, op, group=group)
+        if tensor.ndim > 1:
+            tensor[1:2] = kept
+
+    patch.setattr(vocabulary_parallel, "dist", _Replaced(vocabulary_parallel.dist, all_reduce=but_one))
+
+
+def unmerged_words(_job: Job, patch: Patch) -> None:
+    """The largest logit is that of a rank's own words."""
+    reduce = vocabulary_parallel.dist.all_reduce
+
+    def some(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        if op == dist.ReduceOp.SUM:
+            reduce(tensor, op, group=group)
+
+    patch.setattr(vocabulary_parallel, "dist", _Replaced(vocabulary_parallel.dist, all_reduce=some))
+
+
+class _Replaced:
+    """A module some of whose functions are others."""
+
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def positions_of_another(_job: Job, patch: Patch) -> None:
+    """Each rank sends its tokens to the experts of the first rank's."""
+    patch.setattr(OwnPositions, "own", lambda self, tensor: tensor.chunk(self._ranks.size, dim=1)[0])
+
+
+def norm_of_the_first_share(_job: Job, patch: Patch) -> None:
+    """Only gradients on the first rank of tp count in the norm."""
+    patch.setattr(totals, "counts", lambda _parameter, topology, _view=None: topology.coordinate["tp"] == 0)
