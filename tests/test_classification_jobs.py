@@ -98,5 +98,6 @@ def test_words_train_alike_in_every_layout(words: dict[str, Any]) -> None:
     layouts = [
         Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"], ("batch.microbatch=1",)),
         Layout("pp 2", {"pp": 2}, [], ("pipeline.name=zb1p", "batch.microbatch=1")),
+        Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=2",)),
     ]
     assert_passed(Harness(values, PLUGINS, 3).compare(layouts))

@@ -118,5 +118,6 @@ def test_embeddings_are_learned_alike_in_every_layout(base: Path, questions: Pat
         Layout("replicate 2", {"dp_replicate": 2}, ["replicate"], ("batch.microbatch=2",)),
         Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"], ("batch.microbatch=4",)),
         Layout("pp 2", {"pp": 2}, [], ("pipeline.name=1f1b", "batch.microbatch=2")),
+        Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=4",)),
     ]
     assert_passed(Harness(values, PLUGINS, 3).compare(layouts))

@@ -188,6 +188,20 @@ def test_output_is_the_same_bytes_in_every_layout(values: Callable[..., dict[str
             assert output_of(job).read_bytes() == output_of(alone).read_bytes(), name
 
 
+def test_ranks_that_split_positions_continue_by_a_number_of_tokens_that_they_do_not_divide(
+    values: Callable[..., dict[str, Any]],
+) -> None:
+    from d9d_testing.world import RankFailedError, World
+
+    task = {"max_new_tokens": 7, "stop": []}
+    alone, split = values("alone", task), values("split", task, mesh={"tp": 2}, parallel=["tensor_parallel"])
+    World(2).run(infer, [split])
+    assert read_rows(split) == rows_of(alone)
+    layers = values("layers", mesh={"tp": 2}, parallel=["tensor_parallel"]) | {"task": "hidden_states"}
+    with pytest.raises(RankFailedError, match="task: 'hidden_states' reads what modules .* ranks of tp have parts"):
+        World(2).run(infer, [layers])
+
+
 @pytest.mark.thorough
 def test_experts_on_two_ranks_write_the_same_bytes(
     values: Callable[..., dict[str, Any]], small_job: Callable[..., Path], tmp_path: Path

@@ -27,10 +27,11 @@ def build(write: Write, name: str, **sections: Any) -> Trainer:
     ("sections", "why"),
     [
         ({"device": "cpu"}, "needs CUDA, and the model is on cpu"),
-        ({"mesh": {"dp_shard": 2}, "parallel": ["fsdp", GRAPHS]}, "gathers the parameters"),
+        ({"mesh": {"dp_shard": 2}, "parallel": ["fsdp", GRAPHS]}, "gathers or copies the parameters"),
+        ({"mesh": {"dp_replicate": 2}, "parallel": ["replicate", GRAPHS]}, "gathers or copies the parameters"),
         ({"mesh": {"pp": 2}, "pipeline": "1f1b"}, "2 pipeline stages"),
     ],
-    ids=["cpu", "fsdp", "pipeline"],
+    ids=["cpu", "fsdp", "replicate", "pipeline"],
 )
 @pytest.mark.parametrize("how", [GRAPHS, {"name": "compile", "mode": "reduce-overhead"}], ids=["field", "mode"])
 def test_a_job_that_may_not_record_is_refused_when_it_is_planned(

@@ -24,6 +24,7 @@ LAYOUTS = (
     Layout("fsdp 2, compiled", {"dp_shard": 2}, ["fsdp", COMPILE], ("batch.microbatch=1",)),
     Layout("replicate 2", {"dp_replicate": 2}, ["replicate"], ("batch.microbatch=2",)),
     Layout("pp 2", {"pp": 2}, [], ("pipeline.name=zb1p", "batch.microbatch=1")),
+    Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=2",)),
 )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def test_the_model_learns_to_prefer_the_chosen_answers(base: Path, pairs: Path, 
     [
         ({}, LORA, LAYOUTS),
         ({"reference": "stored", "loss": "ipo"}, LORA, LAYOUTS[1:]),
-        ({"reference": "copy"}, None, LAYOUTS[::2]),
+        ({"reference": "copy"}, None, LAYOUTS[:3:2]),
     ],
     ids=["without adapter", "stored", "copy"],
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from d9d_core.errors import D9dError
 from d9d_engine.api import Layout
 from d9d_testing.layouts import Harness, assert_passed, job_of, topology_here
 from d9d_testing.world import RankFailedError, World
+from safetensors.torch import load_file
 
 TP2 = Layout("tp 2", {"tp": 2}, ["tensor_parallel"])
 TP4 = Layout("tp 4", {"tp": 4}, ["tensor_parallel"])
@@ -51,14 +54,44 @@ def test_every_kind_of_model_is_split_as_one_process_computes_it(
     assert_passed(made.compare([table.sized(layout, 1) for layout in (TP2, TP4, SPLIT)], reference=one))
 
 
-@pytest.mark.parametrize("model", [pytest.param("dense", marks=pytest.mark.thorough), "experts"])
-def test_low_rank_terms_are_split_with_their_layers(table: ModuleType, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("experts", [TP2, SPLIT]),
+        pytest.param("experts", [TP4], marks=pytest.mark.thorough),
+        pytest.param("dense", [TP2, TP4, SPLIT], marks=pytest.mark.thorough),
+    ],
+    ids=["experts", "experts over four", "dense"],
+)
+def test_low_rank_terms_are_split_with_their_layers(
+    table: ModuleType, tmp_path: Path, model: str, layouts: list[Layout]
+) -> None:
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE if model == "dense" else table.EXPERTS)
     job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}}
     made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), 3)
     one = table.sized(Layout("reference", {}, ()), 1)
-    layouts = (TP2, TP4, SPLIT) if model == "dense" else (TP2, SPLIT)
     assert_passed(made.compare([table.sized(layout, 1) for layout in layouts], reference=one))
+
+
+@pytest.mark.parametrize("layout", [TP4, SPLIT], ids=lambda layout: layout.name)
+def test_low_rank_terms_are_merged_for_an_export_as_one_process_does(
+    table: ModuleType, tmp_path: Path, layout: Layout
+) -> None:
+    job = table.job(tmp_path / "corpus", "float32") | {
+        "export": True,
+        "steps": 2,
+        "batch": {"size": 4, "microbatch": 2},
+    }
+    job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}}
+    written = {}
+    for name, one in (("alone", Layout("alone", {}, ())), ("split", layout)):
+        values = job | {"mesh": dict(one.mesh), "parallel": list(one.parallel)}
+        values["run"] = {"dir": str(tmp_path / "runs"), "name": name}
+        World(one.ranks).run(build, values, [*table.PLUGINS, "d9d_peft.plugin"])
+        written[name] = load_file(tmp_path / "runs" / name / "model" / "model.safetensors")
+    assert written["split"].keys() == written["alone"].keys()
+    for name, tensor in written["alone"].items():
+        torch.testing.assert_close(written["split"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -97,10 +130,34 @@ def test_features_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_pat
     assert "mesh.tp is 2, which does not divide the 49 features of 'layers.0.ffn.gate_proj'" in said
 
 
-def test_positions_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", [{}, {"vocab_size": 258, "added_tokens": 3}], ids=["plain", "added tokens"])
+def test_positions_that_ranks_cannot_share_are_refused(
+    table: ModuleType, tmp_path: Path, model: dict[str, Any]
+) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 23}
-    said = refused(table, tmp_path, TP2, data=data, steps=1)
+    said = refused(table, tmp_path, TP2, model=model, data=data, steps=1)
     assert "mesh.tp = 2 ranks, which does not divide the 23 positions" in said
+
+
+def copied_and_given_a_wrong_token(values: dict[str, Any], plugins: list[str]) -> None:
+    job = job_of(values, plugins)
+    stage = job.build(lambda _: None, topology_here(job)).stage
+    copy, tokens = deepcopy(stage), torch.arange(8).view(2, 4)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.zero_()
+        assert copy(tokens=tokens)["logits"].any()
+        assert not stage(tokens=tokens)["logits"].any()
+        tokens[1, 2] = values["model"]["vocab_size"]
+        stage(tokens=tokens)
+
+
+def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are_no_words_are_refused(
+    table: ModuleType, tmp_path: Path
+) -> None:
+    job = table.job(tmp_path / "corpus", "float32") | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"]}
+    with pytest.raises(RankFailedError, match="token 257 is no word of the vocabulary of 257"):
+        World(2).run(copied_and_given_a_wrong_token, job, list(table.PLUGINS))
 
 
 def test_what_nobody_said_how_to_split_is_refused(table: ModuleType, tmp_path: Path) -> None:

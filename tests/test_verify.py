@@ -353,7 +353,8 @@ def campaign(tool: Callable[[str], ModuleType]) -> ModuleType:
 SHOWN = (
     "dropped_boundary_gradient",
     "heavier_rank", "unclipped_rank", "clipped_by_own_norm", "no_decay", "forgotten_moments", "late_schedule",
-    "one_wrong_target", "drifting_replica", "evaluated_alone", "lost_observations", "unloaded_weights",
+    "one_wrong_target", "repeated_heads_apart", "drifting_replica", "evaluated_alone", "lost_observations",
+    "unloaded_weights",
 )  # fmt: skip
 
 
@@ -373,6 +374,13 @@ def test_a_sound_job_passes(campaign: ModuleType, tmp_path: Path, case: str) -> 
     found = [verdict for *_, verdict in campaign.run(tmp_path, cases, None, ["float32", "bfloat16"])]
     assert len(found) == 2 * len(cases[case].layouts)
     assert [(verdict.layout, verdict.diverged) for verdict in found if not verdict.passed] == []
+
+
+def test_what_faults_replace_is_still_there(campaign: ModuleType) -> None:
+    """Else they break a job in another way than they say; what they change in a trainer is seen when they run."""
+    for name in campaign.FAULTS:
+        with pytest.MonkeyPatch.context() as patch:
+            campaign.fault_named(name)(None, patch)
 
 
 def test_the_tables_show_every_fault_and_every_sound_job(campaign: ModuleType) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from d9d_core.extend import local
 from d9d_engine.api import Job
-from d9d_engine.build import compose as build
+from d9d_engine.build import weights as build
 from d9d_engine.checkpoint import store
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.step import auxiliary_losses, metrics
@@ -85,7 +85,11 @@ def evaluated_on_other_data(_job: Job, patch: Patch) -> None:
 
 def unmerged_metric(_job: Job, patch: Patch) -> None:
     """Metrics are those of one rank."""
-    patch.setattr(metrics.Statistics, "_merged", lambda _self, metric: metric.state())
+
+    def own(self: Any, _packed: Any) -> dict[str, dict[str, Tensor]]:
+        return {name: dict(metric.state()) for name, metric in self._metrics.items()}
+
+    patch.setattr(metrics.Statistics, "_reduced", own)
 
 
 def lost_observations(_job: Job, patch: Patch) -> None:

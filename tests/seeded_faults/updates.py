@@ -51,7 +51,12 @@ def no_decay(_job: Job, patch: Patch) -> None:
 
 def other_betas(_job: Job, patch: Patch) -> None:
     """One rank averages over fewer steps."""
-    built(patch, lambda trainer: setattr(trainer.step.optimizer, "_betas", (0.8, 0.95)))
+
+    def change(trainer: Any) -> None:
+        optimizer = trainer.step.optimizer
+        optimizer._config = optimizer._config.model_copy(update={"betas": (0.8, 0.95)})
+
+    built(patch, change)
 
 
 def doubled_rate(_job: Job, patch: Patch) -> None:

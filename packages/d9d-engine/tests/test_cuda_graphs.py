@@ -35,7 +35,7 @@ def check(*others: tuple[Any, Applied], device: str | None = "cuda", stages: Seq
         (lambda: check(device="cpu"), "needs CUDA, and the model is on cpu"),
         (lambda: check(device="mps"), "needs CUDA, and the model is on mps"),
         (lambda: check(stages=(0, 1)), "2 pipeline stages"),
-        (lambda: check((chosen("fsdp", "data"), OWNED)), r"parallel\[data\] \(fsdp\) gathers the parameters"),
+        (lambda: check((chosen("fsdp", "data"), OWNED)), r"parallel\[data\] \(fsdp\) gathers or copies the parameters"),
         (lambda: check((chosen("mine", "data"), Applied(("",), reducers=(object(),)))), r"\(mine\) gathers"),
         (lambda: check((chosen("far", "data"), Applied(("",), on_host=frozenset({"weight"})))), "host's memory"),
         (lambda: check((chosen("tp", "tensor"), Applied(("",)))), r"\(tp\) communicates"),
@@ -55,8 +55,8 @@ def test_other_layouts_are_allowed() -> None:
     check()
     check(device=None)  # not known yet: the job is planned for another machine
     check((chosen("recompute", "checkpointing"), Applied(("layers.0",))))
-    replicated = Applied(("",), (GradientOwner("weight", "dp_replicate", "sync"),))
-    check((chosen("replicate", "data"), replicated))
+    summed = Applied(("",), (GradientOwner("weight", "dp_replicate", "sync"),))  # by core, and unlike by `replicate`
+    check((chosen("mine", "data"), summed))
 
 
 def test_nothing_is_refused_where_nothing_is_recorded() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_core.extend import VocabularyShare
 from d9d_nn.ops.linear_cross_entropy import IGNORE, linear_cross_entropy_with_ranks
 from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, gather_words
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
@@ -49,13 +50,17 @@ def computed(words: int, seed: int, options: dict[str, Any]) -> dict[str, Tensor
     padded = torch.zeros_like(weights[0])
     padded[: len(mine)] = mine
     dist.all_gather(weights, padded)
-    logits = gather_words(torch.nn.functional.linear(hidden.detach(), share), words, dist.group.WORLD)
+    part = torch.nn.functional.linear(hidden.detach(), share).requires_grad_()
+    logits = gather_words(part, words, VocabularyShare(first, len(share), dist.group.WORLD))
+    (logits * torch.arange(words)).sum().backward()
+    assert part.grad is not None
+    assert torch.equal(part.grad, torch.arange(first, first + len(share)).float().expand_as(part))
     return {
         "loss": losses.detach(),
         "ranks": ranks,
         "hidden": grad,
         "weight": torch.cat(weights)[:words],
-        "logits": logits,
+        "logits": logits.detach(),
     }
 
 
@@ -73,18 +78,22 @@ def test_losses_ranks_and_gradients_are_those_of_all_words() -> None:
     ]
     for of_rank in World(3).run(many, cases):
         for (words, seed, _), found in zip(cases, of_rank, strict=True):
-            hidden, weight, targets = drawn(words, seed)
-            leaves = hidden.requires_grad_(), weight.requires_grad_()
-            losses, ranks = linear_cross_entropy_with_ranks(*leaves, targets)
-            (losses * torch.arange(10).view(2, 5)).sum().backward()
-            assert_close_values(found["loss"], losses.detach())
-            assert torch.equal(found["ranks"], ranks)
-            known = ~hidden.detach().isnan()
-            logits = torch.nn.functional.linear(hidden.detach(), weight.detach())
-            assert_close_values(found["logits"][known[..., 0]], logits[known[..., 0]])
-            if words > 1:  # the gradient of one word's loss is rounding only
-                exact = {"hidden": leaves[0].grad, "weight": leaves[1].grad}
-                assert_close_gradients({name: found[name] for name in exact}, exact)
+            assert_is_that_of_all_words(found, words, seed)
+
+
+def assert_is_that_of_all_words(found: dict[str, Tensor], words: int, seed: int) -> None:
+    hidden, weight, targets = drawn(words, seed)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    losses, ranks = linear_cross_entropy_with_ranks(*leaves, targets)
+    (losses * torch.arange(10).view(2, 5)).sum().backward()
+    assert_close_values(found["loss"], losses.detach())
+    assert torch.equal(found["ranks"], ranks)
+    known = ~hidden.detach().isnan()[..., 0]
+    logits = torch.nn.functional.linear(hidden.detach(), weight.detach())
+    assert_close_values(found["logits"][known], logits[known])
+    if words > 1:  # the gradient of one word's loss is rounding only
+        exact = {"hidden": leaves[0].grad, "weight": leaves[1].grad}
+        assert_close_gradients({name: found[name] for name in exact}, exact)
 
 
 def wrong(word: int) -> None:
@@ -104,13 +113,5 @@ def test_a_target_that_no_rank_has_is_an_error(word: int) -> None:
 @settings(max_examples=5, deadline=None)
 @given(words=st.integers(2, 40), rows=st.integers(1, 12), keep=st.booleans(), seed=st.integers(0, 99))
 def test_any_vocabulary_in_any_chunks(words: int, rows: int, keep: bool, seed: int) -> None:
-    (found, *_) = World(3).run(computed, words, seed, {"rows": rows, "keep": keep})
-    hidden, weight, targets = drawn(words, seed)
-    leaves = hidden.requires_grad_(), weight.requires_grad_()
-    losses, ranks = linear_cross_entropy_with_ranks(*leaves, targets)
-    (losses * torch.arange(10).view(2, 5)).sum().backward()
-    assert_close_values(found["loss"], losses.detach())
-    assert torch.equal(found["ranks"], ranks)
-    assert_close_gradients(
-        {"hidden": found["hidden"], "weight": found["weight"]}, {"hidden": leaves[0].grad, "weight": leaves[1].grad}
-    )
+    for found in World(3).run(computed, words, seed, {"rows": rows, "keep": keep}):
+        assert_is_that_of_all_words(found, words, seed)

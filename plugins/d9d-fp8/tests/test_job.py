@@ -11,6 +11,7 @@ import torch
 from d9d_core.extend import BuildError
 from d9d_core.plugin import Registry
 from d9d_engine.api import Job
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("d9d_qwen3")
 pytest.importorskip("d9d_parallel")
@@ -105,11 +106,16 @@ def in_ranks(directory: str, mesh: dict[str, int], strategy: str) -> dict[str, t
     made = job(Path(directory), mesh=mesh, parallel=[strategy, FP8])
     with made.joined() as topology, made.build(lambda _: None, topology) as trainer:
         trainer.train()
-        return {name: tensor.full_tensor() for name, tensor in trainer.stage.state_dict().items()}
+        return {
+            name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in trainer.stage.state_dict().items()
+        }
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("axis", "strategy"), [("dp_replicate", "replicate"), ("dp_shard", "fsdp")])
+@pytest.mark.parametrize(
+    ("axis", "strategy"), [("dp_replicate", "replicate"), ("dp_shard", "fsdp"), ("tp", "tensor_parallel")]
+)
 def test_ranks_learn_what_one_process_does(world: Any, tmp_path: Path, axis: str, strategy: str) -> None:
     alone = weights(train(tmp_path / "alone"))
     for found in world(2).run(in_ranks, str(tmp_path / strategy), {axis: 2}, strategy):
@@ -117,6 +123,15 @@ def test_ranks_learn_what_one_process_does(world: Any, tmp_path: Path, axis: str
         for name, tensor in found.items():
             # Sums over ranks come in another order; what that changes by a bit, quantisation may round elsewhere.
             torch.testing.assert_close(tensor, alone[name], rtol=1e-2, atol=2e-3)
+
+
+def test_shares_of_tensor_parallelism_are_as_near_to_full_precision_as_whole_layers(world: Any, tmp_path: Path) -> None:
+    """Not to the same numbers: scales of a share are finer."""
+    plain, alone = weights(train(tmp_path / "plain", parallel=[])), weights(train(tmp_path / "alone"))
+    found, _ = world(2).run(in_ranks, str(tmp_path / "tp"), {"tp": 2}, "tensor_parallel")
+    for name, exact in plain.items():
+        off = (found[name] - exact).norm()
+        assert 0 < off < 1.5 * (alone[name] - exact).norm(), name
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")

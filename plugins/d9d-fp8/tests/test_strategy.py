@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
-from d9d_core.extend import BuildError
+from d9d_core.extend import BuildError, TensorStyle
 from d9d_engine.api import Topology
 from d9d_fp8.config import Fp8Config
 from d9d_fp8.linear import is_converted
@@ -160,3 +161,29 @@ def test_terms_of_fine_tuning_stay_in_full_precision_around_a_base_in_float8() -
     lora.adapt(model.layers[0].up, {}, lora.AdaptedLinear, rank=16, scale=1.0, dropout=0.0)
     notes = apply(model).notes
     assert any("lora_A" in note and "fine-tuning method's term" in note for note in notes)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = Linear(32, 64, std=0.1)
+        self.key = Linear(32, 32, std=0.1)
+        self.out = Linear(64, 32, std=0.1)
+        self.narrow = Linear(32, 48, std=0.1)
+
+    def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
+        columns = dict.fromkeys(("query", "key", "narrow"), TensorStyle.COLUMN)
+        return {**columns, "out": TensorStyle.ROW}
+
+    def tensor_parallel_heads(self) -> Mapping[str, int]:
+        return {"query": 4, "key": 2}
+
+
+def test_sizes_are_those_of_a_rank_of_tensor_parallelism() -> None:
+    """Where there are fewer heads than ranks, a rank computes one of them."""
+    model = Model()
+    model.layers = nn.ModuleList([Attention()])
+    topology = SimpleNamespace(sizes={"tp": 4}, device=torch.device("cpu"))
+    applied = Fp8(Fp8Config(emulate=True)).apply(model, topology)  # type: ignore[arg-type]
+    assert applied.modules == ("layers.0.query", "layers.0.key", "layers.0.out")
+    assert "layers.0.narrow: with 32 features in and 12 out on a rank of tp, which the recipe" in applied.notes[1]

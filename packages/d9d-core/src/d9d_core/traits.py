@@ -147,6 +147,10 @@ class VocabularyShare:
     words: int
     group: Any
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyShare:
+        """Share itself: copies of a head talk to the same ranks, and a group cannot be copied."""
+        return self
+
 
 @runtime_checkable
 class SplitsVocabulary(Protocol):

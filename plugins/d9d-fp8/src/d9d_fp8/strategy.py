@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from d9d_core.extend import Applied, BuildError, HasBlocks, Topology, modules_with
+from d9d_core.extend import (
+    Applied,
+    BuildError,
+    HasBlocks,
+    HasHeads,
+    TensorParallelizable,
+    TensorStyle,
+    Topology,
+    modules_with,
+)
 from d9d_nn.linear import Linear
 from torch import nn
 
@@ -40,11 +49,12 @@ class Fp8:
             check_device(topology.device, config.recipe)
         layers = {name: module for name, module in stage.named_modules() if isinstance(module, nn.Linear)}
         chosen, unmatched = _named(layers, config.modules) if config.modules else (_of_blocks(stage, layers), {})
+        parts = _parts(stage, topology.sizes["tp"])
         left: dict[str, list[str]] = {}
         for name in chosen:
             layer = layers[name]
             _check(name, layer)
-            if (reason := _obstacle(name, layer, layers, config.recipe)) is None:
+            if (reason := _obstacle(name, layer, layers, config.recipe, parts.get(name, (1, 1)))) is None:
                 convert(layer, self._kinds, config.recipe, emulate=config.emulate)
             elif config.modules:
                 raise BuildError(
@@ -127,17 +137,35 @@ def _check(name: str, layer: nn.Linear) -> None:
         )
 
 
-def _obstacle(name: str, layer: nn.Linear, layers: Mapping[str, nn.Module], recipe: str) -> str | None:
+def _parts(stage: nn.Module, ranks: int) -> dict[str, tuple[int, int]]:
+    """Numbers of parts that ranks of ``tp`` cut the input and output features of layers into, by name."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, owner in modules_with(stage, TensorParallelizable).items():
+        heads = owner.tensor_parallel_heads() if isinstance(owner, HasHeads) else {}
+        for child, style in owner.tensor_parallel_plan().items():
+            layer = f"{name}.{child}" if name else child
+            if style is TensorStyle.COLUMN:
+                found[layer] = (1, min(ranks, heads.get(child, ranks)))
+            elif style is TensorStyle.ROW:
+                found[layer] = (ranks, 1)
+    return found
+
+
+def _obstacle(
+    name: str, layer: nn.Linear, layers: Mapping[str, nn.Module], recipe: str, parts: tuple[int, int]
+) -> str | None:
     """Reason why a layer cannot be converted."""
     if not isinstance(layer, Linear):
         return f"a {type(layer).__name__}, which is no d9d_nn.linear.Linear"
     if name.rpartition(".")[0] in layers:
         return "which is part of a linear layer, such as a fine-tuning method's term"
     divisor = RECIPES[recipe].divisor
-    if layer.in_features % divisor or layer.out_features % divisor:
+    inputs, outputs = layer.in_features // parts[0], layer.out_features // parts[1]
+    if inputs % divisor or outputs % divisor:
+        where = "" if parts == (1, 1) else " on a rank of tp"
         return (
-            f"with {layer.in_features} features in and {layer.out_features} out, which the recipe '{recipe}' needs to "
-            f"be multiples of {divisor}"
+            f"with {inputs} features in and {outputs} out{where}, which the recipe '{recipe}' needs to be multiples of "
+            f"{divisor}"
         )
     return None
 

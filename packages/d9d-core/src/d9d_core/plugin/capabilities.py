@@ -106,7 +106,7 @@ def missing_modules(spec: Spec) -> list[str]:
 
 
 def _installed(module: str) -> bool:
-    """Whether a module is there. Packages around it are not imported: theirs may be slow, or somebody else's."""
+    """Presence of a module. Packages around it are not imported: that may be slow, or run somebody else's code."""
     name, *inner = module.split(".")
     spec = importlib.util.find_spec(name)
     for part in inner:

@@ -42,9 +42,10 @@ class Sequences:
     """Sequences of one microbatch, which grow.
 
     Attributes:
-        tokens: int64 [B, S + N] on the device.
+        tokens: int64 [B, S + N] on the device, and maybe padding behind.
         lengths: int64 [B] on the device, tokens of each so far.
         longest: most tokens of one at the start.
+        growth: positions by which a forward grows.
         numbers: rows whose draws each makes; -1 for fillers, which are not continued.
         new: int64 [B, N] on the host, the new tokens, -1 behind the last.
         ended: bool [B] on the host, whether the last token is one that ends a sequence.
@@ -53,20 +54,28 @@ class Sequences:
     tokens: Tensor
     lengths: Tensor
     longest: int
+    growth: int
     numbers: list[int]
     new: Tensor
     ended: Tensor
 
     @classmethod
-    def of(cls, microbatch: Microbatch, new: int) -> Sequences:
-        """Sequences of a microbatch with ``tokens``, ``rows``, and maybe ``lengths``. Waits for the device."""
+    def of(cls, microbatch: Microbatch, new: int, multiple: int = 1) -> Sequences:
+        """Sequences of a microbatch with ``tokens``, ``rows``, and maybe ``lengths``. Waits for the device.
+
+        Args:
+            microbatch: on the device.
+            new: N.
+            multiple: number that divides the positions of each forward.
+        """
         given = microbatch["tokens"]
         rows, positions = given.shape
         lengths = microbatch.get("lengths", torch.full((rows,), positions, device=given.device)).clone()
         return cls(
-            tokens=torch.nn.functional.pad(given, (0, new)),
+            tokens=torch.nn.functional.pad(given, (0, new + -(positions + new) % multiple)),
             lengths=lengths,
             longest=int(lengths.max()),
+            growth=math.lcm(_GROWTH, multiple),
             numbers=microbatch["rows"].tolist(),
             new=torch.full((rows, new), _NOTHING),
             ended=torch.zeros(rows, dtype=torch.bool),
@@ -81,7 +90,7 @@ class Sequences:
     def microbatch(self, index: int) -> Microbatch:
         """Microbatch for the forward that gives the new token number ``index``."""
         needed = self.longest + index
-        width = min(-(-needed // _GROWTH) * _GROWTH, self.tokens.shape[1])
+        width = min(-(-needed // self.growth) * self.growth, self.tokens.shape[1])
         return {"tokens": self.tokens[:, :width], "lengths": self.lengths}
 
     def append(self, index: int, chosen: Tensor, stop: frozenset[int]) -> None:
@@ -146,7 +155,8 @@ class Decoder:
             BuildError: the model gives no logits.
             NonFiniteError: logits have NaN or infinity, and that is an error.
         """
-        all_sequences = [Sequences.of(microbatch, self._continuation.max_new_tokens) for microbatch in pack]
+        multiple = self._topology.sizes["tp"]  # its ranks split positions
+        all_sequences = [Sequences.of(microbatch, self._continuation.max_new_tokens, multiple) for microbatch in pack]
         sizes = [len(one.numbers) for one in all_sequences]
         for index in range(self._continuation.max_new_tokens):
             tokens = torch.split(self._next_tokens(all_sequences, index), sizes)

@@ -15,7 +15,7 @@ from d9d_core.components.instantiate import instantiate
 from d9d_core.config.base import ModelConfig
 from d9d_core.config.inference import InferenceConfig
 from d9d_core.config.resolve import InferenceSelection, resolve_inference
-from d9d_core.errors import DataError, JobError
+from d9d_core.errors import BuildError, DataError, JobError
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.inference import ROW, ContinuesRows, InferenceTask, ReadsModules, Writer, WritesText
@@ -80,6 +80,11 @@ def build_inference(
     _check_weights(job)
     assembly = assemble_forward(job, selection, registry, topology)
     _check_peft(assembly)
+    if isinstance(task, ReadsModules) and any(outcome.sequence_ranks > 1 for _, outcome in assembly.applied):
+        raise BuildError(
+            f"task: '{job.task.selector}' reads what modules inside of the model return, of which ranks of tp have "
+            "parts only; leave mesh.tp out, and take more ranks along another axis"
+        )
     events.emit(ev.ModelPlanned(job))
     reads = task.modules(module_names(assembly.all_stages)) if isinstance(task, ReadsModules) else ()
 

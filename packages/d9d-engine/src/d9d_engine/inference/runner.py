@@ -184,7 +184,7 @@ class Inference:
         return stop
 
     def _pack(self, first: int, pack: Pack) -> KeptPack | None:
-        """Run the model over this rank's share of a pack; what the task keeps, on the rank that has the last stage."""
+        """Run the model over this rank's share of a pack; what the task keeps, on one rank that has the last stage."""
         share = self._share
         mine = first + self.topology.data_parallel_rank * share
         real = max(0, min(share, self.samples - mine))
@@ -198,9 +198,10 @@ class Inference:
             for index, microbatch in enumerate(pack[:count])
         ]
         kept: list[Mapping[str, Tensor]] = []
+        writes = real and self.topology.coordinate["tp"] == 0  # ranks that differ along tp have the same outputs
 
         def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
-            if real:
+            if writes:
                 kept.append(_to_host({**self.task.process(outputs, microbatch), ROWS: microbatch[ROWS]}))
 
         self.forwards.run(chosen, keep)

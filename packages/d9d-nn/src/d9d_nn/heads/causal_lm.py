@@ -134,9 +134,7 @@ class CausalLMHead(nn.Module):
         weight = self._own_weight() if tied_weight is None else self._own_words(tied_weight)
         if targets is None:
             logits = functional.linear(hidden, weight)
-            return {
-                "logits": logits if self._share is None else gather_words(logits, self.vocabulary, self._share.group)
-            }
+            return {"logits": logits if self._share is None else gather_words(logits, self.vocabulary, self._share)}
         return self.of_tokens(self.linear_cross_entropy, hidden, weight, targets)
 
     def of_tokens(self, slot: OpSlot, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:

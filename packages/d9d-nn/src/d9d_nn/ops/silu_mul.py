@@ -24,7 +24,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def recomputed_supports(signature: OpSignature) -> Decision:
-    """Accept in compiled modules: on CUDA by itself, where activations are what fills the memory."""
+    """Accept compiled modules: on CUDA by itself, where activations are what fills the memory."""
     if not signature.compiled:
         return Decision(
             accept=False, reason="without a compiler, the product behind it keeps what it returns all the same"

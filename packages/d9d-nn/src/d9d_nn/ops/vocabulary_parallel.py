@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from d9d_core.extend import VocabularyShare
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
@@ -33,7 +34,7 @@ class VocabularyParallelCrossEntropy:
         self._first, self._group = first, group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
-        """The same function: it has no state, and a group cannot be copied."""
+        """Function itself: it has no state, and a group cannot be copied."""
         return self
 
     def __call__(
@@ -79,23 +80,36 @@ class VocabularyParallelCrossEntropy:
         return found
 
 
-def gather_words(logits: Tensor, words: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather logits of shares of the vocabulary; no gradients. Collective over the group.
+def gather_words(logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
+    """All-gather logits of shares of the vocabulary. Collective over the share's group, forward only.
 
     Args:
         logits: [..., V] of this rank's words; the first ranks have the most, as DTensors cut.
-        words: of the whole vocabulary.
-        group: the ranks that have the others.
+        words: number of words of the whole vocabulary.
+        share: this rank's.
 
     Returns:
-        [..., words].
+        [..., words]. All ranks are to compute the same from it: each keeps the gradient of its own words.
     """
-    size = dist.get_world_size(group)
-    most = -(-words // size)
-    mine = functional.pad(logits.detach(), (0, most - logits.shape[-1]))
-    parts = mine.new_empty(size, *mine.shape)
-    dist.all_gather_into_tensor(parts.flatten(0, 1), mine.contiguous(), group=group)
-    return parts.movedim(0, -2).flatten(-2)[..., :words]
+    out: Tensor = _GatherWords.apply(logits, words, share)
+    return out
+
+
+class _GatherWords(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
+        ctx.own = slice(share.first, share.first + share.words)
+        size = dist.get_world_size(share.group)
+        most = -(-words // size)
+        mine = functional.pad(logits, (0, most - logits.shape[-1]))
+        parts = mine.new_empty(size, *mine.shape)
+        dist.all_gather_into_tensor(parts.flatten(0, 1), mine.contiguous(), group=share.group)
+        return parts.movedim(0, -2).flatten(-2)[..., :words]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[..., ctx.own], None, None
 
 
 class _Loss(torch.autograd.Function):

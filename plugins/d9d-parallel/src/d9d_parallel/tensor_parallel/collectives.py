@@ -26,7 +26,7 @@ class Ranks:
         self.rank = dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """The same ranks."""
+        """Ranks themselves: a group cannot be copied."""
         return self
 
 
@@ -45,7 +45,12 @@ class OwnPositions:
         return gather(tensor, self._ranks, summed=False)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """This rank's positions [B, S / R, ...] of [B, S, ...]."""
+        """This rank's positions [B, S / R, ...] of [B, S, ...].
+
+        Raises:
+            ValueError: the ranks do not divide S.
+        """
+        check_divides(tensor.shape[1], self._ranks)
         return tensor.chunk(self._ranks.size, dim=1)[self._ranks.rank]
 
 
@@ -74,13 +79,22 @@ def scatter_sum(tensor: Tensor, ranks: Ranks, *, dim: int = 1) -> Tensor:
     Raises:
         ValueError: the ranks do not divide the dim.
     """
-    if tensor.shape[dim] % ranks.size:
-        raise ValueError(
-            f"tensor_parallel splits positions over mesh.tp = {ranks.size} ranks, which does not divide the "
-            f"{tensor.shape[dim]} positions of this batch; pad samples to a multiple, or choose another tp"
-        )
+    check_divides(tensor.shape[dim], ranks)
     out: Tensor = _ScatterSum.apply(tensor, ranks, dim)
     return out
+
+
+def check_divides(positions: int, ranks: Ranks) -> None:
+    """Refuse a number of positions that the ranks cannot share evenly.
+
+    Raises:
+        ValueError: the ranks do not divide it.
+    """
+    if positions % ranks.size:
+        raise ValueError(
+            f"tensor_parallel splits positions over mesh.tp = {ranks.size} ranks, which does not divide the "
+            f"{positions} positions of this batch; pad samples to a multiple, or choose another tp"
+        )
 
 
 class _Gather(torch.autograd.Function):

@@ -82,9 +82,11 @@ class OwnHeadsForward(LocalShards):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute one head."""
         own = self.ranks.rank * self.heads // self.ranks.size
-        parameters = dict(self.module.named_parameters(recurse=False))
-        mine = {name: local_of(tensor).chunk(self.heads)[own] for name, tensor in parameters.items()}
-        return self.with_parameters({**mine}, *args, **kwargs)
+        parameters = self.module._parameters.items()  # noqa: SLF001 - named_parameters() takes longer, in each call
+        mine: dict[str, Tensor | None] = {
+            name: local_of(tensor).chunk(self.heads)[own] for name, tensor in parameters if tensor is not None
+        }
+        return self.with_parameters(mine, *args, **kwargs)
 
 
 class EmbeddingForward(LocalShards):
@@ -93,23 +95,34 @@ class EmbeddingForward(LocalShards):
     Args:
         module: an embedding.
         first: first word of the share.
+        vocabulary: number of words of all shares.
         ranks: they hold the others.
     """
 
-    def __init__(self, module: nn.Embedding, first: int, ranks: Ranks) -> None:
+    def __init__(self, module: nn.Embedding, first: int, vocabulary: int, ranks: Ranks) -> None:
         super().__init__(module)
-        self.first, self.ranks = first, ranks
+        self.first, self.vocabulary, self.ranks = first, vocabulary, ranks
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Look up the words of the share, and reduce-scatter."""
+        """Look up the words of the share, and reduce-scatter.
+
+        Raises:
+            IndexError: a token is no word; on a GPU, which nobody waits for, its features are NaN.
+            ValueError: the ranks do not divide S.
+        """
         weight = local_of(self.module.weight)
+        unknown = (tokens < 0) | (tokens >= self.vocabulary)
+        if not tokens.is_cuda and unknown.any():
+            raise IndexError(f"token {tokens[unknown][0]} is no word of the vocabulary of {self.vocabulary}")
         words = tokens - self.first
         elsewhere = (words < 0) | (words >= len(weight))
         if not len(weight):  # more ranks than words
             found = weight.sum() + weight.new_zeros(*tokens.shape, weight.shape[1])
         else:
             found = functional.embedding(words.masked_fill(elsewhere, 0), weight)
-        return scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks)
+        features = scatter_sum(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.ranks)
+        own = unknown.chunk(self.ranks.size, dim=1)[self.ranks.rank]
+        return features.masked_fill(own.unsqueeze(-1), torch.nan)
 
 
 class WholeSequence:

@@ -161,7 +161,7 @@ class _Split:
         most = -(-words // self.ranks.size)
         first = min(words, self.ranks.rank * most)
         if isinstance(child, nn.Embedding):
-            _replace(child, EmbeddingForward(child, first, self.ranks))
+            _replace(child, EmbeddingForward(child, first, words, self.ranks))
         elif isinstance(child, SplitsVocabulary):
             child.split_vocabulary(VocabularyShare(first, min(most, words - first), self.ranks.group))
             _replace(child, LocalShards(child))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from d9d_peft.lora.dropout import dropped, layout_dependence
 
@@ -106,9 +107,25 @@ class AdaptedLinear(Adapted):
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Weight ``W + scale * B A`` [O, I] in the dtype of W; computed in float32 or wider."""
+    """Weight ``W + scale * B A`` [O, I] in the dtype of W; computed in float32 or wider.
+
+    Collective over the ranks that hold shards, if there are any.
+    """
+    a, b = _beside(weight, a, b)
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+
+
+def _beside(weight: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+    """Factors that can be multiplied beside a weight: whole ones where they are not split over the same ranks."""
+    meshes = [getattr(tensor, "device_mesh", None) for tensor in (weight, *factors)]
+    mesh = meshes[0]
+    if all(one == mesh for one in meshes):
+        return factors
+    whole = [factor.full_tensor() if isinstance(factor, DTensor) else factor for factor in factors]
+    if mesh is None:
+        return tuple(whole)
+    return tuple(DTensor.from_local(factor, mesh, [Replicate()] * mesh.ndim, run_check=False) for factor in whole)
 
 
 def is_adapted(module: nn.Module) -> bool:

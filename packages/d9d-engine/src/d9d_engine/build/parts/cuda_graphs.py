@@ -58,8 +58,8 @@ def _reason(applied: Sequence[tuple[Chosen, Applied]], pipeline: Pipeline, devic
     for chosen, outcome in applied:
         if outcome.reducers or any(owner.owner == "fsdp" for owner in outcome.gradients):
             return (
-                f"{chosen.where} ({chosen.spec.name}) gathers the parameters of a block into other memory in each step "
-                "and frees them after it, and a graph knows one address"
+                f"{chosen.where} ({chosen.spec.name}) gathers or copies the parameters of a block into other memory "
+                "in each step and frees them after it, and a graph knows one address"
             )
         if outcome.on_host:
             return f"{chosen.where} ({chosen.spec.name}) keeps parameters in the host's memory"
