@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import packages_distributions, version
@@ -141,6 +141,12 @@ def imports() -> grimp.ImportGraph:
     return grimp.build_graph(*packages, include_external_packages=True, cache_dir=None)
 
 
+@pytest.fixture(scope="module")
+def owners() -> Mapping[str, list[str]]:
+    """Top-level name of what is installed -> its distributions; to read them all takes a tenth of a second."""
+    return packages_distributions()
+
+
 def imported_by(graph: grimp.ImportGraph, package: str) -> dict[str, set[str]]:
     """Top-level name -> the modules of ``package`` that import it."""
     found: dict[str, set[str]] = {}
@@ -155,8 +161,9 @@ def imported_by(graph: grimp.ImportGraph, package: str) -> dict[str, set[str]]:
 
 
 @members
-def test_a_member_imports_only_what_it_declares(member: Member, imports: grimp.ImportGraph) -> None:
-    owners = packages_distributions()
+def test_a_member_imports_only_what_it_declares(
+    member: Member, imports: grimp.ImportGraph, owners: Mapping[str, list[str]]
+) -> None:
     undeclared = []
     for name, modules in sorted(imported_by(imports, member.package).items()):
         if name in sys.stdlib_module_names or (name in WITH_TORCH and "torch" in member.dependencies):
@@ -168,9 +175,10 @@ def test_a_member_imports_only_what_it_declares(member: Member, imports: grimp.I
 
 
 @members
-def test_a_member_declares_only_what_it_imports(member: Member, imports: grimp.ImportGraph) -> None:
+def test_a_member_declares_only_what_it_imports(
+    member: Member, imports: grimp.ImportGraph, owners: Mapping[str, list[str]]
+) -> None:
     used = imported_by(imports, member.package)
-    owners = packages_distributions()
     used_distributions = {_normal(owner) for name in used for owner in owners.get(name, [name])}
     assert member.dependencies - used_distributions - INDIRECT.keys() == set()
 
@@ -298,8 +306,9 @@ def test_declared_names_exist_complete_in_a_notebook_and_load_without_torch(modu
 
 
 @members
-def test_tests_of_a_member_import_only_what_is_installed_with_it(member: Member) -> None:
-    owners = packages_distributions()
+def test_tests_of_a_member_import_only_what_is_installed_with_it(
+    member: Member, owners: Mapping[str, list[str]]
+) -> None:
     foreign = []
     for path in sorted((member.path / "tests").rglob("*.py")):
         names = {name.partition(".")[0] for name in imported_names(path)}

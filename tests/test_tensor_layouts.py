@@ -25,6 +25,16 @@ def harness(table: ModuleType, corpus: Path, model: dict[str, Any], **sections: 
     return Harness(table.job(corpus, "float32", model=table.DENSE | model) | sections, table.PLUGINS, 2)
 
 
+def test_a_model_with_all_of_it_is_split_as_one_process_computes_it(table: ModuleType, tmp_path: Path) -> None:
+    model = {
+        "tie_embeddings": True, "attention_bias": True, "sliding_window": 8, "sliding_from_layer": 1,
+        "vocab_size": 258, "added_tokens": 3, "num_key_value_heads": 1,
+    }  # fmt: skip
+    one = table.sized(Layout("reference", {}, ()), 1)
+    assert_passed(harness(table, tmp_path / "corpus", model).compare([table.sized(SPLIT, 1)], reference=one))
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "model",
     [
@@ -44,13 +54,23 @@ def test_every_kind_of_model_is_split_as_one_process_computes_it(
     assert_passed(made.compare([table.sized(layout, 1) for layout in (TP2, TP4, SPLIT)], reference=one))
 
 
-@pytest.mark.parametrize("model", ["dense", "experts"])
-def test_low_rank_terms_are_split_with_their_layers(table: ModuleType, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("experts", [TP2, SPLIT]),
+        pytest.param("experts", [TP4], marks=pytest.mark.thorough),
+        pytest.param("dense", [TP2, TP4, SPLIT], marks=pytest.mark.thorough),
+    ],
+    ids=["experts", "experts over four", "dense"],
+)
+def test_low_rank_terms_are_split_with_their_layers(
+    table: ModuleType, tmp_path: Path, model: str, layouts: list[Layout]
+) -> None:
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE if model == "dense" else table.EXPERTS)
     job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}}
     made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), 3)
     one = table.sized(Layout("reference", {}, ()), 1)
-    assert_passed(made.compare([table.sized(layout, 1) for layout in (TP2, TP4, SPLIT)], reference=one))
+    assert_passed(made.compare([table.sized(layout, 1) for layout in layouts], reference=one))
 
 
 @pytest.mark.parametrize("layout", [TP4, SPLIT], ids=lambda layout: layout.name)

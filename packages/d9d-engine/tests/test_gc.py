@@ -27,11 +27,12 @@ def cycle() -> weakref.ref[Node]:
     return weakref.ref(first)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def nothing_frozen() -> None:
-    gc.unfreeze()  # what pytest's own setup has
+    gc.unfreeze()  # what pytest's own setup has; a collection takes half a second then
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_exists_is_spared_and_what_comes_later_is_collected() -> None:
     kept = [Node() for _ in range(1000)]
     with built_objects_spared():
@@ -43,6 +44,7 @@ def test_what_exists_is_spared_and_what_comes_later_is_collected() -> None:
     assert {id(node) for node in kept} <= {id(item) for item in gc.get_objects()}
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_what_a_caller_froze_stays_frozen() -> None:
     gc.freeze()
     with built_objects_spared():
@@ -77,6 +79,7 @@ class Watcher(Subscribes):
             raise RuntimeError("broken")
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_young_objects_are_collected_at_steps_and_all_objects_with_each_checkpoint(
     job: MakeJob, collections: list[int]
 ) -> None:

@@ -237,8 +237,18 @@ def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, blocked: Block
     assert "tracker 'slow' has not ended after 0 s and is left behind" in said[-1]
 
 
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit(), RecursionError("deep")])
-@pytest.mark.parametrize("mode", ["open", "write", "flush", "state", "close"])
+METHODS = ("open", "write", "flush", "state", "close")
+RAISED = (SystemExit(0), KeyboardInterrupt(), GeneratorExit(), RecursionError("deep"))
+
+
+@pytest.mark.parametrize(
+    ("mode", "error"),
+    [
+        pytest.param(mode, error, marks=() if number % len(RAISED) == at % len(RAISED) else pytest.mark.thorough)
+        for at, mode in enumerate(METHODS)
+        for number, error in enumerate(RAISED)
+    ],
+)
 def test_whatever_a_tracker_raises_switches_it_off(
     job: MakeJob, monkeypatch: pytest.MonkeyPatch, mode: str, error: BaseException
 ) -> None:

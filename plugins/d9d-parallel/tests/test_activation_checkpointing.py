@@ -253,6 +253,13 @@ def test_patterns_find_all_overloads_of_registered_operators() -> None:
     assert len(find_operators("*")) > 2000
 
 
+def test_operators_that_have_kernels_but_no_definition_are_passed_over() -> None:
+    library = torch.library.Library("d9d_undefined", "FRAGMENT")
+    library.impl("gone", torch.neg, "CPU")
+    with pytest.raises(BuildError, match=r"d9d_undefined\.gone' in 'save' matches no operator"):
+        find_operators("d9d_undefined.gone")
+
+
 @pytest.mark.parametrize(("field", "value"), [("every", 0), ("match", []), ("mode", "full")])
 def test_impossible_settings_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValidationError):

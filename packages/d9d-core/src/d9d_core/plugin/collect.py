@@ -40,6 +40,7 @@ class Collector:
         self.entries: list[Entry] = []
         self.plugins: list[Origin] = []
         self.problems: list[Problem] = []
+        self._managers: list[pluggy.PluginManager] = []
 
     def refuse(self, problem: Problem) -> None:
         """Go on without a plugin."""
@@ -78,8 +79,8 @@ class Collector:
 
     def _collect(self, plugin: object, origin: Origin) -> list[Entry]:
         self._check_api(plugin, origin)
-        manager = pluggy.PluginManager(hooks.PROJECT)
-        manager.add_hookspecs(hooks)
+        # Taken out while it is in use: one that a plugin failed in may not have forgotten it, and is not used again.
+        manager = self._managers.pop() if self._managers else _manager()
         _check_hook_names(plugin)
         try:
             manager.register(plugin, name=origin.module)
@@ -92,6 +93,8 @@ class Collector:
                 if any(e.kind == kind and e.spec.key == record.key for e in entries):
                     raise RefusedError(f"declares {kind.name} '{record.key}' twice")
                 entries.append(Entry(kind, record, origin))
+        manager.unregister(plugin)
+        self._managers.append(manager)
         return entries
 
     def _check_api(self, plugin: object, origin: Origin) -> None:
@@ -127,6 +130,13 @@ class Collector:
                 expected, got = kind.record.__name__, type(record).__name__
                 raise RefusedError(f"yields {got} from {kind.hook}, which takes {expected}")
         return sorted(records, key=lambda record: record.key)
+
+
+def _manager() -> pluggy.PluginManager:
+    """Manager that knows the hooks; to look through their module takes as long as to collect a plugin."""
+    manager = pluggy.PluginManager(hooks.PROJECT)
+    manager.add_hookspecs(hooks)
+    return manager
 
 
 class RefusedError(Exception):

@@ -48,7 +48,8 @@ def _declared(distribution: Distribution) -> list[Candidate]:
 
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
-    name, version = distribution.name, distribution.version
+    metadata = distribution.metadata  # parsed at each access, which took a quarter of the discovery
+    name, version = metadata["Name"], metadata["Version"]
     if not name or not version:
         raise ValueError("METADATA gives no name or no version")
     return normalise(name), version

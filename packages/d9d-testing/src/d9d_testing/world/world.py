@@ -21,7 +21,8 @@ from d9d_testing.world.errors import RankFailedError, RankHungError
 from d9d_testing.world.worker import Launch, Report
 
 #: Imported once, by the server that all ranks are forked from; the server skips what is not installed. FSDP and DTensor
-#: import ``torch._dynamo`` on first use. The last one brings d9d-engine, which took each rank half a second.
+#: import ``torch._dynamo`` on first use. ``d9d_testing.layouts`` brings d9d-engine, which took each rank half a second;
+#: what follows it, all that jobs of transformers import when they are built, took each another fifth of a second.
 PRELOAD = (
     "pytest",
     "torch.distributed.tensor.parallel",
@@ -31,6 +32,18 @@ PRELOAD = (
     "d9d_testing.world.wire",
     "d9d_testing.world.worker",
     "d9d_testing.layouts",
+    "d9d_engine.build.compose",
+    "d9d_engine.build.first_pass.build",
+    "d9d_engine.plugin",
+    "d9d_engine.subscribers.config",
+    "d9d_data.config",
+    "d9d_data.stream.text",
+    "d9d_moe.experts.layer",
+    "d9d_nn.causal_lm.task",
+    "d9d_optim.plugin",
+    "d9d_parallel.plugin",
+    "d9d_qwen3.config",
+    "d9d_qwen3.model",
 )
 #: How long other ranks may still report their own failure after the first one did.
 GRACE_SECONDS = 0.2

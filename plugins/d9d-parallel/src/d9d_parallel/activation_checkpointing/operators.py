@@ -59,12 +59,14 @@ def find_operators(pattern: str) -> list[OpOverload]:
     """
     # torch.ops lists only what was used before, so this asks the dispatcher; private, so a test pins it.
     registered = {name.partition(".")[0].replace("::", ".") for name in torch._C._dispatch_get_all_op_names()}  # noqa: SLF001
-    matched = sorted(fnmatch.filter(registered, pattern))
-    if not matched:
+    matched = [name.partition(".") for name in sorted(fnmatch.filter(registered, pattern))]
+    # A library may register kernels of operators that it does not define, as torchao does without its extension.
+    found = (getattr(getattr(torch.ops, space), name, None) for space, _, name in matched)
+    packets = [packet for packet in found if packet is not None]
+    if not packets:
         near = difflib.get_close_matches(pattern, sorted(registered), n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "names look like 'aten.mm'"
         raise BuildError(
             f"strategy 'activation_checkpointing': the pattern {pattern!r} in 'save' matches no operator; {hint}"
         )
-    packets = [getattr(getattr(torch.ops, space), name) for space, _, name in (n.partition(".") for n in matched)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
