@@ -165,6 +165,6 @@ def test_what_nobody_said_how_to_split_is_refused(table: ModuleType, tmp_path: P
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
     values = job | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"], "peft": {"name": "dora", "r": 2}}
     with pytest.raises(
-        RankFailedError, match=r"no tensor_parallel_plan\(\) names 'layers.0.attention.\w+.lora_\w+.weight'"
+        RankFailedError, match=r"not known how ranks of tp share 'layers.0.attention.\w+.lora_\w+.weight'"
     ):
         World(2).run(build, values, list(plugins))

@@ -183,8 +183,9 @@ class _Split:
         for name, _ in stage.named_parameters():
             if self._style(name) is None:
                 raise BuildError(
-                    f"strategy '{self._strategy}': no tensor_parallel_plan() names '{name}' or a module around it, so "
-                    "it is not known how ranks of tp share it; leave out what brought it, or give it a style"
+                    f"strategy '{self._strategy}': it is not known how ranks of tp share '{name}': no "
+                    "tensor_parallel_plan() names its module, or something added it to a layer that is split; leave "
+                    "out what brought it, or give it a style"
                 )
 
     def gradients(self, stage: nn.Module) -> Iterator[GradientOwner]:
