@@ -1,4 +1,4 @@
-"""What d9d itself costs on a CPU, beside the same at an earlier commit.
+"""Costs of d9d itself on a CPU, beside those at an earlier commit.
 
     python tools/bench/cpu.py                              this commit alone
     python tools/bench/cpu.py --against HEAD~1             and the one before, in turns

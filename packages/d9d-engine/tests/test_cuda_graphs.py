@@ -1,4 +1,4 @@
-"""Which layouts allow blocks to be recorded as CUDA graphs; that they compute the same is a test on a GPU."""
+"""Layouts that allow blocks to be recorded as CUDA graphs; that they compute the same is a test on a GPU."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, recipe_a: Any, scale_b: Tensor, recipe_b: Any, *,
     output_dtype: torch.dtype, use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    """What torch.nn.functional.scaled_mm computes on a GPU."""
+    """Stand-in for torch.nn.functional.scaled_mm, as it computes on a GPU."""
     assert isinstance(use_fast_accum, bool)
     (m, k), n = a.shape, b.shape[1]
     assert a.is_contiguous()
@@ -61,7 +61,7 @@ def scaled_grouped_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, recipe_a: Any, scale_b: Tensor, recipe_b: Any, *,
     offs: Tensor, output_dtype: torch.dtype, use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    """What torch.nn.functional.scaled_grouped_mm computes on a GPU; rows past the end are memory as it was."""
+    """Stand-in for torch.nn.functional.scaled_grouped_mm; rows past the end are memory as it was."""
     assert isinstance(use_fast_accum, bool)
     assert recipe_a is recipe_b is ScalingType.RowWise
     (rows, depth), (experts, _, n) = a.shape, b.shape

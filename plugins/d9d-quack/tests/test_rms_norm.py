@@ -22,7 +22,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rmsnorm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """What the library does, on the CPU; it insists where that does."""
+    """Stand-in for the library, on the CPU; it insists where that does."""
     assert weight is not None
     assert x.dtype in FLOATS
     assert weight.dtype in FLOATS
