@@ -14,8 +14,8 @@ class Fp8Config(PluginConfig):
     name: Literal["fp8"] = "fp8"
     """Selects the plugin."""
     recipe: Literal["rowwise", "rowwise_gw_hp", "tensorwise", "blockwise"] = "rowwise"
-    """What shares a scale: ``rowwise`` each row of an operand; ``rowwise_gw_hp`` the same, with weight gradients in the
-    job's own format; ``tensorwise`` all of an operand, with gradients in e5m2; ``blockwise`` 128 values of a row of
+    """Parts that share a scale: ``rowwise`` each row of an operand; ``rowwise_gw_hp`` the same, with weight gradients in
+    the job's own format; ``tensorwise`` all of an operand, with gradients in e5m2; ``blockwise`` 128 values of a row of
     activations and gradients, 128 x 128 of a weight."""
     modules: tuple[str, ...] | None = None
     """Patterns over names of linear layers, whole or their last part, such as ``*.mlp.*`` or ``q_proj``. By default,
