@@ -14,7 +14,7 @@ class Fp8Config(PluginConfig):
     name: Literal["fp8"] = "fp8"
     """Selects the plugin."""
     recipe: Literal["rowwise", "rowwise_gw_hp", "tensorwise", "blockwise"] = "rowwise"
-    """Parts that share a scale: ``rowwise`` each row of an operand; ``rowwise_gw_hp`` the same, with weight gradients in
+    """Parts that share a scale: ``rowwise`` each row of an operand; ``rowwise_gw_hp`` the same, but weight gradients in
     the job's own format; ``tensorwise`` all of an operand, with gradients in e5m2; ``blockwise`` 128 values of a row of
     activations and gradients, 128 x 128 of a weight."""
     modules: tuple[str, ...] | None = None
