@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-from d9d_engine.supervision import compilation
 from d9d_engine.supervision.compilation import ARTIFACT, FREE_STEPS, LOGGER, CompilationLog, Recompiled
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
@@ -145,6 +145,7 @@ def test_what_the_user_has_switched_on_is_as_it_was(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_imported_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation.sys, "modules", {})
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     with Listened().log.listening():
         assert not logging.getLogger(LOGGER).handlers
+        assert "torch._dynamo" not in sys.modules
