@@ -319,22 +319,26 @@ def is_caught(verdict: Verdict) -> bool:
 def main() -> None:
     """Write the tables into the page."""
     part, names = sys.argv[1:2], sys.argv[2:]
-    text, wrong = PAGE.read_text("utf-8"), []
+    tables: dict[tuple[str, str], str] = {}
+    wrong: list[str] = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         if part != ["sound"]:
             faults = {name: where for name, where in FAULTS.items() if not names or name in names}
             found = list(run(directory, fault_cases(), faults, DTYPES))
             wrong += [f"{dtype}: {fault} was missed" for dtype, _, fault, verdict in found if not is_caught(verdict)]
-            text = text if names or wrong else _replaced(text, FAULT_MARKS, render_faults(found))
+            if not names and not wrong:
+                tables[FAULT_MARKS] = render_faults(found)
         if part != ["faults"]:
             cases = {name: case for name, case in sound_cases().items() if not names or name in names}
             sound = list(run(directory, cases, None, DTYPES))
             wrong += [f"{dtype}: {name}, {v.layout}: {v.diverged}" for dtype, name, _, v in sound if not v.passed]
-            text = text if names or wrong else _replaced(text, SOUND_MARKS, render_sound(sound))
+            if not names and not wrong:
+                tables[SOUND_MARKS] = render_sound(sound)
     if wrong:
         raise SystemExit("\n".join(wrong))
-    PAGE.write_text(text, "utf-8")
+    for marks, table in tables.items():  # another tool may have written its tables meanwhile
+        PAGE.write_text(_replaced(PAGE.read_text("utf-8"), marks, table), "utf-8")
     print(f"all as it should be, torch {torch.__version__}")
 
 

@@ -113,9 +113,7 @@ def in_ranks(directory: str, mesh: dict[str, int], strategy: str) -> dict[str, t
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("axis", "strategy"), [("dp_replicate", "replicate"), ("dp_shard", "fsdp"), ("tp", "tensor_parallel")]
-)
+@pytest.mark.parametrize(("axis", "strategy"), [("dp_replicate", "replicate"), ("dp_shard", "fsdp")])
 def test_ranks_learn_what_one_process_does(world: Any, tmp_path: Path, axis: str, strategy: str) -> None:
     alone = weights(train(tmp_path / "alone"))
     for found in world(2).run(in_ranks, str(tmp_path / strategy), {axis: 2}, strategy):
