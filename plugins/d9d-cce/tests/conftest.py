@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -24,4 +25,18 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from cut_cross_entropy import tl_utils
     from triton import language
 
+    loops_that_count(monkeypatch)
     monkeypatch.setattr(tl_utils, "tl_log1p", lambda number: language.log(1 + number))
+
+
+def loops_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors of one number be bounds of loops: Triton 3.6 asks NumPy for what it has since refused."""
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
