@@ -47,8 +47,11 @@ class Listened(SimpleNamespace):
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Begin as a process does that has compiled nothing, and in which no other test's training listens."""
+    torch.compiler.reset()  # forgets callbacks, too
+    monkeypatch.setattr(logging.getLogger(LOGGER), "handlers", [])
+    monkeypatch.setattr(log_state, "artifact_names", set())
     yield
     torch.compiler.reset()
 
@@ -124,9 +127,8 @@ def test_steps_without_compilation_are_silent() -> None:
     assert not run.notes
 
 
-def test_what_the_user_has_switched_on_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_switched_on_is_as_it_was() -> None:
     logger = logging.getLogger(LOGGER)
-    monkeypatch.setattr(log_state, "artifact_names", set())
     logger.propagate = True
     before = (logger.level, logger.propagate, tuple(logger.handlers), len(callback_handler.start_callbacks))
     first, second = Listened(), Listened()
@@ -145,7 +147,10 @@ def test_what_the_user_has_switched_on_is_as_it_was(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_imported_where_nothing_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    with Listened().log.listening():
-        assert not logging.getLogger(LOGGER).handlers
-        assert "torch._dynamo" not in sys.modules
+    run, logger = Listened(), logging.getLogger(LOGGER)
+    with monkeypatch.context() as without:
+        without.delitem(sys.modules, "torch._dynamo")
+        with run.log.listening():
+            found, handlers = set(sys.modules), list(logger.handlers)
+    assert "torch._dynamo" not in found
+    assert not handlers
