@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +30,11 @@ def cycle() -> weakref.ref[Node]:
 
 @pytest.fixture
 def nothing_frozen() -> None:
-    gc.unfreeze()  # what pytest's own setup has; a collection takes half a second then
+    """Unfreeze what pytest's own setup has; a collection takes half a second then."""
+    gc.unfreeze()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of what other tests left in this process
+        gc.collect()
 
 
 @pytest.mark.usefixtures("nothing_frozen")

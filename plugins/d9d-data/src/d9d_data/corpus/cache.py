@@ -149,9 +149,11 @@ def _publish(temporary: Path, target: Path, files: Collection[str], full: bool) 
     for _ in range(10):
         try:
             move(temporary, target)
-        except OSError:
+        except OSError as error:
             if not target.exists():
-                raise
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                continue  # it was there, and another process has renamed it away to repair it
         else:
             return
         try:
