@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,3 +42,19 @@ def pytest_runtest_setup() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.collect()  # what the test before has left; all older objects are frozen
     gc.freeze()
+
+
+@pytest.fixture
+def loops_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tensors of one number be bounds of loops: Triton 3.6 asks NumPy for what it has since refused."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    patched = interpreter._patch_lang_tensor  # noqa: SLF001 - there is no public way in
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)

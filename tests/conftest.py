@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -130,3 +131,15 @@ def d9d(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return status, out, err
 
     return run
+
+
+@pytest.fixture
+def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Modules of ``tools/bench`` that a test module has in ``NAMES``, each found by its bare name."""
+    names = request.module.NAMES
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools" / "bench"))
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    for name in names:
+        sys.modules.pop(name, None)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,17 +15,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "tools" / "bench"
 NAMES = ("records", "timing", "optimizer_step", "kernel_parts", "kernels")
-
-
-@pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Modules of the script, each found by its bare name."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    for name in NAMES:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in NAMES})
-    for name in NAMES:
-        sys.modules.pop(name, None)
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ class Attention(nn.Module):
 
 
 def test_sizes_are_those_of_a_rank_of_tensor_parallelism() -> None:
-    """Where there are fewer heads than ranks, a rank computes one of them."""
+    """Heads that are fewer than ranks stay whole: a rank computes one of them."""
     model = Model()
     model.layers = nn.ModuleList([Attention()])
     topology = SimpleNamespace(sizes={"tp": 4}, device=torch.device("cpu"))

@@ -18,7 +18,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreter(monkeypatch: pytest.MonkeyPatch, loops_that_count: None) -> None:
     """Let Triton interpret the library's kernels, which take more for granted than its interpreter has.
 
     They call methods of numbers, which are tensors in a kernel that was compiled, and a function of CUDA's library.
@@ -38,20 +38,6 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), language.float32)
         return language.tensor(handle, language.float32)
 
-    loops_that_count(monkeypatch)
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert)
     # Looked up when it is called: the interpreter replaces the functions of the language while it runs.
     monkeypatch.setattr(library, "rsqrt", lambda number: language.rsqrt(number))  # noqa: PLW0108
-
-
-def loops_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let tensors of one number be bounds of loops: Triton 3.6 asks NumPy for what it has since refused."""
-    from triton.runtime import interpreter
-
-    patched = interpreter._patch_lang_tensor
-
-    def patch(tensor: Any, scope: Any) -> None:
-        patched(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
