@@ -18,6 +18,8 @@ _RECIPES = {
     Granularity.TILE: ScalingType.BlockWise1x128,
     Granularity.SQUARE: ScalingType.BlockWise128x128,
 }
+#: Granularities whose kernels can sum in the tensor core's own accumulator; those of blocks move each block's sum out.
+_FAST = frozenset({Granularity.TENSOR, Granularity.ROW})
 
 
 def scaled_product(
@@ -30,7 +32,7 @@ def scaled_product(
         b: [N, K].
         granularities: of a and b.
         fast: sum in the tensor core's own accumulator, of fewer bits than float32, without moving partial sums out of
-            it on the way. Hopper only, nothing elsewhere.
+            it on the way. Hopper only, and not between scales of blocks; nothing elsewhere.
         emulate: compute in float32, on any device.
     """
     if emulate:
@@ -55,7 +57,7 @@ def _scaled_mm(a: Tensor, a_scale: Tensor, a_kind: str, b: Tensor, b_scale: Tens
         _right_scale(b_scale, right),
         _RECIPES[right],
         output_dtype=torch.bfloat16,
-        use_fast_accum=fast,
+        use_fast_accum=fast and left in _FAST,
     )
 
 
