@@ -9,12 +9,12 @@ Everything a component itself needs is here; importing this module imports no to
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor``, ``wide_dtype`` |
-| data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents`` |
+| data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
-| optimizer, learning rate | ``Optimizer``, ``DividesGradients``, ``AveragesWeights``, ``LrSchedule`` |
-| strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
+| optimizer, learning rate | ``Optimizer`` and what one may be besides (``DividesGradients``, ...), ``LrSchedule`` |
+| strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology``, ``Collective``, ``StepShape`` |
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``AccumulatedMetric`` of ``Accumulator``, ``StageMetric``, ``Vector``, ``Table`` |
@@ -109,12 +109,28 @@ from d9d_core.program.actions import (
     forward_only,
     single_stage,
 )
+from d9d_core.program.collectives import (
+    Collective,
+    CommunicatesAlone,
+    Communication,
+    Kind,
+    StepShape,
+    no_collectives,
+)
 from d9d_core.program.deadlock import awaited, find_deadlock
 from d9d_core.program.index import ProgramIndex
 from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
 from d9d_core.program.validation import placement, problems_of, validate
-from d9d_core.protocols.data import DataContext, DataStream, PacksDocuments, packs_documents
+from d9d_core.protocols.data import (
+    DataContext,
+    DataStream,
+    PacksDocuments,
+    SampleLengths,
+    StatesLengths,
+    packs_documents,
+    sample_lengths,
+)
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.health import Health
@@ -139,7 +155,7 @@ from d9d_core.protocols.model import (
     Stage,
     VocabularyShare,
 )
-from d9d_core.protocols.optimizer import AveragesWeights, DividesGradients, LrSchedule, Optimizer
+from d9d_core.protocols.optimizer import AveragesWeights, DeclaresCollectives, DividesGradients, LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
 from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
 from d9d_core.protocols.subscriber import (
@@ -246,7 +262,10 @@ __all__ = [
     "CheckpointSaved",
     "CheckpointStarts",
     "ChoosesObservations",
+    "Collective",
     "Columns",
+    "CommunicatesAlone",
+    "Communication",
     "ContextParallelizable",
     "Continuation",
     "ContinuesRows",
@@ -257,6 +276,7 @@ __all__ = [
     "DataReady",
     "DataStream",
     "Decision",
+    "DeclaresCollectives",
     "Deferral",
     "DeferredWeights",
     "DefersWeights",
@@ -298,6 +318,7 @@ __all__ = [
     "JobError",
     "JobFile",
     "Json",
+    "Kind",
     "LanguageModelTask",
     "LateInit",
     "LayoutDependent",
@@ -343,6 +364,7 @@ __all__ = [
     "RowsWritten",
     "RunInfo",
     "RunLog",
+    "SampleLengths",
     "SaveError",
     "SaveReport",
     "Schedule",
@@ -366,8 +388,10 @@ __all__ = [
     "State",
     "StatefulSubscriber",
     "StatefulTask",
+    "StatesLengths",
     "StepEnds",
     "StepResult",
+    "StepShape",
     "StepStarts",
     "StepState",
     "Strategy",
@@ -420,6 +444,7 @@ __all__ = [
     "load_config",
     "local",
     "modules_with",
+    "no_collectives",
     "packs_documents",
     "parse_json",
     "parse_programs",
@@ -427,6 +452,7 @@ __all__ = [
     "plugin_error",
     "problems_of",
     "read_regular",
+    "sample_lengths",
     "single_stage",
     "split_tags",
     "subscribe",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from d9d_core.program.collectives import Communication
     from d9d_core.protocols.topology import Topology
 
 
@@ -66,6 +67,9 @@ class Applied:
         cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
             step begins; a job whose layout breaks that is refused.
         notes: lines for ``d9d explain``, such as what was left as it is, and why.
+        collectives: tells what the strategy communicates in a step, for ``d9d explain``;
+            :func:`~d9d_core.program.collectives.no_collectives` if nothing. ``None``: it does not tell, and ``explain``
+            says so.
     """
 
     modules: tuple[str, ...]
@@ -78,6 +82,7 @@ class Applied:
     sequence_ranks: int = 1
     cuda_graphs: bool = False
     notes: tuple[str, ...] = ()
+    collectives: Communication | None = None
 
 
 class Strategy(Protocol):
