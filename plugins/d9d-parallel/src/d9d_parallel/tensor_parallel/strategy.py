@@ -14,6 +14,7 @@ from typing import Literal
 from d9d_core.extend import (
     Applied,
     BuildError,
+    CommunicatesAlone,
     GradientOwner,
     HasHeads,
     HasLinearTerms,
@@ -31,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from d9d_parallel.tensor_parallel.collectives import OwnPositions, Ranks
+from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 from d9d_parallel.tensor_parallel.forwards import (
     EmbeddingForward,
@@ -60,7 +62,9 @@ class TensorParallel:
         """
         group = topology.group("dense", "tp")
         assert group is not None  # there is a mesh
-        split = _Split(topology.mesh("dense", "tp"), Ranks(group), self._config.name)
+        numbers = topology.grid("dense").group(topology.rank, ["tp"])
+        communication = TensorCommunication(stage, numbers)
+        split = _Split(topology.mesh("dense", "tp"), Ranks(group), self._config.name, communication)
         if not isinstance(stage, SplitsSequence):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
@@ -74,6 +78,8 @@ class TensorParallel:
             modules=tuple(split.changed),
             gradients=tuple(split.gradients(stage)),
             sequence_ranks=split.ranks.size,
+            notes=tuple(split.notes),
+            collectives=communication,
         )
 
 
@@ -84,10 +90,13 @@ class _Split:
         mesh: ``tp``.
         ranks: of the mesh.
         strategy: name of the strategy, for errors.
+        communication: gets what the stage communicates from then on.
     """
 
-    def __init__(self, mesh: DeviceMesh, ranks: Ranks, strategy: str) -> None:
+    def __init__(self, mesh: DeviceMesh, ranks: Ranks, strategy: str, communication: TensorCommunication) -> None:
         self.mesh, self.ranks = mesh, ranks
+        self.communication = communication
+        self.notes: list[str] = []
         self.styles: dict[str, TensorStyle] = {}
         self.changed: list[str] = []
         self._strategy = strategy
@@ -109,11 +118,15 @@ class _Split:
                 self._vocabulary(whole, child)
             elif style is TensorStyle.SEQUENCE and isinstance(child, SeesSequence):
                 child.see_sequence(OwnPositions(self.ranks))
+                self._alone(whole, child)
             elif style is TensorStyle.WHOLE:
                 _replace(child, WholeSequence(child, self.ranks, summed=False))
-        if TensorStyle.COLUMN in plan.values():
+                self._site(whole, "all_gather", None, None)
+        if columns := [child for child, style in plan.items() if style is TensorStyle.COLUMN]:
             _replace(owner, WholeSequence(owner, self.ranks, summed=True))
             self.changed.append(name)
+            features = owner.get_submodule(columns[0]).get_parameter("weight").shape[1]
+            self._site(name, "all_gather", "reduce_scatter", features)
 
     def _columns(self, name: str, child: nn.Module, heads: int | None) -> None:
         size = self.ranks.size
@@ -150,6 +163,7 @@ class _Split:
         # What adds to the output is whole, and sees a partial sum.
         self.styles |= dict.fromkeys(_terms(name, child, "out"), TensorStyle.PARTIAL)
         _replace(child, RowForward(child, self.ranks))
+        self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")))
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
@@ -162,14 +176,31 @@ class _Split:
         first = min(words, self.ranks.rank * most)
         if isinstance(child, nn.Embedding):
             _replace(child, EmbeddingForward(child, first, words, self.ranks))
+            trained = child.weight.requires_grad
+            self._site(name, "reduce_scatter", "all_gather" if trained else None, child.embedding_dim)
         elif isinstance(child, SplitsVocabulary):
             child.split_vocabulary(VocabularyShare(first, min(most, words - first), self.ranks.group))
             _replace(child, LocalShards(child))
             _replace(child, WholeSequence(child, self.ranks, summed=True))
+            features = None if tied else child.get_parameter("weight").shape[1]
+            self._site(name, "all_gather", "reduce_scatter", features)
+            self._alone(name, child)
         else:
             raise BuildError(
                 f"strategy '{self._strategy}': '{name}' is {type(child).__name__}, which is no embedding and lacks "
                 "split_vocabulary(); see d9d_core.extend.SplitsVocabulary"
+            )
+
+    def _site(self, name: str, forward: Exchange, backward: Exchange | None, features: int | None) -> None:
+        self.communication.sites.append(Site(name, forward, backward, features))
+
+    def _alone(self, name: str, child: nn.Module) -> None:
+        """Note what a module that got ranks to talk to does with them."""
+        if isinstance(child, CommunicatesAlone):
+            self.communication.alone[name] = child
+        else:
+            self.notes.append(
+                f"{name} ({type(child).__name__}) does not say what it communicates: forward_collectives()"
             )
 
     def _shard(self, child: nn.Module, style: TensorStyle) -> None:
