@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,61 @@ def test_differences_are_found_in_kind_ranks_bytes_and_count(changed: dict[str, 
     assert differences([one], made) == []
     with pytest.raises(AssertionError, match=said):
         assert not differences([replace(one, **changed)], made)
+
+
+def test_tensor_parallelism_over_several_nodes_is_priced_when_a_job_is_checked(
+    small_job: Callable[..., Path], d9d: D9d, table: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(small_job(mesh={"tp": 4}, parallel=["tensor_parallel"]))
+    warned = {}
+    for processes in ("2", "3", "4", "8", None):
+        if processes is None:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE")
+        else:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+        status, out, err = d9d("check", path)
+        assert status == 0, err
+        warned[processes] = " ".join(line for line in out.splitlines() if line.startswith("warning"))
+    assert {processes for processes, line in warned.items() if line} == {"2", "3"}
+    plan = listed_step(json.loads(Path(path).read_text()), table.PLUGINS, 0)
+    along = [one for one in plan if one.group == "tp"]
+    calls, size = sum(one.count for one in along), sum((one.bytes or 0) * one.count for one in along)
+    assert "mesh.tp is 4, wider than the 2 processes of a node" in warned["2"]
+    assert f"{calls} calls with {size / 2**20:.1f} MiB ({size:,} bytes) a step and rank" in warned["2"]
+    assert "mesh.tp is 4, wider than the 3 processes of a node" in warned["3"]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"sequence_length": 30}, "30 (data.sequence_length); use 28 or 32"),
+        (
+            {"name": "documents", "sequence_length": 36, "pad_multiple": 6},
+            "multiples of 6 (data.pad_multiple); use 4 or 8",
+        ),
+        (
+            {
+                "name": "mixture",
+                "parts": [{"sequence_length": 32}, {"name": "documents", "sequence_length": 32, "pad_multiple": 2}],
+            },
+            "multiples of 2 (data.pad_multiple); use 4",
+        ),
+    ],
+    ids=["packed", "padded", "mixture"],
+)
+def test_lengths_that_ranks_cannot_share_are_refused_before_data_is_read(
+    small_job: Callable[..., Path], d9d: D9d, tmp_path: Path, data: dict[str, Any], said: str
+) -> None:
+    text = {"name": "text", "sources": [str(tmp_path / "corpus")]}
+    values = text | data
+    if "parts" in data:
+        values = {"name": "mixture", "parts": [{"data": text | part} for part in data["parts"]]}
+    path = str(small_job(mesh={"tp": 4}, parallel=["tensor_parallel"], data=values))
+    for command in ("check", "explain"):
+        status, _, err = d9d(command, path)
+        assert status == 2
+        assert "parallel[0]: strategy 'tensor_parallel' splits positions over 4 ranks" in " ".join(err.split())
+        assert said in " ".join(err.split())
 
 
 def test_explain_shows_placements_and_collectives(small_job: Callable[..., Path], d9d: D9d) -> None:

@@ -22,6 +22,7 @@ from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
 
 from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.communication.nodes import node_warning, processes_of_node
 from d9d_engine.build.communication.placements import Placed, placed_parameters
 from d9d_engine.build.communication.step import StepCollectives, step_collectives
 from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
@@ -62,6 +63,7 @@ class Plan:
         placements: parameters of this rank by placement.
         collectives: what this rank communicates in a step.
         pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
+        warnings: what will run, but slowly.
     """
 
     selection: Selection
@@ -76,6 +78,7 @@ class Plan:
     placements: Sequence[Placed]
     collectives: StepCollectives
     pretrained: str | None = None
+    warnings: Sequence[str] = ()
 
 
 def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances) -> Plan:
@@ -113,6 +116,8 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         ),
         frozen=_frozen_bytes(job, registry, topology, circumstances, assembly, task),
     )
+    collectives = step_collectives(job, selection, assembly, topology, task, optimizer)
+    slow = node_warning(job.mesh.tp, processes_of_node(job.device), collectives)
     return Plan(
         selection=selection,
         verdicts=resolution.verdicts,
@@ -124,8 +129,9 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         groups=dict(optimizer.describe()),
         kernels=[*assembly.kernels, *step_kernels],
         placements=placed_parameters(assembly.model),
-        collectives=step_collectives(job, selection, assembly, topology, task, optimizer),
+        collectives=collectives,
         pretrained=pretrained,
+        warnings=[] if slow is None else [slow],
     )
 
 

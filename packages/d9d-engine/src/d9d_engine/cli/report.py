@@ -49,6 +49,8 @@ def print_plan(job: Job, plan: Plan) -> None:
         if verdict.satisfied is None:
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
     console.print(table)
+    for warning in plan.warnings:
+        console.print(Text.assemble(("warning", "yellow"), f": {warning}"))
     console.print(Text.assemble(("ok", "green"), ": this job can run; its data was not read"))
 
 
