@@ -109,14 +109,6 @@ from d9d_core.program.actions import (
     forward_only,
     single_stage,
 )
-from d9d_core.program.collectives import (
-    Collective,
-    CommunicatesAlone,
-    Communication,
-    Kind,
-    StepShape,
-    no_collectives,
-)
 from d9d_core.program.deadlock import awaited, find_deadlock
 from d9d_core.program.index import ProgramIndex
 from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
@@ -157,7 +149,19 @@ from d9d_core.protocols.model import (
 )
 from d9d_core.protocols.optimizer import AveragesWeights, DeclaresCollectives, DividesGradients, LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
-from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
+from d9d_core.protocols.strategy import (
+    Applied,
+    Collective,
+    CommunicatesAlone,
+    Communication,
+    GradientOwner,
+    Kind,
+    Pass,
+    Reducer,
+    StepShape,
+    Strategy,
+    no_collectives,
+)
 from d9d_core.protocols.subscriber import (
     EndsTraining,
     OwnEvent,
@@ -347,6 +351,7 @@ __all__ = [
     "PackEnds",
     "PackStarts",
     "PacksDocuments",
+    "Pass",
     "PassModel",
     "PeftMethod",
     "Picture",

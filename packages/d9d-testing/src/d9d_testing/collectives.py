@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d_testing.layouts import job_of, topology_here
 
-#: Operator of torch -> kind, and the argument whose bytes count: see :mod:`d9d_core.program.collectives`.
+#: Operator of torch -> kind, and the argument whose bytes count: see :class:`d9d_core.extend.Collective`.
 _OPERATORS: Mapping[str, tuple[Kind, int]] = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::_allgather_base_": ("all_gather", 0),
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     Attributes:
         kind: operation; torch's own name if :class:`~d9d_core.extend.Collective` has no word for it.
         ranks: numbers of the ranks of the group; of a send or a receive, this rank's and the other's, in order.
-        bytes: as :mod:`d9d_core.program.collectives` counts them.
+        bytes: as :class:`d9d_core.extend.Collective` counts them.
     """
 
     kind: str

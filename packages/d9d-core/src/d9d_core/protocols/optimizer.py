@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from d9d_core.program.collectives import Collective
+    from d9d_core.protocols.strategy import Collective
 
 
 class Optimizer(Protocol):

@@ -18,12 +18,11 @@ from d9d_core.layout.check import near_multiples
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import StrategySpec
 from d9d_core.plugin.registry import Registry
-from d9d_core.program.collectives import Communication
 from d9d_core.program.placement import Pipeline, plan_pipeline
 from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.model import SplitsSequence
 from d9d_core.protocols.peft import PeftMethod
-from d9d_core.protocols.strategy import Applied, Reducer, Strategy
+from d9d_core.protocols.strategy import Applied, Communication, Reducer, Strategy
 from d9d_core.traits import Divisible, PipelineStage
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.collectives import all_gather_objects

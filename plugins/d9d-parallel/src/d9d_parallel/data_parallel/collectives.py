@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from d9d_core.extend import Backward, Collective, Forward, InputBackward, StepShape, Topology
+from d9d_core.extend import Collective, StepShape, Topology
 from torch import nn
 
 
@@ -115,11 +115,11 @@ def times_gathered(step: StepShape, reshards: bool) -> tuple[int, int]:
     finds them whole.
     """
     whole, forward, backward = False, 0, 0
-    for action in step.actions:
-        if isinstance(action, Forward):
+    for one in step.passes:
+        if one == "forward":
             forward += not whole
             whole = not reshards
-        elif isinstance(action, Backward | InputBackward):
+        else:
             backward += not whole
             whole = False
     return forward, backward

@@ -17,6 +17,9 @@ from d9d_core.grid import AXES, Grid
 from d9d_core.plugin.records import StrategySpec
 from d9d_core.program.actions import (
     Action,
+    Backward,
+    Forward,
+    InputBackward,
     MicrobatchAction,
     Program,
     ReceiveActivation,
@@ -25,11 +28,11 @@ from d9d_core.program.actions import (
     SendGradient,
     compute_parts,
 )
-from d9d_core.program.collectives import Collective, Kind, StepShape
 from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import Metric
 from d9d_core.protocols.optimizer import DeclaresCollectives, Optimizer
+from d9d_core.protocols.strategy import Collective, Kind, Pass, StepShape
 from d9d_core.protocols.task import OwnsMetrics, Task
 from d9d_core.tensors import wide_dtype
 from d9d_core.types import TensorSpec
@@ -126,12 +129,24 @@ def shape_of(job: JobConfig, assembly: Assembly, program: Program, stage: int) -
     autocast = job.precision.autocast
     dtype = getattr(torch, autocast) if autocast else assembly.compute_dtype or parameters
     return StepShape(
-        actions=tuple(part for action in program for part in compute_parts(action) if part.stage == stage),
+        passes=tuple(
+            _PASSES[type(part)]
+            for action in program
+            for part in compute_parts(action)
+            if part.stage == stage and type(part) in _PASSES
+        ),
         samples=job.microbatch_size * (1 if lengths is None else lengths.texts),
         positions=None if most is None else most // job.mesh.cp,
         itemsize=dtype.itemsize,
         approximate=autocast is not None or (lengths is not None and lengths.fixed is None),
     )
+
+
+_PASSES: Mapping[type[Action], Pass] = {
+    Forward: "forward",
+    Backward: "backward",
+    InputBackward: "input_backward",
+}
 
 
 def _of_strategies(assembly: Assembly, shapes: Mapping[int, StepShape]) -> Iterator[Entry]:
