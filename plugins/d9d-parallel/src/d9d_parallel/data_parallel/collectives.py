@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from d9d_core.extend import Collective, StepShape, Topology
+from d9d_core.extend import Collective, Pass, StepShape, Topology
 from torch import nn
 
 
@@ -22,6 +22,7 @@ class Unit:
         dims: dimensions of the view: shards, or replicas and shards.
         reshards: whether its whole parameters are freed after the forward; a number gathers among that many ranks in
             the backward.
+        prefetches: whether the job says which units are gathered ahead in its backward.
         even: whether ranks share parameters evenly, in whatever dimension; otherwise dimension 0 is padded.
     """
 
@@ -30,6 +31,7 @@ class Unit:
     view: str
     dims: tuple[str, ...]
     reshards: bool | int
+    prefetches: bool = False
     even: bool = False
 
 
@@ -40,7 +42,7 @@ class FsdpCommunication:
     Attributes:
         stage: with all units.
         topology: topology of this rank.
-        units: units that have parameters.
+        units: units that have parameters, in the order in which their forwards end.
         defer: reductions that wait for the last microbatch.
         param_dtype: format of gathered parameters, if not their own.
         reduce_dtype: format of reductions, if not that of the gradients.
@@ -55,15 +57,15 @@ class FsdpCommunication:
 
     def __call__(self, step: StepShape) -> Iterator[Collective]:
         """List the all-gathers, reduce-scatters and all-reduces of all units."""
-        for unit in self.units:
-            yield from self._gathers(unit, step)
+        times = times_gathered(step.passes, self.units)
+        for unit, (forward, backward) in zip(self.units, times, strict=True):
+            yield from self._gathers(unit, forward, backward)
             yield from self._reductions(unit, step)
 
-    def _gathers(self, unit: Unit, step: StepShape) -> Iterator[Collective]:
+    def _gathers(self, unit: Unit, forward: int, backward: int) -> Iterator[Collective]:
         shards, what = self._ranks(unit, unit.dims[-1]), f"parameters of {unit.name or 'the rest'}"
         if len(shards) == 1:
             return
-        forward, backward = times_gathered(step, bool(unit.reshards))
         size = self._bytes(unit, len(shards), gradients=False)
         if forward:
             yield Collective("all_gather", unit.dims[-1], shards, size, forward, f"{what}, forward")
@@ -108,18 +110,50 @@ class FsdpCommunication:
         return total
 
 
-def times_gathered(step: StepShape, reshards: bool) -> tuple[int, int]:
-    """Count how often a unit's parameters are gathered in a step: in forwards and in backwards.
+class _State:
+    """State of a unit in the simulation of a step.
 
-    They are freed after each backward, and after each forward if the unit ``reshards``; otherwise what comes next
-    finds them whole.
+    Attributes:
+        whole: its parameters are gathered.
+        forward, backward: all-gathers so far.
+        indices: places in the order of forwards that no backward has come to.
     """
-    whole, forward, backward = False, 0, 0
-    for one in step.passes:
+
+    def __init__(self) -> None:
+        self.whole = False
+        self.forward = self.backward = 0
+        self.indices: list[int] = []
+
+
+def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Count how often the parameters of each unit are gathered in a step: in forwards and in backwards.
+
+    They are freed after each backward, and after each forward if the unit ``reshards``; otherwise what comes next finds
+    them whole. Beside that, FSDP2 gathers in the backward of a unit the one whose forward came before, and it notes
+    forwards until the last backward. So with several microbatches the first unit asks for the last one of an earlier
+    forward: nothing if that is the stage's own, which is whole, but one call too many if all parameters are in blocks.
+
+    Args:
+        passes: of the stage, in order.
+        units: in the order in which their forwards end.
+    """
+    states, order = [_State() for _ in units], list[_State]()
+    for one in passes:
         if one == "forward":
-            forward += not whole
-            whole = not reshards
-        else:
-            backward += not whole
-            whole = False
-    return forward, backward
+            for unit, state in zip(units, states, strict=True):
+                state.forward += not state.whole
+                state.whole = not unit.reshards
+                state.indices.append(len(order))
+                order.append(state)
+            continue
+        for unit, state in zip(reversed(units), reversed(states), strict=True):
+            state.backward += not state.whole
+            state.whole = True
+            if not unit.prefetches and state.indices and (index := state.indices.pop()):
+                before = order[index - 1]
+                before.backward += not before.whole
+                before.whole = True
+            state.whole = not unit.name  # the stage's own are freed last
+        for unit, state in zip(units, states, strict=True):
+            state.whole = state.whole and bool(unit.name)
+    return [(state.forward, state.backward) for state in states]

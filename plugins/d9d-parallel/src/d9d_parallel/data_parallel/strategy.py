@@ -128,7 +128,7 @@ def wrap(
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
     _check_formats(stage, experts, ignored, policy.param_dtype, config.name)
     skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
-    units_here = _units(stage, banks, blocks, ignored, dims, reshard_after_forward)
+    units_here = _units(stage, banks, blocks, ignored, dims, reshard_after_forward, config.backward_prefetch)
     for bank in banks.values():
         fully_shard(
             bank,
@@ -191,16 +191,23 @@ def _units(
     ignored: frozenset[str],
     dims: _Dims,
     reshard_after_forward: bool | int,
+    prefetch: int,
 ) -> list[Unit]:
-    """Units that have parameters, before they are made: those of the innermost module that is one."""
+    """Units that have parameters, before they are made, in the order in which their forwards end.
+
+    A parameter belongs to the innermost module that is one.
+    """
     left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in ignored}
-    units = []
-    for name in (*banks, *blocks, ""):
+    inside = {block: [bank for bank in banks if bank.startswith(f"{block}.")] for block in blocks}
+    units, first = [], next(iter(blocks))
+    for name in (*(one for block in blocks for one in (*inside[block], block)), ""):
         own = {key: shape for key, shape in left.items() if not name or key.startswith(f"{name}.")}
         left = {key: shape for key, shape in left.items() if key not in own}
         view, over = (VIEW, dims.experts) if name in banks else ("dense", dims.dense)
+        ahead = prefetch > 0 and name in blocks and name != first
         if own:
-            units.append(Unit(name, own, view, over, reshard_after_forward if name else False, even=name in banks))
+            reshards = reshard_after_forward if name else False
+            units.append(Unit(name, own, view, over, reshards, prefetches=ahead, even=name in banks))
     return units
 
 
