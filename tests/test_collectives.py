@@ -17,7 +17,7 @@ from d9d_testing.world import World
 D9d = Callable[..., tuple[int, str, str]]
 THOROUGH = pytest.mark.thorough
 #: Mesh, strategies, whether the model has experts, and other sections of the job.
-CASES: Mapping[str, tuple[Mapping[str, int], Sequence[Any], bool, Mapping[str, Any]]] = {
+CASES: dict[str, tuple[Mapping[str, int], Sequence[Any], bool, Mapping[str, Any]]] = {
     "replicate": ({"dp_replicate": 2}, ["replicate"], False, {}),
     "fsdp": ({"dp_shard": 2}, ["fsdp"], False, {}),
     "hsdp": ({"dp_replicate": 2, "dp_shard": 2}, ["hsdp"], False, {}),
@@ -52,6 +52,39 @@ CASES: Mapping[str, tuple[Mapping[str, int], Sequence[Any], bool, Mapping[str, A
     "whole matrices": ({"dp_shard": 2}, ["fsdp"], False, {"optimizer": {"name": "muon", "lr": 0.01}}),
     "maximum norm": ({"dp_shard": 2}, ["fsdp"], False, {"gradient_clipping": {"max_norm": 1.0, "p": "inf"}}),
 }
+CASES |= {
+    "stages without parameters of their own": (
+        {"pp": 2, "dp_shard": 2},
+        ["fsdp"],
+        False,
+        {"pipeline": "interleaved_1f1b", "model": {"num_layers": 4}},
+    ),
+    "stages in a V": (
+        {"pp": 2, "dp_shard": 2},
+        ["fsdp", "activation_checkpointing"],
+        False,
+        {"pipeline": "dual_pipe_v", "model": {"num_layers": 4}, "batch": {"size": 16, "microbatch": 2}},
+    ),
+    "blocks asked for ahead": (
+        {"dp_shard": 2},
+        [{"name": "fsdp", "backward_prefetch": 2, "forward_prefetch": 1}],
+        False,
+        {"model": {"num_layers": 4}},
+    ),
+    "low-rank terms under tp": ({"tp": 2}, ["tensor_parallel"], False, {"peft": {"name": "lora", "r": 4}}),
+    "bfloat16, gradients in float32": (
+        {"dp_shard": 2},
+        ["fsdp"],
+        False,
+        {"precision": {"parameters": "bfloat16"}, "gradients": {"accumulate": "float32"}},
+    ),
+    "autocast under tp": (
+        {"tp": 2},
+        ["tensor_parallel"],
+        False,
+        {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
+    ),
+}
 OFTEN = ("replicate", "fsdp", "hsdp", "tp", "ep", "pp")
 
 
@@ -59,18 +92,20 @@ def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]
     """Two steps of two microbatches on each rank."""
     mesh, parallel, experts, sections = CASES[case]
     model = dict(table.EXPERTS if experts else table.DENSE) | {"tie_embeddings": "tied" in case}
+    model |= sections.get("model", {})
     batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
     changed = {"mesh": dict(mesh), "parallel": list(parallel), "steps": 2, "batch": batch, **sections}
-    return {**table.job(directory / "corpus", "float32", model=model), **changed}
+    return {**table.job(directory / "corpus", "float32", model=model), **changed, "model": model}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in OFTEN else THOROUGH) for name in CASES])
 def test_a_traced_step_makes_the_collectives_that_are_listed(table: ModuleType, tmp_path: Path, case: str) -> None:
     values = job_of_case(table, tmp_path, case)
     size = Mesh(**values["mesh"]).world_size
-    made = World(size).run(recorded_step, values, list(table.PLUGINS))
+    plugins = [*table.PLUGINS, "d9d_peft.plugin"]
+    made = World(size).run(recorded_step, values, plugins)
     for rank in sorted({0, size - 1}):
-        listed = listed_step(values, table.PLUGINS, rank)
+        listed = listed_step(values, plugins, rank)
         assert differences(listed, made[rank]) == []
         if any(one.at_most for one in listed):
             continue  # there, one call less is within the bounds

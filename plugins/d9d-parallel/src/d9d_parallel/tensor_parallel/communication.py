@@ -66,7 +66,8 @@ class TensorCommunication:
                     size,
                     step.backwards,
                     f"{what}, backward",
-                    approximate=step.approximate or frozen,
+                    approximate=step.approximate,
+                    at_most=frozen,
                 )
         for name, module in self.alone.items():
             for kind, size in module.forward_collectives(step):

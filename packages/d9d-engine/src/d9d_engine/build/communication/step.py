@@ -106,10 +106,12 @@ def step_collectives(
     checked = CheckedTask(selection.task, task)
     program = assembly.pipeline.program(topology.coordinate["pp"], job.microbatches)
     shapes = {index: shape_of(job, assembly, program, index) for index in assembly.stages}
+    # First, because it settles in which format gradients add up, which strategies may reduce them in.
+    loop = list(_of_loop(job, assembly, topology, checked))
     entries = [
         *_of_strategies(assembly, shapes),
         *_of_program(job, assembly, topology, program),
-        *_of_loop(job, assembly, topology, checked),
+        *loop,
         *_of_optimizer(selection, optimizer),
     ]
     several = topology.world_size > 1
