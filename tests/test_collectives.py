@@ -71,6 +71,7 @@ CASES |= {
         False,
         {"model": {"num_layers": 4}},
     ),
+    "magnitudes under tp": ({"tp": 2}, ["tensor_parallel"], False, {"peft": {"name": "dora", "r": 4}}),
     "low-rank terms under tp": ({"tp": 2}, ["tensor_parallel"], False, {"peft": {"name": "lora", "r": 4}}),
     "bfloat16, gradients in float32": (
         {"dp_shard": 2},

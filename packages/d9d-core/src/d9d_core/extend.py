@@ -8,7 +8,7 @@ Everything a component itself needs is here; importing this module imports no to
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
-| tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor``, ``wide_dtype`` |
+| tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
@@ -142,9 +142,11 @@ from d9d_core.protocols.model import (
     HasLinearTerms,
     SeesSequence,
     SequenceShare,
+    SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
     Stage,
+    TermKind,
     VocabularyShare,
 )
 from d9d_core.protocols.optimizer import AveragesWeights, DeclaresCollectives, DividesGradients, LrSchedule, Optimizer
@@ -231,10 +233,11 @@ from d9d_core.untrusted import parse_json, read_regular
 if TYPE_CHECKING:
     from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
-    from d9d_core.tensors import encode_png, full, is_dtensor, local, wide_dtype
+    from d9d_core.tensors import beside, encode_png, full, is_dtensor, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
+    "beside": "d9d_core.tensors",
     "encode_png": "d9d_core.tensors",
     "AccumulatedMetric": "d9d_core.components.accumulators",
     "Accumulator": "d9d_core.components.accumulators",
@@ -383,6 +386,7 @@ __all__ = [
     "SeriesName",
     "SleepEnds",
     "SleepStarts",
+    "SplitsFeatures",
     "SplitsSequence",
     "SplitsVocabulary",
     "Stage",
@@ -413,6 +417,7 @@ __all__ = [
     "TensorParallelizable",
     "TensorSpec",
     "TensorStyle",
+    "TermKind",
     "Topology",
     "Tracker",
     "TrackerRun",
@@ -435,6 +440,7 @@ __all__ = [
     "Writer",
     "WritesText",
     "awaited",
+    "beside",
     "closest",
     "compute_parts",
     "count_stages",

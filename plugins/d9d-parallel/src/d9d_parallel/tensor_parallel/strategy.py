@@ -9,7 +9,6 @@ there are an all-gather before and a reduce-scatter behind.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from d9d_core.extend import (
     Applied,
@@ -19,10 +18,12 @@ from d9d_core.extend import (
     HasHeads,
     HasLinearTerms,
     SeesSequence,
+    SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
     TensorParallelizable,
     TensorStyle,
+    TermKind,
     Topology,
     VocabularyShare,
     modules_with,
@@ -31,15 +32,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from d9d_parallel.tensor_parallel.collectives import OwnPositions, Ranks
+from d9d_parallel.tensor_parallel.collectives import OwnPositions, Ranks, RankSum
 from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 from d9d_parallel.tensor_parallel.forwards import (
     EmbeddingForward,
     LocalShards,
+    OwnHeads,
     OwnHeadsForward,
     RowForward,
     WholeSequence,
+    local_of,
     shard,
 )
 
@@ -136,9 +139,11 @@ class _Split:
                 f"split evenly over {size} ranks nor repeated on them; choose a divisor or a multiple of {heads}"
             )
         # What reads the input is whole, and each rank has the gradient of its own outputs.
-        self.styles |= dict.fromkeys(_terms(name, child, "in"), TensorStyle.PARTIAL)
-        alike = {name: child, **_terms(name, child, "out")}
+        self.styles |= dict.fromkeys(_terms(name, child, "in", "in_scale"), TensorStyle.PARTIAL)
+        alike = {name: child, **_terms(name, child, "out", "out_scale")}
         if heads is not None and heads < size:
+            if isinstance(child, SplitsFeatures):
+                child.split_features(OwnHeads(heads, self.ranks))
             for module in alike.values():
                 _replace(module, OwnHeadsForward(module, heads, self.ranks))
             self.styles |= dict.fromkeys(alike, TensorStyle.PARTIAL)
@@ -149,6 +154,8 @@ class _Split:
                 f"strategy '{self._strategy}': mesh.tp is {size}, which does not divide the {features} features of "
                 f"'{name}'"
             )
+        if isinstance(child, SplitsFeatures):
+            child.split_features(local_of)
         for module in alike.values():
             self._shard(module, TensorStyle.COLUMN)
             _replace(module, LocalShards(module))
@@ -160,9 +167,16 @@ class _Split:
             self._shard(module, TensorStyle.ROW)
             _replace(module, LocalShards(module))
             self.styles[inside] = TensorStyle.ROW
-        # What adds to the output is whole, and sees a partial sum.
-        self.styles |= dict.fromkeys(_terms(name, child, "out"), TensorStyle.PARTIAL)
-        _replace(child, RowForward(child, self.ranks))
+        for inside, module in _terms(name, child, "in_scale").items():
+            shard(module, "weight", self.mesh, 0)
+            _replace(module, LocalShards(module))
+            self.styles[inside] = TensorStyle.ROW
+        # What adds to the output, or scales it, is whole, and sees a partial sum.
+        self.styles |= dict.fromkeys(_terms(name, child, "out", "out_scale"), TensorStyle.PARTIAL)
+        if isinstance(child, SplitsFeatures):
+            child.split_features(local_of, RankSum(self.ranks))
+            self._alone(name, child)
+        _replace(child, RowForward(child, self.ranks, scaled=bool(_terms(name, child, "out_scale"))))
         self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")))
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
@@ -239,10 +253,10 @@ def _replace(module: nn.Module, forward: LocalShards | WholeSequence) -> None:
     module.forward = forward
 
 
-def _terms(name: str, layer: nn.Module, which: Literal["in", "out"]) -> dict[str, nn.Module]:
-    """Linear layers inside of a layer that read its input, or add to its output, by qualified name."""
+def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module]:
+    """Modules of some kinds inside of a linear layer, by qualified name."""
     terms = layer.tensor_parallel_terms() if isinstance(layer, HasLinearTerms) else {}
-    return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind == which}
+    return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind in which}
 
 
 def _join(name: str, child: str) -> str:
