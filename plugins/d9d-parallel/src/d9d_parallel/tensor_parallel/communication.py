@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,14 +74,3 @@ class TensorCommunication:
                 yield Collective(
                     kind, "tp", self.ranks, size, step.forwards, f"inside {name}, forward", name, step.approximate
                 )
-
-
-def exchanged_bytes(sites: Sequence[Site], step: StepShape) -> int | None:
-    """Bytes that the hidden states of all sites make in a step, forward and backward; ``None`` if not known."""
-    total = 0
-    for site in sites:
-        size = None if site.features is None else step.bytes_of(site.features)
-        if size is None:
-            return None
-        total += size * (step.forwards + (step.backwards if site.backward is not None else 0))
-    return total
