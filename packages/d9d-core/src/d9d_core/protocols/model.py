@@ -5,7 +5,7 @@ All but the first belong to the trait :class:`~d9d_core.traits.TensorParalleliza
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -48,12 +48,32 @@ class HasHeads(Protocol):
         ...
 
 
+#: Kind of a module inside a linear layer: ``in`` is linear and reads the layer's input, ``out`` is linear and adds to
+#: its output; ``in_scale`` and ``out_scale`` have a weight with a number for each feature of its input or output.
+TermKind = Literal["in", "out", "in_scale", "out_scale"]
+
+
 @runtime_checkable
 class HasLinearTerms(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a linear layer with further ones inside, which add to it."""
+    """Protocol, beside the trait of tensor parallelism, of a linear layer with further modules inside."""
 
-    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
-        """Linear children, by relative name: those that read the layer's input, and those that add to its output."""
+    def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
+        """Children by relative name, see :data:`TermKind`."""
+        ...
+
+
+@runtime_checkable
+class SplitsFeatures(Protocol):
+    """Protocol, beside :class:`HasLinearTerms`, of a layer that reads weights of its terms, besides calling them."""
+
+    def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Hold a share of the output or the input features from now on.
+
+        Args:
+            own: part of a weight of one of its terms that this rank computes with, with its gradient.
+            add_up: sum over the ranks of what each has of one shape, where they share the input features; forward
+                only, and collective over them.
+        """
         ...
 
 

@@ -117,6 +117,15 @@ class Tallies:
             self._sums[stage] = {key: tensor.clone() for key, tensor in needed.items()}
         return counted
 
+    def adapted_bytes(self) -> list[int]:
+        """Bytes of each all-reduce of :meth:`adapt`: one for each dtype of the tallies that modules adapt to."""
+        found: dict[torch.dtype, int] = {}
+        for module in (module for of_stage in self._adaptive.values() for module in of_stage.values()):
+            tallies = module.tallies()
+            for tensor in (tallies[key] for key in module.adapts_to()):
+                found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+        return list(found.values())
+
     def adapt(self, finite: Tensor) -> None:
         """Let modules adapt to the step's sums. Collective over the group, if there are such modules.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError, SequenceShare, wide_dtype
+from d9d_core.extend import BuildError, Kind, SequenceShare, StepShape, wide_dtype
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -96,6 +96,10 @@ class TopKRouter(BalancedRouter):
     def see_sequence(self, share: SequenceShare) -> None:
         """Route a share of the positions; losses, tallies and capacity are those of all, on every rank."""
         self._share = share
+
+    def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
+        """Collective of a router that sees a share of the positions: the all-gather of logits [B, S, E]."""
+        return [("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4)))]
 
     def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
         """Choose the experts of each token.

@@ -30,6 +30,24 @@ class Ranks:
         return self
 
 
+class RankSum:
+    """Sum over the ranks of a tensor that each has, as modules hold it; forward only.
+
+    Args:
+        ranks: they have the others.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @torch.no_grad()
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """All-reduce a copy, of one shape on all ranks. Collective over the ranks."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self._ranks.group)
+        return total
+
+
 class OwnPositions:
     """Positions of this rank, a :class:`~d9d_core.extend.SequenceShare`.
 
