@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import JobError, Microbatch, StageInputs
+import torch
+from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs
 from torch import Tensor
 
 
@@ -39,3 +40,32 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
     names = ("positions", "documents", "lengths", *more)
     shared = {name: microbatch[name] for name in names if name in microbatch}
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+
+def own_positions(microbatch: Microbatch, share: PositionShare, task: str) -> Microbatch:
+    """A rank's part of a microbatch whose fields are of positions, as :meth:`SplitsPositions.split_positions` says.
+
+    Fields [B, S, ...] are split, ``documents`` stays whole, and so do fields of samples. ``positions`` are there
+    afterwards.
+
+    Args:
+        microbatch: with ``tokens`` [B, S].
+        share: the rank's.
+        task: name of the task, for messages.
+
+    Raises:
+        JobError: there is padding.
+        ValueError: the ranks cannot share S positions evenly.
+    """
+    if "lengths" in microbatch:
+        raise JobError(
+            f"data: mesh.cp is {share.ranks}, but samples are padded ('lengths'), and task '{task}' splits samples of "
+            "which every position counts; choose data whose samples are full, such as text in windows, or leave "
+            "mesh.cp out"
+        )
+    shape = microbatch["tokens"].shape
+    counted = {"positions": torch.arange(shape[1], device=microbatch["tokens"].device).expand(shape)}
+    return {
+        name: share.own(tensor) if name != "documents" and tensor.shape[:2] == shape else tensor
+        for name, tensor in {**counted, **microbatch}.items()
+    }
