@@ -28,6 +28,11 @@ class ContextPositions:
         self._positions = ZigzagPositions(ranks.size, ranks.rank)
 
     @property
+    def all_ranks(self) -> Ranks:
+        """Ranks that share the positions of a sample."""
+        return self._ranks
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that share the positions of a sample."""
         return self._ranks.size

@@ -8,6 +8,9 @@ each is a partial sum: ``fsdp`` and its kind reduce it over ``cp``, too, and wha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from d9d_core.extend import (
     Applied,
     BuildError,
@@ -41,20 +44,19 @@ class ContextParallel:
         """
         group = topology.axes_group("cp")
         assert group is not None  # there is a mesh
-        ranks = Ranks(group)
-        share = ContextPositions(ranks)
+        share = ContextPositions(Ranks(group))
         if not isinstance(stage, SplitsContext):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions, but {type(stage).__name__} lacks split_context(); "
                 "see d9d_core.extend.SplitsContext"
             )
         stage.split_context(share)
-        changed = [""]
+        changed, meeting = [""], self._meeting(topology, share)
         for name, owner in modules_with(stage, ContextParallelizable).items():
             assert isinstance(owner, ContextParallelizable)
             for core_name, core in owner.attention_cores().items():
                 whole = f"{name}.{core_name}" if name else core_name
-                self._core(whole, core, share, ranks, topology.sizes["tp"])
+                self._core(whole, core, meeting)
                 changed.append(whole)
         for name, module in modules_with(stage, SeesContext).items():
             assert isinstance(module, SeesContext)
@@ -62,23 +64,71 @@ class ContextParallel:
             changed.append(name)
         return Applied(modules=tuple(changed))
 
-    def _core(self, name: str, core: nn.Module, share: ContextPositions, ranks: Ranks, tp: int) -> None:
-        if self._config.method == "ulysses":
-            if isinstance(core, SharesAttention):
-                query_heads, key_value_heads = (max(1, heads // tp) for heads in core.attention_heads())
-                check_heads(query_heads, key_value_heads, ranks.size)
-            _replace(core, ExchangedHeads(core, ranks))
-            return
-        if not isinstance(core, SharesAttention):
+    def _meeting(self, topology: Topology, share: ContextPositions) -> _Meeting:
+        """Who exchanges what in attention. Collective over all ranks."""
+        method, inner, tp = self._config.method, self._config.head_ranks, topology.sizes["tp"]
+        if method == "ulysses":
+            return _Meeting(tp, heads=share.all_ranks)
+        if method == "ring":
+            return _Meeting(tp, ring=share.all_ranks)
+        if inner is None:
+            return _Meeting(tp, keys=share)
+        if share.ranks % inner or inner == share.ranks:
+            raise BuildError(
+                f"strategy '{self._config.name}': head_ranks is {inner}, but mesh.cp is {share.ranks}; choose a "
+                "smaller divisor, or method ulysses, where all ranks swap heads"
+            )
+        neighbours = [range(first, first + inner) for first in range(0, share.ranks, inner)]
+        rings = [range(first, share.ranks, inner) for first in range(inner)]
+        heads, ring = (_ranks(topology, positions) for positions in (neighbours, rings))
+        return _Meeting(tp, heads=heads, ring=ring)
+
+    def _core(self, name: str, core: nn.Module, meeting: _Meeting) -> None:
+        if isinstance(core, SharesAttention):
+            if meeting.heads is not None:
+                query_heads, key_value_heads = (max(1, heads // meeting.tp) for heads in core.attention_heads())
+                check_heads(query_heads, key_value_heads, meeting.heads.size)
+            if meeting.ring is not None:
+                core.attend_by(RingAttention(meeting.ring))
+            elif meeting.keys is not None:
+                core.see_queries(meeting.keys)
+        elif meeting.ring is not None or meeting.keys is not None:
             raise BuildError(
                 f"strategy '{self._config.name}': the attention core '{name}' computes whole samples only; use method "
                 "ulysses, or see d9d_core.extend.SharesAttention"
             )
-        if self._config.method == "ring":
-            core.attend_by(RingAttention(ranks))
-            return
-        core.see_queries(share)
-        _replace(core, GatheredKeys(core, share))
+        if meeting.heads is not None:
+            _replace(core, ExchangedHeads(core, meeting.heads))
+        if meeting.keys is not None:
+            _replace(core, GatheredKeys(core, meeting.keys))
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Meeting of ranks in attention.
+
+    Attributes:
+        tp: ranks that have other heads.
+        heads: ranks that swap positions for heads.
+        ring: ranks between which keys and values go round. With both, what ranks with the same heads then have is in
+            zigzag order again, of fewer and longer chunks.
+        keys: share whose keys and values are gathered.
+    """
+
+    tp: int
+    heads: Ranks | None = None
+    ring: Ranks | None = None
+    keys: ContextPositions | None = None
+
+
+def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:
+    """Ranks of this rank's part of ``cp``. Collective over all ranks, which ask for the groups of all parts."""
+    own, mine = topology.coordinate["cp"], None
+    for part in parts:
+        group = topology.positions_group("cp", part)
+        mine = group if own in part else mine
+    assert mine is not None  # there is a mesh, and the parts are all of it
+    return Ranks(mine)
 
 
 def _replace(core: nn.Module, forward: ExchangedHeads | GatheredKeys) -> None:
