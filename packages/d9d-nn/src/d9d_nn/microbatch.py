@@ -6,6 +6,9 @@ import torch
 from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs
 from torch import Tensor
 
+#: Number of a rank's own positions of each sample that are no padding, int64 [B].
+_OWN_LENGTHS = "own_lengths"
+
 
 def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
     """Check that a microbatch has the tensors that a task reads.
@@ -26,8 +29,12 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
 
 
 def count_positions(microbatch: Microbatch) -> int | Tensor:
-    """Number of positions without padding: of ``lengths``, 0-d; or of the shape of ``tokens`` where there is none."""
-    return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+    """Number of positions without padding: of ``lengths``, 0-d; or of the shape of ``tokens`` where there is none.
+
+    Of a rank's part of a microbatch, those that it has.
+    """
+    lengths = microbatch.get(_OWN_LENGTHS, microbatch.get("lengths"))
+    return microbatch["tokens"].numel() if lengths is None else lengths.sum()
 
 
 def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
@@ -42,30 +49,26 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
 
 
-def own_positions(microbatch: Microbatch, share: PositionShare, task: str) -> Microbatch:
+def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     """A rank's part of a microbatch whose fields are of positions, as :meth:`SplitsPositions.split_positions` says.
 
-    Fields [B, S, ...] are split, ``documents`` stays whole, and so do fields of samples. ``positions`` are there
-    afterwards.
+    Fields [B, S, ...] are split, ``documents`` stays whole, and so do fields of samples, such as ``lengths``.
+    ``positions`` are there afterwards.
 
     Args:
         microbatch: with ``tokens`` [B, S].
         share: the rank's.
-        task: name of the task, for messages.
 
     Raises:
-        JobError: there is padding.
         ValueError: the ranks cannot share S positions evenly.
     """
-    if "lengths" in microbatch:
-        raise JobError(
-            f"data: mesh.cp is {share.ranks}, but samples are padded ('lengths'), and task '{task}' splits samples of "
-            "which every position counts; choose data whose samples are full, such as text in windows, or leave "
-            "mesh.cp out"
-        )
     shape = microbatch["tokens"].shape
-    counted = {"positions": torch.arange(shape[1], device=microbatch["tokens"].device).expand(shape)}
-    return {
+    places = torch.arange(shape[1], device=microbatch["tokens"].device).unsqueeze(0)
+    whole = {"positions": places.expand(shape), **microbatch}
+    own = {
         name: share.own(tensor) if name != "documents" and tensor.shape[:2] == shape else tensor
-        for name, tensor in {**counted, **microbatch}.items()
+        for name, tensor in whole.items()
     }
+    if "lengths" in microbatch:
+        own[_OWN_LENGTHS] = (share.own(places) < microbatch["lengths"].unsqueeze(1)).sum(dim=1)
+    return own

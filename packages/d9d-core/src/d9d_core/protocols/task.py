@@ -114,10 +114,10 @@ class SplitsPositions(Protocol):
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
         """This rank's part of a microbatch: all methods of the task get it in place of the whole.
 
-        ``documents`` stays whole, for the masks of attention. Called on the host, where microbatches are read.
+        ``documents`` stays whole, for the masks of attention, and so does ``lengths``. Called on the host, where
+        microbatches are read.
 
         Raises:
-            JobError: the microbatch has something that cannot be split.
             ValueError: the ranks cannot share the positions evenly.
         """
         ...

@@ -65,6 +65,7 @@ class AuxiliaryLosses:
             first = next(iter(inputs.first.values()))
             counts = {"sample": len(first), "position": first.shape[:2].numel() * self._context_ranks}
         else:
+            # Those of whole samples, also on ranks that share their positions.
             counts = {"sample": (lengths > 0).sum(), "position": lengths.sum()}
         return {name: counts[term.per] for name, term in self.terms.items()}
 

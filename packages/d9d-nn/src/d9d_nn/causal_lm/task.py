@@ -80,10 +80,9 @@ class CausalLM:
         """This rank's positions: each target is beside its token, and the loss is a sum over targets.
 
         Raises:
-            JobError: there is padding.
             ValueError: the ranks cannot share the positions evenly.
         """
-        return own_positions(microbatch, share, self.config.name)
+        return own_positions(microbatch, share)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the token losses, each times its weight; ignored targets have none.

@@ -148,7 +148,7 @@ class TopKRouter(BalancedRouter):
         def whole(tensor: Tensor) -> Tensor:
             return context.gather(tensor.view(choice.samples, -1, *tensor.shape[1:])).flatten(0, 1)
 
-        padding = None if choice.padding is None else whole(choice.padding)
+        padding = None if choice.padding is None else whole(choice.padding.byte()).bool()
         return Choice(whole(choice.logits), whole(choice.scores), whole(choice.indices), choice.samples, padding)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
