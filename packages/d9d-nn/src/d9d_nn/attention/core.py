@@ -33,8 +33,8 @@ class AttentionCore(nn.Module):
         self._function: Callable[..., Tensor] | None = None
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention."""
-        return {"attention": self.attention}
+        """Slot of the attention; none if a function attends in its place."""
+        return {"attention": self.attention} if self._function is None else {}
 
     def attention_heads(self) -> tuple[int, int]:
         """Number of query heads, and of key and value heads, of the whole model."""

@@ -62,7 +62,8 @@ class ContextParallel:
             assert isinstance(module, SeesContext)
             module.see_context(share)
             changed.append(name)
-        return Applied(modules=tuple(changed))
+        notes = () if meeting.ring is None else ("attention: computed by the ring, in PyTorch, and by no kernel",)
+        return Applied(modules=tuple(changed), notes=notes)
 
     def _meeting(self, topology: Topology, share: ContextPositions) -> _Meeting:
         """Who exchanges what in attention. Collective over all ranks."""
