@@ -50,7 +50,7 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
 
 
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
-    """A rank's part of a microbatch whose fields are of positions, as :meth:`SplitsPositions.split_positions` says.
+    """A rank's part of a microbatch whose fields are of positions, see :class:`d9d_core.extend.SplitsPositions`.
 
     Fields [B, S, ...] are split, ``documents`` stays whole, and so do fields of samples, such as ``lengths``.
     ``positions`` are there afterwards.
