@@ -179,6 +179,23 @@ def test_blocks_that_nobody_sees_are_known_by_their_positions() -> None:
     assert Block(query=8, key=0).mask(slice(0, 8), 8, torch.device("cpu")) is None
 
 
+def rounded() -> float:
+    """Largest difference of a ring's output in a context that computes in bfloat16, on float32 inputs."""
+    stage = Stage(Core(4, 2, None))
+    whole = [tensor.float() for tensor in tensors(4, 2)[:3]]
+    expected = stage.core(*whole, None)
+    ContextParallel(ContextParallelConfig(method="ring")).apply(stage, topology(cp=2))
+    assert stage.share is not None
+    own = stage.share.own
+    with torch.autocast("cpu", torch.bfloat16):
+        out = stage.core(*(own(tensor) for tensor in whole), None)
+    return (out - own(expected)).abs().max().item()
+
+
+def test_a_ring_merges_in_float32_where_products_are_to_be_in_bfloat16() -> None:
+    assert max(World(2).run(rounded)) < 1e-5
+
+
 # --- what is refused
 
 
