@@ -103,6 +103,48 @@ def test_another_token_changes_its_own_document_only(
     holds()
 
 
+# --- memory
+
+
+def kept(values: dict[str, Any], plugins: list[str]) -> int:
+    """Bytes that a forward keeps for its backward, besides parameters, masks and what is of whole samples."""
+    job = job_of(values, plugins)
+    topology = topology_here(job)
+    stage = job.build(lambda _: None, topology).stage
+    share = ZigzagPositions(topology.sizes["cp"], topology.coordinate["cp"])
+    tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
+    places = torch.arange(64).expand(2, 64)
+    inputs = {"tokens": share.own(tokens), "positions": share.own(places), "targets": share.own(tokens)}
+    owned = {parameter.data_ptr() for parameter in stage.parameters()}
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in owned and tensor.dtype != torch.bool:
+            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)  # so that no address is used twice
+        return tensor
+
+    alive: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = stage(**inputs, documents=torch.zeros(2, 64, dtype=torch.int64))
+    assert outputs["token_loss"].requires_grad
+    dist.barrier()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(("name", "most"), [("ring", 0.52), ("ulysses", 0.58), ("all_gather", 0.6), ("hybrid", 0.27)])
+def test_what_a_forward_keeps_falls_with_the_number_of_ranks(
+    table: ModuleType, tmp_path: Path, name: str, most: float
+) -> None:
+    one = layout(name)
+    values = table.job(tmp_path / "corpus", "float32", model=table.DENSE | {"max_positions": 64})
+    alone = World(1).run(kept, values, list(table.PLUGINS))[0]
+    shared = World(one.ranks).run(
+        kept, values | {"mesh": dict(one.mesh), "parallel": list(one.parallel)}, list(table.PLUGINS)
+    )
+    assert max(shared) < most * alone, [bytes_ / alone for bytes_ in shared]
+
+
 # --- models
 
 
