@@ -242,3 +242,9 @@ def test_a_kernel_that_attends_from_all_positions_is_refused(table: ModuleType, 
 def test_ranks_without_the_strategy_are_refused(table: ModuleType, tmp_path: Path) -> None:
     said = refused(table, tmp_path, Layout("cp 2", {"cp": 2}, ()))
     assert "mesh.cp is 2, but nothing in the job uses that axis; add a strategy for it (context_parallel)" in said
+
+
+def test_samples_drawn_beside_the_training_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    drawn = [{"name": "samples", "every": 1, "prompts": [[1, 2, 3]]}]
+    said = refused(table, tmp_path, layout("ring"), subscribers=drawn, steps=1)
+    assert "continues whole prompts, but mesh.cp is 2" in said
