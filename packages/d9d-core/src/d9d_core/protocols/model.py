@@ -1,6 +1,7 @@
 """Pipeline stages as model plugins are asked to build them, and what their modules may say beside traits.
 
-All but the first belong to the trait :class:`~d9d_core.traits.TensorParallelizable`.
+All but the first and the last belong to the trait :class:`~d9d_core.traits.TensorParallelizable`; those about a context
+belong to :class:`~d9d_core.traits.ContextParallelizable`.
 """
 
 from __future__ import annotations
@@ -134,5 +135,87 @@ class SplitsVocabulary(Protocol):
         """Compute, from now on, with a share of the words, and return what all ranks together would.
 
         The gradient of the hidden states is then a partial sum.
+        """
+        ...
+
+
+class PositionShare(Protocol):
+    """Share of each sample's positions on one rank of ``cp``. It is no run of positions: which they are, it knows."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the positions of a sample."""
+        ...
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's positions [B, S / cp, ...] of [B, S, ...], on the same device.
+
+        Raises:
+            ValueError: the ranks cannot share S positions evenly.
+        """
+        ...
+
+
+class ContextShare(PositionShare, Protocol):
+    """Share of the positions, with a way to those of the other ranks."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather [B, S / cp, ...] of all ranks to [B, S, ...], in the order of the sample.
+
+        Ranks compute different things from it, or each its part of the same: gradients of all of them add up.
+        Collective over ``cp``, forward and backward.
+        """
+        ...
+
+
+@runtime_checkable
+class SplitsContext(Protocol):
+    """Protocol, beside the trait of context parallelism, of a stage whose inputs may hold a rank's positions only."""
+
+    def split_context(self, share: ContextShare) -> None:
+        """Take a rank's own positions from now on: tokens and all else [B, S / cp], but ``documents`` [B, S].
+
+        Masks are made for all S positions, as attention cores are told which of them are their queries'.
+
+        Raises:
+            BuildError: the stage computes something that needs all positions.
+        """
+        ...
+
+
+@runtime_checkable
+class SeesContext(Protocol):
+    """Protocol, beside the trait of context parallelism, of a module that looks across positions, and is no core."""
+
+    def see_context(self, share: ContextShare) -> None:
+        """Take a share of the positions as input and output from now on, and all of them for what needs them.
+
+        Sums that it counts are of its own positions. Losses are of all of them, on each rank.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesAttention(Protocol):
+    """Protocol, beside the trait of context parallelism, of a core that computes a part of the attention of a sample.
+
+    A core without it gets all positions, and some of the heads.
+    """
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Number of query heads, and of key and value heads, of the whole model."""
+        ...
+
+    def see_queries(self, share: ContextShare) -> None:
+        """Take a rank's own queries [B, S / cp, N, D], and keys and values [B, S, K, D], from now on."""
+        ...
+
+    def attend_by(self, function: Callable[..., Tensor]) -> None:
+        """Let a function attend from now on, in the place of any backend.
+
+        Args:
+            function: ``(query, key, value, documents, window)`` with [B, S / cp, heads, D] each, ``documents`` int64
+                [B, S] or ``None`` if a sample is one document, and the number of positions that a query sees or
+                ``None`` for all earlier ones; returns what the query heads see, [B, S / cp, N, D].
         """
         ...

@@ -20,13 +20,15 @@ class AuxiliaryLosses:
         stages: those of this rank, materialised, by index.
         model: the full model, on any device: all ranks have to agree about the terms.
         task: makes the model's inputs, from which the weights of these terms follow, and has terms of its own.
+        context_ranks: ranks of ``cp``, each of which has a part of each sample's positions and the losses of all.
 
     Raises:
         BuildError: two modules mean different things by one term, or a module and the task share a name.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], model: nn.Module, task: Task) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], model: nn.Module, task: Task, context_ranks: int = 1) -> None:
         self._task = task
+        self._context_ranks = context_ranks
         self._modules: dict[int, list[AddsLosses]] = {
             index: list(modules_with(stage, AddsLosses).values()) for index, stage in stages.items()
         }
@@ -61,8 +63,9 @@ class AuxiliaryLosses:
         counts: dict[str, int | Tensor]
         if lengths is None:
             first = next(iter(inputs.first.values()))
-            counts = {"sample": len(first), "position": first.shape[:2].numel()}
+            counts = {"sample": len(first), "position": first.shape[:2].numel() * self._context_ranks}
         else:
+            # Those of whole samples, also on ranks that share their positions.
             counts = {"sample": (lengths > 0).sum(), "position": lengths.sum()}
         return {name: counts[term.per] for name, term in self.terms.items()}
 

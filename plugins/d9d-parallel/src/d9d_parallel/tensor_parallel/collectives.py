@@ -12,22 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-
-class Ranks:
-    """Ranks of ``tp`` as modules hold them: copies of a module talk to the same ranks, which a group cannot say.
-
-    Args:
-        group: of this process.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Ranks themselves: a group cannot be copied."""
-        return self
+from d9d_parallel.ranks import Ranks
 
 
 class RankSum:

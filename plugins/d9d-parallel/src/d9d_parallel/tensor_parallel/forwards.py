@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from d9d_parallel.tensor_parallel.collectives import Ranks, gather, scatter_sum
+from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
 
 
 class LocalShards:

@@ -32,7 +32,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from d9d_parallel.tensor_parallel.collectives import OwnPositions, Ranks, RankSum
+from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.collectives import OwnPositions, RankSum
 from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 from d9d_parallel.tensor_parallel.forwards import (
