@@ -86,7 +86,64 @@ CASES |= {
         {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
     ),
 }
-OFTEN = ("replicate", "fsdp", "hsdp", "tp", "ep", "pp")
+CASES |= {
+    "cp, keys gathered": ({"cp": 2}, [{"name": "context_parallel"}], False, {}),
+    "cp, keys gathered, checkpointed": (
+        {"cp": 2},
+        [{"name": "context_parallel"}, "activation_checkpointing"],
+        False,
+        {},
+    ),
+    "cp, heads swapped": ({"cp": 2}, [{"name": "context_parallel", "method": "ulysses"}], False, {}),
+    "cp, fewer heads than ranks": (
+        {"cp": 2, "dp_shard": 2},
+        ["fsdp", {"name": "context_parallel", "method": "ulysses"}],
+        False,
+        {"model": {"num_key_value_heads": 1}},
+    ),
+    "cp, ring": ({"cp": 2}, [{"name": "context_parallel", "method": "ring"}], False, {}),
+    "cp, ring of four, checkpointed": (
+        {"cp": 4},
+        [{"name": "context_parallel", "method": "ring"}, "activation_checkpointing"],
+        False,
+        {},
+    ),
+    "cp, rings of pairs": (
+        {"cp": 4},
+        [{"name": "context_parallel", "method": "hybrid", "head_ranks": 2}],
+        False,
+        {},
+    ),
+    "cp, ring in bfloat16": (
+        {"cp": 2},
+        [{"name": "context_parallel", "method": "ring"}],
+        False,
+        {"precision": {"parameters": "bfloat16"}},
+    ),
+    "experts over cp": ({"cp": 2, "ep": 2}, ["context_parallel", "expert_parallel"], True, {}),
+    "experts over cp, padded": (
+        {"cp": 2, "ep": 2},
+        ["context_parallel", "expert_parallel", "activation_checkpointing"],
+        True,
+        {"data": {"name": "documents", "pad_multiple": 8}},
+    ),
+    "tp x cp": ({"tp": 2, "cp": 2}, ["tensor_parallel", "context_parallel"], False, {}),
+    "tp x cp, experts": (
+        {"tp": 2, "cp": 2, "ep": 2},
+        ["tensor_parallel", {"name": "context_parallel", "method": "ring"}, "expert_parallel"],
+        True,
+        {},
+    ),
+    "autocast under cp": (
+        {"cp": 2},
+        [{"name": "context_parallel", "method": "ring"}],
+        False,
+        {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
+    ),
+    "low-rank terms under cp": ({"cp": 2}, ["context_parallel"], False, {"peft": {"name": "lora", "r": 4}}),
+    "cp and stages": ({"cp": 2, "pp": 2}, ["context_parallel"], False, {"pipeline": "1f1b"}),
+}
+OFTEN = ("replicate", "fsdp", "hsdp", "tp", "ep", "pp", "cp, keys gathered", "cp, ring")
 
 
 def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]:
@@ -95,8 +152,9 @@ def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]
     model = dict(table.EXPERTS if experts else table.DENSE) | {"tie_embeddings": "tied" in case}
     model |= sections.get("model", {})
     batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
+    job = table.job(directory / "corpus", "float32", model=model)
     changed = {"mesh": dict(mesh), "parallel": list(parallel), "steps": 2, "batch": batch, **sections}
-    return {**table.job(directory / "corpus", "float32", model=model), **changed, "model": model}
+    return {**job, **changed, "model": model, "data": job["data"] | sections.get("data", {})}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in OFTEN else THOROUGH) for name in CASES])

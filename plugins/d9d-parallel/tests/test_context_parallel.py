@@ -54,6 +54,9 @@ class Core(nn.Module):
     def attention_heads(self) -> tuple[int, int]:
         return self.heads
 
+    def head_features(self) -> int:
+        return 8
+
     def see_queries(self, share: ContextShare) -> None:
         self.share = share
 

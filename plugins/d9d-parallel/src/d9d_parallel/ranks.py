@@ -19,6 +19,11 @@ class Ranks:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of the ranks among all processes, in the order of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Ranks themselves: a group cannot be copied."""
         return self

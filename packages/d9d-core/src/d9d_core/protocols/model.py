@@ -206,6 +206,10 @@ class SharesAttention(Protocol):
         """Number of query heads, and of key and value heads, of the whole model."""
         ...
 
+    def head_features(self) -> int:
+        """Number of features of a head."""
+        ...
+
     def see_queries(self, share: ContextShare) -> None:
         """Take a rank's own queries [B, S / cp, N, D], and keys and values [B, S, K, D], from now on."""
         ...

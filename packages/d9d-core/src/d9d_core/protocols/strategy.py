@@ -120,6 +120,34 @@ class CommunicatesAlone(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ContextCall:
+    """Collective over ``cp`` in each pass of a microbatch through a module.
+
+    Attributes:
+        kind: operation.
+        bytes: bytes of the call, as :class:`Collective` counts them; ``None`` where only the data tells.
+        what: what travels, in words.
+        backward: it belongs to each backward; otherwise to each forward.
+        at_most: microbatches may do without it.
+    """
+
+    kind: Kind
+    bytes: int | None
+    what: str
+    backward: bool = False
+    at_most: bool = False
+
+
+@runtime_checkable
+class CommunicatesInContext(Protocol):
+    """Protocol of a :class:`~d9d_core.extend.SeesContext` that says what it communicates among ranks of ``cp``."""
+
+    def context_collectives(self, step: StepShape) -> Iterable[ContextCall]:
+        """Collectives of a microbatch, after :meth:`~d9d_core.extend.SeesContext.see_context`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class GradientOwner:
     """Owner of the reduction of one parameter's gradient over one mesh axis, and its operation.
 

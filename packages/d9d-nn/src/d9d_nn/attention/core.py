@@ -40,6 +40,11 @@ class AttentionCore(nn.Module):
         """Number of query heads, and of key and value heads, of the whole model."""
         return self.attention.static["query_heads"], self.attention.static["key_value_heads"]
 
+    def head_features(self) -> int:
+        """Number of features of a head."""
+        features: int = self.attention.static["head_dim"]
+        return features
+
     def see_queries(self, share: ContextShare) -> None:
         """Take a rank's own queries, and all keys and values."""
         self.attention.see_queries(share)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError, ContextShare, Kind, SequenceShare, StepShape, wide_dtype
+from d9d_core.extend import BuildError, ContextCall, ContextShare, Kind, SequenceShare, StepShape, wide_dtype
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -106,6 +106,19 @@ class TopKRouter(BalancedRouter):
         """Route a share of the positions; losses are those of all, on every rank, and the rest of its own."""
         self._context = share
 
+    def context_collectives(self, step: StepShape) -> Sequence[ContextCall]:
+        """Collectives of the losses over samples whose positions ranks of ``cp`` share; none without losses."""
+        if self._context is None or not self.loss_terms():
+            return ()
+        ranks = self._context.ranks
+        logits = step.bytes_of(ranks * self.experts, max(step.itemsize, 4))
+        return (
+            ContextCall("all_gather", logits, "logits"),
+            ContextCall("all_gather", step.bytes_of(ranks * self.top_k, 8), "chosen experts"),
+            ContextCall("all_gather", step.bytes_of(ranks, 1), "padding, if there is any", at_most=True),
+            ContextCall("reduce_scatter", logits, "gradients of logits", backward=True),
+        )
+
     def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
         """Choose the experts of each token.
 
@@ -121,7 +134,7 @@ class TopKRouter(BalancedRouter):
         logits = self._logits(tokens)
         if self._share is not None:
             logits = self._share.gather(logits.view(samples, -1, self.experts)).flatten(0, 1)
-        scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
+        scores = self._scores(logits)
         indices = self._select(scores.detach())
         weights = scores.gather(1, indices)
         if self.renormalise:
@@ -153,7 +166,8 @@ class TopKRouter(BalancedRouter):
             return context.gather(tensor.view(choice.samples, -1, *tensor.shape[1:])).flatten(0, 1)
 
         padding = None if choice.padding is None else whole(choice.padding.byte()).bool()
-        return Choice(whole(choice.logits), whole(choice.scores), whole(choice.indices), choice.samples, padding)
+        logits = whole(choice.logits)  # scores computed again cost less than another gather and its reduce-scatter
+        return Choice(logits, self._scores(logits), whole(choice.indices), choice.samples, padding)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
         """Rows that an expert takes of a microbatch with so many positions."""
@@ -171,6 +185,9 @@ class TopKRouter(BalancedRouter):
             if tokens.is_cuda and tokens.dtype == self.weight.dtype == torch.bfloat16:
                 return bfloat16_logits(tokens, self.weight)
             return functional.linear(tokens.to(dtype), self.weight.to(dtype))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
 
     def _select(self, scores: Tensor) -> Tensor:
         if isinstance(self.selection_bias, Tensor):

@@ -9,11 +9,11 @@ each is a partial sum: ``fsdp`` and its kind reduce it over ``cp``, too, and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from d9d_core.extend import (
     Applied,
     BuildError,
+    CommunicatesInContext,
     ContextParallelizable,
     SeesContext,
     SharesAttention,
@@ -23,6 +23,7 @@ from d9d_core.extend import (
 )
 from torch import nn
 
+from d9d_parallel.context_parallel.communication import ContextCommunication, Heads, Meeting
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 from d9d_parallel.context_parallel.forwards import ExchangedHeads, GatheredKeys, check_heads
 from d9d_parallel.context_parallel.ring import RingAttention
@@ -52,28 +53,39 @@ class ContextParallel:
             )
         stage.split_context(share)
         changed, meeting = [""], self._meeting(topology, share)
+        communication, notes = ContextCommunication(stage, share.all_ranks, meeting), []
         for name, owner in modules_with(stage, ContextParallelizable).items():
             assert isinstance(owner, ContextParallelizable)
             for core_name, core in owner.attention_cores().items():
                 whole = f"{name}.{core_name}" if name else core_name
-                self._core(whole, core, meeting)
+                communication.cores[whole] = self._core(whole, core, meeting)
                 changed.append(whole)
         for name, module in modules_with(stage, SeesContext).items():
             assert isinstance(module, SeesContext)
             module.see_context(share)
             changed.append(name)
-        notes = () if meeting.ring is None else ("attention: computed by the ring, in PyTorch, and by no kernel",)
-        return Applied(modules=tuple(changed), notes=notes)
+            if isinstance(module, CommunicatesInContext):
+                communication.alone[name] = module
+            else:
+                kind = type(module).__name__
+                notes.append(f"{name} ({kind}) does not say what it communicates: context_collectives()")
+        if meeting.ring is not None:
+            notes.append("attention: computed by the ring, in PyTorch, and by no kernel")
+        return Applied(
+            modules=tuple(changed),
+            notes=tuple(notes),
+            collectives=communication,
+        )
 
-    def _meeting(self, topology: Topology, share: ContextPositions) -> _Meeting:
+    def _meeting(self, topology: Topology, share: ContextPositions) -> Meeting:
         """Who exchanges what in attention. Collective over all ranks."""
         method, inner, tp = self._config.method, self._config.head_ranks, topology.sizes["tp"]
         if method == "ulysses":
-            return _Meeting(tp, heads=share.all_ranks)
+            return Meeting(tp, heads=share.all_ranks)
         if method == "ring":
-            return _Meeting(tp, ring=share.all_ranks)
+            return Meeting(tp, ring=share.all_ranks)
         if inner is None:
-            return _Meeting(tp, keys=share)
+            return Meeting(tp, keys=share)
         if share.ranks % inner or inner == share.ranks:
             raise BuildError(
                 f"strategy '{self._config.name}': head_ranks is {inner}, but mesh.cp is {share.ranks}; choose a "
@@ -82,12 +94,15 @@ class ContextParallel:
         neighbours = [range(first, first + inner) for first in range(0, share.ranks, inner)]
         rings = [range(first, share.ranks, inner) for first in range(inner)]
         heads, ring = (_ranks(topology, positions) for positions in (neighbours, rings))
-        return _Meeting(tp, heads=heads, ring=ring)
+        return Meeting(tp, heads=heads, ring=ring)
 
-    def _core(self, name: str, core: nn.Module, meeting: _Meeting) -> None:
+    def _core(self, name: str, core: nn.Module, meeting: Meeting) -> Heads | None:
+        """Split the attention of a core; its heads on this rank, if it says how many."""
+        heads = None
         if isinstance(core, SharesAttention):
+            query_heads, key_value_heads = (max(1, count // meeting.tp) for count in core.attention_heads())
+            heads = Heads(query_heads, key_value_heads, core.head_features())
             if meeting.heads is not None:
-                query_heads, key_value_heads = (max(1, heads // meeting.tp) for heads in core.attention_heads())
                 check_heads(query_heads, key_value_heads, meeting.heads.size)
             if meeting.ring is not None:
                 core.attend_by(RingAttention(meeting.ring))
@@ -102,24 +117,7 @@ class ContextParallel:
             _replace(core, ExchangedHeads(core, meeting.heads))
         if meeting.keys is not None:
             _replace(core, GatheredKeys(core, meeting.keys))
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    """Meeting of ranks in attention.
-
-    Attributes:
-        tp: ranks that have other heads.
-        heads: ranks that swap positions for heads.
-        ring: ranks between which keys and values go round. With both, what ranks with the same heads then have is in
-            zigzag order again, of fewer and longer chunks.
-        keys: share whose keys and values are gathered.
-    """
-
-    tp: int
-    heads: Ranks | None = None
-    ring: Ranks | None = None
-    keys: ContextPositions | None = None
+        return heads
 
 
 def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:

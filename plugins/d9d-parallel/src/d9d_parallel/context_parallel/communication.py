@@ -1,0 +1,169 @@
+"""Collectives of context parallelism in a step: those of each attention core, and of what else looks across positions.
+
+Numbers are counted for each of a rank's own positions, S / R of the S of a sample on R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from d9d_core.extend import Collective, CommunicatesInContext, Kind, StepShape
+from torch import nn
+
+from d9d_parallel.context_parallel.share import ContextPositions
+from d9d_parallel.ranks import Ranks
+
+#: A ring adds gradients up in this many bytes, or in more where the model computes in more.
+_WIDE = 4
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Meeting of ranks in attention.
+
+    Attributes:
+        tp: ranks that have other heads.
+        heads: ranks that swap positions for heads.
+        ring: ranks between which keys and values go round. With both, what ranks with the same heads then have is in
+            zigzag order again, of fewer and longer chunks.
+        keys: share whose keys and values are gathered.
+    """
+
+    tp: int
+    heads: Ranks | None = None
+    ring: Ranks | None = None
+    keys: ContextPositions | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of an attention core on one rank of ``tp``.
+
+    Attributes:
+        query: number of query heads.
+        key_value: number of key/value heads.
+        features: features of a head.
+    """
+
+    query: int
+    key_value: int
+    features: int
+
+
+class _Call(NamedTuple):
+    """Call in each pass through a core.
+
+    Attributes:
+        kind: operation.
+        ranks: numbers of its ranks, in order.
+        numbers: numbers in the tensor for each own position; ``None`` if the core does not say.
+        what: what travels.
+        backward: whether it is a backward's; otherwise it is a forward's.
+        times: calls in one pass.
+        least_itemsize: bytes of a number, if those of the forward are fewer.
+    """
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    numbers: int | None
+    what: str
+    backward: bool = False
+    times: int = 1
+    least_itemsize: int = 1
+
+
+@dataclass
+class ContextCommunication:
+    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose positions are split over ``cp``.
+
+    Attributes:
+        stage: stage with the cores.
+        ranks: all ranks of ``cp``.
+        meeting: who exchanges what in attention.
+        cores: attention cores by qualified name, with their heads; ``None`` for one that does not say.
+        alone: modules that communicate by themselves, by qualified name.
+    """
+
+    stage: nn.Module
+    ranks: Ranks
+    meeting: Meeting
+    cores: dict[str, Heads | None] = field(default_factory=dict)
+    alone: dict[str, CommunicatesInContext] = field(default_factory=dict)
+
+    def __call__(self, step: StepShape) -> Iterator[Collective]:
+        """List the collectives of all cores and modules; frozen layers may leave out some of the backward."""
+        frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
+        for name, heads in self.cores.items():
+            for call in self._of_core(heads):
+                itemsize = max(step.itemsize, call.least_itemsize)
+                yield Collective(
+                    call.kind,
+                    "cp" if len(call.ranks) == self.ranks.size else f"{len(call.ranks)} ranks of cp",
+                    call.ranks,
+                    None if call.numbers is None else step.bytes_of(call.numbers, itemsize),
+                    call.times * (step.backwards if call.backward else step.forwards),
+                    f"{call.what} at {name}, {'backward' if call.backward else 'forward'}",
+                    None if call.backward else name,
+                    step.approximate,
+                    at_most=call.backward and frozen,
+                )
+        for name, module in self.alone.items():
+            for one in module.context_collectives(step):
+                yield Collective(
+                    one.kind,
+                    "cp",
+                    self.ranks.numbers,
+                    one.bytes,
+                    step.backwards if one.backward else step.forwards,
+                    f"{one.what} at {name}, {'backward' if one.backward else 'forward'}",
+                    None if one.backward else name,
+                    step.approximate,
+                    at_most=one.at_most or (one.backward and frozen),
+                )
+
+    def _of_core(self, heads: Heads | None) -> Iterator[_Call]:
+        swapping, ring, keys = self.meeting.heads, self.meeting.ring, self.meeting.keys
+        if keys is not None:
+            ranks = keys.all_ranks
+            size = None if heads is None else 2 * heads.key_value * heads.features * ranks.size
+            yield _Call("all_gather", ranks.numbers, size, "keys and values")
+            yield _Call("reduce_scatter", ranks.numbers, size, "gradients of keys and values", backward=True)
+        if swapping is not None:
+            yield from _swaps(heads, swapping)
+        if ring is not None:
+            # What ranks that swapped have of fewer heads, they have of more positions.
+            size = None if heads is None else 2 * _key_value_heads(heads, swapping) * heads.features
+            yield from _turns(size, ring)
+
+
+def _swaps(heads: Heads | None, ranks: Ranks) -> Iterator[_Call]:
+    """Exchanges of positions for heads, and back."""
+    there = back = None
+    if heads is not None:
+        back = heads.query * heads.features
+        there = back + 2 * _key_value_heads(heads, ranks) * heads.features
+    yield _Call("all_to_all", ranks.numbers, there, "queries, keys and values")
+    yield _Call("all_to_all", ranks.numbers, back, "outputs")
+    yield _Call("all_to_all", ranks.numbers, back, "gradients of outputs", backward=True)
+    yield _Call("all_to_all", ranks.numbers, there, "gradients of queries, keys and values", backward=True)
+
+
+def _turns(numbers: int | None, ring: Ranks) -> Iterator[_Call]:
+    """Sends and receives of a ring; gradients of keys and values go one rank further, home."""
+    here, following, previous = (ring.numbers[(ring.rank + turn) % ring.size] for turn in (0, 1, -1))
+    ways: Mapping[Kind, tuple[int, ...]] = {
+        "send": tuple(sorted((here, following))),
+        "receive": tuple(sorted((here, previous))),
+    }
+    for kind, ranks in ways.items():
+        yield _Call(kind, ranks, numbers, "keys and values", times=ring.size - 1)
+    for kind, ranks in ways.items():
+        yield _Call(kind, ranks, numbers, "keys and values", backward=True, times=ring.size - 1)
+        yield _Call(kind, ranks, numbers, "gradients of keys and values", True, ring.size, _WIDE)
+
+
+def _key_value_heads(heads: Heads, swapping: Ranks | None) -> int:
+    """Key/value heads that travel: with fewer than ranks, each to several of them."""
+    return heads.key_value if swapping is None else max(heads.key_value, swapping.size)
