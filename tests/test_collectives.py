@@ -252,6 +252,46 @@ def test_lengths_that_ranks_cannot_share_are_refused_before_data_is_read(
         assert said in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("data", "mesh", "said"),
+    [
+        (
+            {"sequence_length": 30},
+            {"cp": 2},
+            "parallel[0]: strategy 'context_parallel' splits positions into 4 chunks, 2 for each of 2 ranks, but those "
+            "of a microbatch are 30 (data.sequence_length); use 28 or 32, or",
+        ),
+        (
+            {"name": "documents", "sequence_length": 36, "pad_multiple": 6},
+            {"cp": 2},
+            "multiples of 6 (data.pad_multiple); use 4 or 8",
+        ),
+        (
+            {"sequence_length": 20},
+            {"cp": 2, "tp": 4},
+            "parallel[1]: strategy 'tensor_parallel' splits positions over 4 ranks, on each of 2 ranks of cp, but "
+            "those of a microbatch are 20 (data.sequence_length); use 16 or 24, or",
+        ),
+        ({"sequence_length": 30}, {"cp": 2, "tp": 3}, "(data.sequence_length); use 24 or 36"),
+    ],
+    ids=["packed", "padded", "further by tp", "both"],
+)
+def test_lengths_that_ranks_of_cp_cannot_share_are_refused_before_data_is_read(
+    small_job: Callable[..., Path], d9d: D9d, data: dict[str, Any], mesh: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    text = {"name": "text", "sources": [str(tmp_path / "corpus")]}
+    parallel = ["context_parallel", *(["tensor_parallel"] if "tp" in mesh else [])]
+    model = {
+        "name": "qwen3", "vocab_size": 258, "hidden_size": 48, "intermediate_size": 96, "num_layers": 2,
+        "num_attention_heads": 12, "num_key_value_heads": 12, "max_positions": 64,
+    }  # fmt: skip
+    path = str(small_job(mesh=mesh, parallel=parallel, data=text | data, model=model))
+    for command in ("check", "explain"):
+        status, _, err = d9d(command, path)
+        assert status == 2
+        assert said in " ".join(err.split())
+
+
 def test_explain_shows_placements_and_collectives(small_job: Callable[..., Path], d9d: D9d) -> None:
     path = small_job(
         mesh={"dp_shard": 2, "tp": 2},

@@ -198,19 +198,19 @@ def build(values: dict[str, Any], plugins: list[str]) -> None:
     job.build(lambda _: None, topology_here(job)).train()
 
 
-def test_lengths_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
+def test_lengths_that_no_plan_sees_are_refused_with_their_first_batch(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
-    said = refused(table, tmp_path, layout("ring"), data=data, steps=1)
+    said = refused(table, tmp_path, layout("ring"), evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
     assert "mesh.cp is 2" in said
     assert (
         "2 x 2 does not divide the 26 positions of this batch; choose a sequence length that is a multiple of 4" in said
     )
 
 
-def test_positions_that_ranks_of_tp_cannot_share_further_are_refused(table: ModuleType, tmp_path: Path) -> None:
+def test_evaluated_lengths_that_ranks_of_tp_cannot_share_further_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
     one = layout("all_gather", "tensor_parallel", tp=4)
-    said = refused(table, tmp_path, one, data=data, steps=1)
+    said = refused(table, tmp_path, one, evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
     assert "mesh.tp = 4 ranks, which does not divide the 10 positions" in said
 
 

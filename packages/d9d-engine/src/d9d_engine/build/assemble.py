@@ -11,15 +11,13 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_returned, check_trainable
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import BaseJob, JobConfig
+from d9d_core.config.job import BaseJob
 from d9d_core.config.resolve import Parts
 from d9d_core.errors import BuildError, JobError
-from d9d_core.layout.check import near_multiples
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import StrategySpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.placement import Pipeline, plan_pipeline
-from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.model import SplitsSequence
 from d9d_core.protocols.peft import PeftMethod
 from d9d_core.protocols.strategy import Applied, Communication, Reducer, Strategy
@@ -34,6 +32,7 @@ from d9d_engine.build.joined_stages import JoinedStages, joined_stages
 from d9d_engine.build.kernels import KernelChoice, bind_kernels
 from d9d_engine.build.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.build.parts.data import documents_of
+from d9d_engine.build.parts.sample_lengths import check_lengths
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, settle
@@ -326,6 +325,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
         sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
+        context_chunks=max(outcome.context_chunks for outcome in outcomes),
         cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
     )
@@ -346,28 +346,6 @@ def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
                     problems[f"mesh.{axis} is {sizes[axis]}, which does not divide the {count} {what} of {kind}"] = None
     if problems:
         raise JobError("\n".join(problems))
-
-
-def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> None:
-    """Compare the lengths of microbatches, as far as the data's config tells them, with the ranks that split them.
-
-    Raises:
-        JobError: they do not divide every length.
-    """
-    lengths = sample_lengths(job.data)
-    if lengths is None or not isinstance(job, JobConfig):
-        return  # an inference makes one pass, whose last lengths are others
-    for chosen, outcome in applied:
-        ranks, multiple = outcome.sequence_ranks, lengths.multiple
-        if multiple % ranks == 0:
-            continue
-        near = " or ".join(map(str, near_multiples(multiple, ranks)))
-        what = "sequence_length" if lengths.fixed else "pad_multiple"
-        raise JobError(
-            f"{chosen.where}: strategy '{chosen.spec.name}' splits positions over {ranks} ranks, but those of a "
-            f"microbatch are {'' if lengths.fixed else 'multiples of '}{multiple} (data.{what}); use {near}, or other "
-            "sizes of the mesh"
-        )
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:
