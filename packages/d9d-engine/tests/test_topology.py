@@ -180,6 +180,20 @@ def test_dimensions_that_join_the_same_ranks_share_one_group() -> None:
         assert here.mesh("dense").get_group("fsdp") is here.group("dense", "fsdp")
 
 
+@pytest.mark.parametrize("ask", ["group", "mesh"])
+def test_a_dimension_that_a_view_lacks_is_an_error_and_no_group_of_one(ask: str) -> None:
+    here = topology(0, dp_shard=2, cp=2)
+    said = "view 'dense' of the mesh has no dimension 'cp'; it has pp, dp_replicate, fsdp, tp; .* axes_group"
+    with simulated_world(4), pytest.raises(BuildError, match=said):
+        getattr(here, ask)("dense", "fsdp", "cp")
+
+
+def test_an_axis_that_there_is_not_is_an_error() -> None:
+    here = topology(0, dp_shard=2, cp=2)
+    with simulated_world(4), pytest.raises(BuildError, match="no dimension 'fsdp' here, only pp, dp_replicate, dp_s"):
+        here.axes_group("fsdp")
+
+
 def test_a_plugin_brings_a_view_of_its_own(registry: Any) -> None:
     class Plugin:
         D9D_API = 1

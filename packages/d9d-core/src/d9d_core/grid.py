@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from d9d_core.errors import JobError
+from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin.records import ViewSpec
 
 #: Base axes, outermost first. ``ep`` is laid over the innermost ones and does not multiply the world size.
@@ -74,8 +74,15 @@ class Grid:
         return rank
 
     def group(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
-        """Group of the ranks that differ from ``rank`` along ``dims`` only, itself included, ascending."""
+        """Group of the ranks that differ from ``rank`` along ``dims`` only, itself included, ascending.
+
+        Raises:
+            BuildError: there is no such dimension.
+        """
         chosen, own = set(dims), self.coordinate(rank)
+        if unknown := sorted(chosen - self.sizes.keys()):
+            names = ", ".join(map(repr, unknown))
+            raise BuildError(f"the mesh has no dimension {names} here, only {', '.join(self.sizes)}")
         ranks = [0]
         for name, size in self.sizes.items():
             positions = range(size) if name in chosen else (own[name],)

@@ -76,12 +76,16 @@ class Topology(Protocol):
         """Device mesh of a view, or of some of its dimensions. Collective over all ranks on a view's first use.
 
         Raises:
-            BuildError: there is no such view, or the process group is not initialised.
+            BuildError: there is no such view or dimension, or the process group is not initialised.
         """
         ...
 
     def group(self, view: str, *dims: str) -> dist.ProcessGroup | None:
-        """Process group along some dimensions of a view; ``None`` without process groups. Collective on first use."""
+        """Process group along some dimensions of a view; ``None`` without process groups. Collective on first use.
+
+        Raises:
+            BuildError: there is no such view or dimension.
+        """
         ...
 
     def axes_group(self, *axes: str, purpose: str = "", blocks: int | None = None) -> dist.ProcessGroup | None:

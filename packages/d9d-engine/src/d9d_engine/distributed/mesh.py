@@ -102,8 +102,9 @@ class Topology:
         Collective over all ranks when a view is used for the first time.
 
         Raises:
-            BuildError: there is no such view, or the process group is not initialised.
+            BuildError: there is no such view or dimension, or the process group is not initialised.
         """
+        self._check_dims(view, dims)
         if view not in self._meshes:
             self._meshes[view] = self._make_mesh(self.grid(view))
         mesh = self._meshes[view]
@@ -142,9 +143,13 @@ class Topology:
         """Process group of the ranks that differ from this one along ``dims`` only; ``None`` without process groups.
 
         Collective over all ranks when it is asked for the first time.
+
+        Raises:
+            BuildError: there is no such view or dimension.
         """
         if not self.is_distributed:
             return None
+        self._check_dims(view, dims)
         return self._group(self.grid(view).group(self.rank, dims))
 
     @property
@@ -185,6 +190,15 @@ class Topology:
         yield
         if first:
             self.barrier()
+
+    def _check_dims(self, view: str, dims: Sequence[str]) -> None:
+        known = self.grid(view).sizes
+        for dim in dims:
+            if dim not in known:
+                raise BuildError(
+                    f"view '{view}' of the mesh has no dimension '{dim}'; it has {', '.join(known)}; along base axes "
+                    "there is axes_group()"
+                )
 
     def _make_mesh(self, grid: Grid) -> DeviceMesh:
         if not dist.is_initialized():
