@@ -31,10 +31,10 @@ def explained(small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch) -> Ca
     """
     monkeypatch.setattr("d9d_flash_attention.rules.capability", lambda: 8)
 
-    def lines_of(data: dict[str, Any], device: str = "cuda", **sections: Any) -> list[str]:
+    def lines_of(data: dict[str, Any], device: str = "cuda", ranks: int = 1, **sections: Any) -> list[str]:
         sections = {"model": MODEL, "precision": {"parameters": "bfloat16"}} | sections
         job = small_job(data=data, device=device, **sections)
-        status, out, err = d9d("explain", str(job), "--world-size", "1")
+        status, out, err = d9d("explain", str(job), "--world-size", str(ranks))
         assert status == 0, err
         lines = [" ".join(line.split()) for line in out.splitlines()]
         return [line for line in lines if line.startswith(("attention: ", "flex ", "sdpa accepts"))]
@@ -66,6 +66,22 @@ def test_layers_with_windows_get_flex_and_the_others_sdpa(explained: Any) -> Non
     assert [line.partition(" (")[0] for line in chosen] == ["attention: flex", "attention: sdpa"]
     assert chosen[0].endswith("at layers.1.attention.core.attention")
     assert any("skips what lies outside of windows of 16" in line for line in lines)
+
+
+@pytest.mark.parametrize("data", [TEXT, DOCUMENTS], ids=["packed", "of one document"])
+def test_queries_of_some_positions_get_flex_on_all_stages(explained: Any, data: dict[str, Any]) -> None:
+    sections = {"mesh": {"pp": 2, "cp": 2}, "pipeline": "1f1b", "parallel": ["context_parallel"]}
+    chosen, flex, sdpa = explained({**data, "pad_multiple": 4} if data is DOCUMENTS else data, ranks=4, **sections)
+    assert chosen.startswith("attention: flex (d9d-nn")
+    assert chosen.endswith("at layers.0.attention.core.attention, layers.1.attention.core.attention")
+    assert "accepts, priority 15" in flex
+    assert "so it reads a mask of them x S" in sdpa
+
+
+def test_a_ring_leaves_no_stage_a_backend(explained: Any) -> None:
+    ring = {"name": "context_parallel", "method": "ring"}
+    lines = explained(TEXT, ranks=4, mesh={"pp": 2, "cp": 2}, pipeline="1f1b", parallel=[ring])
+    assert lines == ["attention: computed by the ring, in PyTorch, and by no kernel"]
 
 
 def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:

@@ -15,6 +15,7 @@ from d9d_core.plugin.entries import Entry, Origin
 from d9d_core.protocols.strategy import Applied
 from d9d_engine.build.assemble import changed_modules
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
+from d9d_engine.build.parts.slots import holders_alike, slot_facts
 from d9d_engine.cli.report import print_kernel
 from rich.console import Console
 from torch import nn
@@ -120,6 +121,50 @@ def test_a_backend_that_fails_to_build_is_named() -> None:
     bad = replace(spec("bad", "always"), build=absent)
     with pytest.raises(PluginError, match=r"kernels.square: 'bad' \(zeta\) accepted, but a_module.* failed: ModuleNot"):
         choose(Registry.of(offering("zeta", bad)), Square(4))
+
+
+class Particular(OpSlot):
+    """Slot that takes only functions that say something."""
+
+    def refusal(self, function: Any) -> str | None:
+        return None if hasattr(function, "said") else "says nothing"
+
+
+def test_what_a_slot_refuses_is_passed_over_for_the_next_backend(registry: Registry) -> None:
+    stage = Square(16)
+    stage.op = Particular("square", torch.square, width=16)
+    (choice,) = choose(registry, stage)
+    assert choice.backend == stage.op.backend == "reference"
+    assert [choice.considered[name] for name in ("wide", "plain")] == [Decision(False, "says nothing")] * 2
+
+
+def test_slots_of_other_stages_get_the_facts_that_strategies_gave_those_here() -> None:
+    stage = nn.Sequential(Square(4), Square(16), Square(16), nn.Sequential(Square(8)))
+    kinds = {name: type(module) for name, module in stage.named_modules()}
+    before = slot_facts(stage)
+    for index in (0, 1):
+        stage[index].op.static = {**stage[index].op.static, "half": True}
+    found = dict(holders_alike(stage, before, kinds, {"", "0", "1"}))
+    assert [slot.static for slot in (stage[index].op for index in range(3))] == [
+        {"width": width, "half": True} for width in (4, 16, 16)
+    ]
+    assert stage[3][0].op.static == {"width": 8, "half": True}
+    assert found == dict(stage.named_modules())
+
+
+def test_slots_of_other_stages_are_gone_where_those_here_are() -> None:
+    class Perhaps(Square):
+        there = True
+
+        def op_slots(self) -> dict[str, OpSlot]:
+            return super().op_slots() if self.there else {}
+
+    stage = nn.Sequential(Perhaps(4), Perhaps(4), Square(4))
+    kinds = {name: type(module) for name, module in stage.named_modules()}
+    before = slot_facts(stage)
+    stage[0].there = False
+    found = dict(holders_alike(stage, before, kinds, {"", "0"}))
+    assert found.keys() == {"", "0", "2"}
 
 
 def test_a_backend_asked_for_by_name_is_taken(registry: Registry) -> None:

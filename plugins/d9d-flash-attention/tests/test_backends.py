@@ -259,6 +259,51 @@ def test_each_library_is_for_its_gpus_and_heads(
     assert why is None or why in decision.reason
 
 
+class Half:
+    """Share of the first half of the positions."""
+
+    ranks = 2
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor.chunk(2, dim=1)[0]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        raise AssertionError("nothing is gathered where masks are made")
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_queries_of_some_positions_are_refused_by_the_answer_and_never_fail_a_job(
+    registry: Any, monkeypatch: pytest.MonkeyPatch, libraries: Mapping[int, Any], number: int
+) -> None:
+    monkeypatch.setattr(rules, "capability", lambda: 9)
+    offers = registry("d9d_flash_attention.plugin", "d9d_nn.plugin")
+    judge = Judge([], offers, Circumstances(device="cuda"))
+    name, chosen = f"flash_attention_{number}", []
+    for some in (False, True):
+        core = AttentionCore(query_heads=HEADS, key_value_heads=KEY_HEADS, head_dim=HEAD_DIM)
+        if some:
+            core.see_queries(Half())
+        where = core.named_modules(), offers
+        (choice,) = bind_kernels(*where, {}, "cuda", "bfloat16", judge.verdicts, documents=False)
+        assert choice.considered[name].accept is not some
+        chosen.append(choice.backend)
+        if some:
+            assert "attends from all positions of a sample, and ranks of cp hold" in choice.considered[name].reason
+            assert core.attention.prepare(None, 8, torch.device("cpu")) is not None
+            with pytest.raises(BuildError, match=f"kernels.attention: '{name}'.*cannot run here: .*all positions"):
+                bind_kernels(
+                    core.named_modules(),
+                    offers,
+                    {"attention": name},
+                    "cuda",
+                    "bfloat16",
+                    judge.verdicts,
+                    documents=False,
+                )
+    assert chosen[0] == "flash_attention_4"
+    assert chosen[1] in ("flex", "sdpa")
+
+
 def bound(registry: Any, requested: dict[str, str]) -> str:
     offers = registry("d9d_flash_attention.plugin", "d9d_nn.plugin")
     core = AttentionCore(query_heads=HEADS, key_value_heads=KEY_HEADS, head_dim=HEAD_DIM)

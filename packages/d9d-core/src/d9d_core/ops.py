@@ -66,6 +66,10 @@ class OpSlot:
         self.backend = "reference"
         self._function = reference
 
+    def refusal(self, function: Callable[..., Any]) -> str | None:  # noqa: ARG002 - for slots that ask more
+        """Reason why calls cannot go to a function, for slots whose calls ask more of it; ``None`` if they can."""
+        return None
+
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
         """Replace the function that calls go to."""
         self.backend = backend

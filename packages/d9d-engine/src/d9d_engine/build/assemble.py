@@ -33,6 +33,7 @@ from d9d_engine.build.kernels import KernelChoice, bind_kernels
 from d9d_engine.build.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.build.parts.data import documents_of
 from d9d_engine.build.parts.sample_lengths import check_lengths
+from d9d_engine.build.parts.slots import holders_alike, slot_facts
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, settle
@@ -175,6 +176,7 @@ def assemble(
     # What stages hand on must not depend on which rank asks, so strategies get no hold of these.
     outlines = [deepcopy(stage) if index in stages else stage for index, stage in enumerate(everything[:-1])]
     kinds = {name: type(module) for name, module in full_model.named_modules()}  # FSDP2 changes a module's class
+    facts = slot_facts(full_model)
     applied = []
     reducers: dict[int, list[Reducer]] = {index: [] for index in stages}
     communication: dict[int, list[tuple[Chosen, Communication | None]]] = {index: [] for index in stages}
@@ -195,7 +197,7 @@ def assemble(
     here = {name for name, _ in model.named_modules()}
     compiled, checkpointed = (changed_modules(anchor, applied, kinds, here) for anchor in ("compile", "checkpointing"))
     kernels = bind_kernels(
-        full_model.named_modules(),
+        holders_alike(full_model, facts, kinds, here),
         registry,
         job.kernels,
         topology.device.type,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from d9d_core.errors import BuildError
 from d9d_core.ops import Decision, OpSignature, OpSlot
@@ -56,7 +57,8 @@ def bind_kernels(
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot and bind it.
 
-    Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0.
+    Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0. A
+    slot may refuse what a backend built, and the next one is asked.
 
     Args:
         holders: objects that may have op slots, and their names: the modules of a model, or an optimizer.
@@ -71,7 +73,7 @@ def bind_kernels(
         checkpointed: names of the modules that the backward computes again, with all that is inside of them.
 
     Raises:
-        BuildError: a requested backend refuses.
+        BuildError: a requested backend refuses, or a slot refuses it.
         PluginError: a requested backend does not exist.
     """
     slots = [
@@ -124,21 +126,37 @@ def _bind(
     asked = requested is not None
     offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
     answers = {entry: _ask(entry, signature, judge, deterministic) for entry in offers}
-    names = Counter(entry.spec.key for entry in offers)
-    considered = {REFERENCE: Decision(True, "runs everywhere")}
-    considered |= {_label(entry, unique=names[entry.spec.key] == 1): answers[entry] for entry in offers}
-    if requested is None:
-        chosen = _best(answers)
-    else:
+    if requested is not None:
         chosen = find_kernel(registry, signature.op, requested)
         if chosen is not None and not answers[chosen].accept:
             text = f"'{requested}' ({chosen.origin}) cannot run here: {answers[chosen].reason}"
             raise BuildError(f"kernels.{signature.op}: {text}")
-    if chosen is None:
+        function = None if chosen is None else _built(chosen, signature)
+    else:
+        function = None
+        while (chosen := _best(answers)) is not None:
+            function = _built(chosen, signature)
+            refusal = next((why for _, slot in same if (why := slot.refusal(function)) is not None), None)
+            if refusal is None:
+                break
+            answers[chosen] = Decision(False, refusal)
+    names = Counter(entry.spec.key for entry in offers)
+    considered = {REFERENCE: Decision(True, "runs everywhere")}
+    considered |= {_label(entry, unique=names[entry.spec.key] == 1): answers[entry] for entry in offers}
+    if chosen is None or function is None:
         return KernelChoice(signature.op, sites, REFERENCE, "", asked, considered, signature.compiled)
     assert isinstance(chosen.spec, KernelSpec)
+    for _, slot in same:
+        slot.bind(chosen.spec.name, function)
+    origin = str(chosen.origin)
+    return KernelChoice(signature.op, sites, chosen.spec.name, origin, asked, considered, signature.compiled)
+
+
+def _built(chosen: Entry, signature: OpSignature) -> Callable[..., Any]:
+    """Build the function of a backend."""
+    assert isinstance(chosen.spec, KernelSpec)
     try:
-        function = chosen.spec.build.load()(signature)
+        function: object = chosen.spec.build.load()(signature)
     except FOREIGN_FAILURES as error:
         text = (
             f"kernels.{signature.op}: '{chosen.spec.name}' ({chosen.origin}) accepted, but {chosen.spec.build} failed"
@@ -149,10 +167,7 @@ def _bind(
             f"kernels.{signature.op}: {chosen.spec.build} of {chosen} returned a {type(function).__name__}, no function"
         )
         raise BuildError(text)
-    for _, slot in same:
-        slot.bind(chosen.spec.name, function)
-    origin = str(chosen.origin)
-    return KernelChoice(signature.op, sites, chosen.spec.name, origin, asked, considered, signature.compiled)
+    return function
 
 
 def _label(entry: Entry, *, unique: bool) -> str:

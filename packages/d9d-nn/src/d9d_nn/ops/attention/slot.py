@@ -22,7 +22,8 @@ class AttentionSlot(OpSlot):
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
     With ``prepare_queries(documents, queries, length, device) -> mask`` it can also attend from queries at some
-    positions, int64 [Q], as context parallelism by ``all_gather`` asks for.
+    positions, int64 [Q], as context parallelism by ``all_gather`` asks for: the slot's ``static`` then has
+    ``some_queries``, so that a backend that cannot may refuse.
 
     Args:
         query_heads: N.
@@ -50,11 +51,21 @@ class AttentionSlot(OpSlot):
         """Key of everything that a mask depends on, but for the documents."""
         return self.backend, self.static["window"]
 
+    def refusal(self, function: Callable[..., Any]) -> str | None:
+        """Reason why a function cannot attend from the queries of this slot; ``None`` if it can."""
+        if self._share is None or not self._masks or hasattr(function, "prepare_queries"):
+            return None
+        return "attends from all positions of a sample only, but ranks of cp hold the queries of some"
+
     def bind(self, backend: str, function: Callable[..., Any]) -> None:
-        """Replace the function that calls go to, and with it how masks are made."""
+        """Replace the function that calls go to, and with it how masks are made.
+
+        Raises:
+            BuildError: the slot has queries at some positions, and the function cannot attend from those.
+        """
+        self._check(backend, function)
         super().bind(backend, function)
         self._prepare = getattr(function, "prepare", _documents)
-        self._check()
 
     def see_queries(self, share: ContextShare) -> None:
         """Make masks for a rank's own queries, and all keys.
@@ -63,8 +74,9 @@ class AttentionSlot(OpSlot):
             BuildError: a backend that was bound cannot attend from queries at some positions, also of one bound later.
         """
         self._share = share
+        self.static = {**self.static, "some_queries": True}
         if self.backend != "reference":
-            self._check()
+            self._check(self.backend, self.function)
 
     def make_no_masks(self) -> None:
         """Make masks no more: somebody else attends."""
@@ -82,15 +94,15 @@ class AttentionSlot(OpSlot):
             return None
         if self._share is None:
             return self._prepare(documents, length, device)
-        self._check()
+        self._check(self.backend, self.function)
         queries = self._share.own(torch.arange(length, device=device).unsqueeze(0)).squeeze(0)
         return self.function.prepare_queries(documents, queries, length, device)  # type: ignore[attr-defined]
 
-    def _check(self) -> None:
-        if self._share is not None and self._masks and not hasattr(self.function, "prepare_queries"):
+    def _check(self, backend: str, function: Callable[..., Any]) -> None:
+        if (refusal := self.refusal(function)) is not None:
             raise BuildError(
-                f"kernels.attention: '{self.backend}' attends from all positions of a sample only, but ranks of cp "
-                "hold the queries of some; choose sdpa or flex, or another method of context_parallel, such as ulysses"
+                f"kernels.attention: '{backend}' {refusal}; choose sdpa or flex, or another method of "
+                "context_parallel, such as ulysses"
             )
 
 
