@@ -22,6 +22,7 @@ Everything a component itself needs is here; importing this module imports no to
 | log of a run | ``RunLog``, ``LogsValues`` |
 | subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
+| costs | ``Share``, ``StageCost`` of ``BlockCost`` of ``OpCost``, ``StrategyCost``, ``OptimizerCost``, ``StageTimes`` |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
 :mod:`d9d_weights`.
@@ -113,7 +114,18 @@ from d9d_core.program.deadlock import awaited, find_deadlock
 from d9d_core.program.index import ProgramIndex
 from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
+from d9d_core.program.times import StageTimes
 from d9d_core.program.validation import placement, problems_of, validate
+from d9d_core.protocols.cost import (
+    BlockCost,
+    Exchange,
+    ModelCosts,
+    OpCost,
+    OptimizerCost,
+    Share,
+    StageCost,
+    StrategyCost,
+)
 from d9d_core.protocols.data import DataContext, DataStream, PacksDocuments, packs_documents
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.forward import ForwardPass
@@ -241,6 +253,7 @@ __all__ = [
     "Arrival",
     "AveragesWeights",
     "Backward",
+    "BlockCost",
     "BuildError",
     "CheckpointError",
     "CheckpointSaved",
@@ -268,6 +281,7 @@ __all__ = [
     "EvaluationEnds",
     "EvaluationStarts",
     "EventsReady",
+    "Exchange",
     "FinishesTraining",
     "FirstPass",
     "Forward",
@@ -308,14 +322,17 @@ __all__ = [
     "Microbatch",
     "MicrobatchAction",
     "ModelConfig",
+    "ModelCosts",
     "ModelPlanned",
     "ModelReady",
     "Named",
     "NonFiniteError",
     "ObservesOnDemand",
+    "OpCost",
     "OpSignature",
     "OpSlot",
     "Optimizer",
+    "OptimizerCost",
     "OptimizerReady",
     "OptimizerStepEnds",
     "OptimizerStepStarts",
@@ -354,14 +371,17 @@ __all__ = [
     "SendGradient",
     "SequenceShare",
     "SeriesName",
+    "Share",
     "SleepEnds",
     "SleepStarts",
     "SplitsSequence",
     "SplitsVocabulary",
     "Stage",
+    "StageCost",
     "StageInputs",
     "StageMetric",
     "StageRunner",
+    "StageTimes",
     "StartsFromWeights",
     "State",
     "StatefulSubscriber",
@@ -371,6 +391,7 @@ __all__ = [
     "StepStarts",
     "StepState",
     "Strategy",
+    "StrategyCost",
     "Subscriber",
     "Subscribes",
     "SwitchesOff",

@@ -1,0 +1,97 @@
+"""Ways out for a job that does not fit its devices: the nearest and cheapest layouts that do. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from d9d_core.errors import D9dError, JobError
+from d9d_core.layout.mend import edit
+
+from d9d_engine.planner.options import divisors
+from d9d_engine.planner.prediction import Prediction
+from d9d_engine.planner.search import search
+
+_GIB = 2**30
+_SHOWN = 3
+#: Factors on the number of devices that are tried.
+_MORE_DEVICES = (2, 4, 8)
+
+
+def check_memory(prediction: Prediction) -> None:
+    """Refuse a job that does not fit.
+
+    Raises:
+        JobError: it does not; the text has the cheapest ways out, with what they are predicted to cost.
+    """
+    if prediction.fits:
+        return
+    memory, device = prediction.memory, prediction.device
+    text = (
+        f"this job needs {memory.needed / _GIB:.1f} GiB on a device ({largest(prediction)}), which has "
+        f"{device.memory / _GIB:.1f} GiB"
+    )
+    ways = ways_out(prediction)
+    if not ways:
+        raise JobError(
+            f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: take a smaller model"
+        )
+    lines = [f"{number}. {_way(prediction, way)}" for number, way in enumerate(ways, 1)]
+    raise JobError("\n".join([f"{text}; the cheapest ways out:", *lines]))
+
+
+def largest(prediction: Prediction) -> str:
+    """The largest parts of a prediction's memory in words."""
+    memory = prediction.memory
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "communication": memory.communication,
+    }
+    names = sorted(parts, key=lambda name: -parts[name])[:3]
+    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
+
+
+def ways_out(prediction: Prediction) -> list[Prediction]:
+    """Layouts that fit, by their device time for a step: next to the job's own, else of as many devices or more."""
+    found = [near for near in _nearby(prediction) if _works(near)]
+    devices = prediction.layout.mesh.world_size
+    for factor in (1, *_MORE_DEVICES):
+        if len(found) >= _SHOWN:
+            break
+        ranked = search(prediction.workload, devices * factor, prediction.device).ranked
+        found += [one for one in ranked[:_SHOWN] if _works(one)]
+    found.sort(key=lambda way: way.time.total * way.layout.mesh.world_size)
+    return found[:_SHOWN]
+
+
+def _way(job: Prediction, way: Prediction) -> str:
+    """A way out in words: its price and the edit of the job file."""
+    devices = way.layout.mesh.world_size
+    slower = way.time.total / job.time.total - 1
+    here = f"{slower:+.0%} time a step" if devices == job.layout.mesh.world_size else f"{devices} devices"
+    lines = edit(job.workload.job, way.layout.on(job.workload.job)).replace("\n", "\n   ")
+    return f"{way.time.total:.3g} s a step ({here}), {way.memory.needed / _GIB:.1f} GiB:\n   {lines}"
+
+
+def _works(prediction: Prediction) -> bool:
+    try:
+        return prediction.fits and prediction.time.total > 0
+    except D9dError:
+        return False
+
+
+def _nearby(prediction: Prediction) -> Iterator[Prediction]:
+    """Layouts next to one: blocks recomputed, smaller microbatches, or both."""
+    layout, workload = prediction.layout, prediction.workload
+    options = workload.options
+    smaller = [size for size in divisors(layout.microbatch) if size < layout.microbatch]
+    recomputes = workload.strategy(layout).recomputed > 0
+    for recomputing in [[]] if recomputes else [[], *options.recomputing]:
+        for microbatch in [*smaller, layout.microbatch]:
+            if recomputing or microbatch != layout.microbatch:
+                parallel = (*recomputing, *layout.parallel)
+                yield replace(prediction, layout=replace(layout, parallel=parallel, microbatch=microbatch))
