@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
 from d9d_core.extend import BlockCost, BuildError, Exchange, OpCost, Share, Stage, StageCost
@@ -26,16 +28,20 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
     blocks: list[BlockCost] = []
     if stage.is_first:
         blocks.append(_embedding(config, share))
-    for layer in layers_of(config, stage):
-        cost = _layer(config, layer, share)
-        if blocks and replace(blocks[-1], count=1) == cost:
-            blocks[-1] = replace(cost, count=blocks[-1].count + 1)
-        else:
-            blocks.append(cost)
+    for (layer, _), count in Counter(_alike(config, layers_of(config, stage))).items():
+        blocks.append(replace(_layer(config, layer, share), count=count))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
     boundary = 0.0 if stage.is_last else _state(config, share)
     return StageCost(tuple(blocks), boundary)
+
+
+def _alike(config: AnyQwen3Config, layers: range) -> Iterator[tuple[int, object]]:
+    """For each layer, the first one that costs the same: of the same kind, with the same window."""
+    first: dict[object, int] = {}
+    for layer in layers:
+        kind = (config.window(layer), isinstance(config, Qwen3MoeConfig) and layer in config.dense_layers)
+        yield first.setdefault(kind, layer), kind
 
 
 def _check(config: AnyQwen3Config, share: Share) -> None:

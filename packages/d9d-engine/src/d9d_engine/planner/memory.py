@@ -92,7 +92,7 @@ class MemoryModel:
         self._workload, self._layout, self._stages = workload, layout, stages
         self._effect: StrategyCost = workload.strategy(layout)
         self._groups = workload.groups(layout)
-        self._sums: dict[StageCost, _Sums] = {}
+        self._sums: dict[int, _Sums] = {}
 
     def ranks(self) -> list[Memory]:
         """Memory of each pipeline rank."""
@@ -159,13 +159,13 @@ class MemoryModel:
     def _sum(self, stage: int) -> _Sums:
         """Sums over the blocks of a stage; most stages are alike."""
         cost = self._stages[stage]
-        if cost not in self._sums:
-            self._sums[cost] = _Sums(
+        if id(cost) not in self._sums:
+            self._sums[id(cost)] = _Sums(
                 sum(self._block_kept(block) * block.count for block in cost.blocks),
                 sum(op.kept for block in cost.blocks for op in block.ops if op.name == "head"),
                 self._numbers(cost.blocks),
             )
-        return self._sums[cost]
+        return self._sums[id(cost)]
 
     def _kept(self, stage: int) -> float:
         return self._sum(stage).kept

@@ -75,7 +75,8 @@ class TimeModel:
         self._effect: StrategyCost = workload.strategy(layout)
         self._groups = workload.groups(layout)
         self._width = workload.compute_width(self._effect)
-        self._found: dict[StageCost, _Tally] = {}
+        self._found: dict[int, _Tally] = {}
+        self._axes: dict[str, Group] = {}
 
     def least(self) -> float:
         """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
@@ -125,9 +126,9 @@ class TimeModel:
     def _tallies(self) -> list[_Tally]:
         """Times of all stages; most of them are alike."""
         for stage in self._stages:
-            if stage not in self._found:
-                self._found[stage] = self._stage(stage)
-        return [self._found[stage] for stage in self._stages]
+            if id(stage) not in self._found:
+                self._found[id(stage)] = self._stage(stage)
+        return [self._found[id(stage)] for stage in self._stages]
 
     def _busy(self, hosts: list[int], tallies: list[_Tally]) -> list[float]:
         """Time that each pipeline rank computes for a microbatch."""
@@ -179,8 +180,10 @@ class TimeModel:
         found: dict[str, float] = {}
         for exchange in exchanges:
             name = _AXES[exchange.axis]
-            group = axis_group(self._layout.mesh, exchange.axis)
-            found[name] = found.get(name, 0.0) + seconds(exchange.operation, exchange.size, group, self._device)
+            if exchange.axis not in self._axes:
+                self._axes[exchange.axis] = axis_group(self._layout.mesh, exchange.axis)
+            taken = seconds(exchange.operation, exchange.size, self._axes[exchange.axis], self._device)
+            found[name] = found.get(name, 0.0) + taken
         return found
 
     def _data_parallel(self, tally: _Tally, blocks: tuple[BlockCost, ...]) -> None:

@@ -54,10 +54,10 @@ class Workload:
         if job.peft is not None:
             raise JobError("peft: costs of fine-tuning methods are not described, so nothing can be predicted")
         self._cost: Any = spec.cost.load()
-        self._stages: dict[Any, StageCost] = {}
+        self._stages: dict[Any, list[StageCost]] = {}
         self._programs: dict[Any, Sequence[Program]] = {}
         self._rhythms: dict[Any, tuple[list[int], list[list[Moment]]]] = {}
-        self._strategies: dict[int, tuple[PluginConfig, StrategyCost]] = {}
+        self._effects: dict[tuple[int, ...], tuple[tuple[PluginConfig, ...], StrategyCost]] = {}
         self._groups: dict[Mesh, DataGroups] = {}
 
     @cached_property
@@ -100,16 +100,18 @@ class Workload:
 
     def strategy(self, layout: Layout) -> StrategyCost:
         """Effect of all strategies of a layout."""
-        return reduce(or_, (self._effect(config) for config in layout.parallel), StrategyCost())
+        key = tuple(map(id, layout.parallel))
+        if key not in self._effects:
+            effects = (self._effect(config) for config in layout.parallel)
+            self._effects[key] = layout.parallel, reduce(or_, effects, StrategyCost())  # keeps what has these ids
+        return self._effects[key][1]
 
     def _effect(self, config: PluginConfig) -> StrategyCost:
-        found = self._strategies.get(id(config))
-        if found is None:
-            spec = self.registry.find("strategy", config.selector).spec
-            described = isinstance(spec, StrategySpec) and spec.cost is not None
-            effect: StrategyCost = spec.cost.load()(config) if described else StrategyCost()  # type: ignore[union-attr]
-            found = self._strategies[id(config)] = config, effect  # the config is kept, and so is its identity
-        return found[1]
+        spec = self.registry.find("strategy", config.selector).spec
+        if not isinstance(spec, StrategySpec) or spec.cost is None:
+            return StrategyCost()
+        effect: StrategyCost = spec.cost.load()(config)
+        return effect
 
     def groups(self, layout: Layout) -> DataGroups:
         """Data-parallel groups of a layout."""
@@ -148,12 +150,12 @@ class Workload:
         )
         count = count or len(self.hosts(layout))
         given = layout.pipeline.layers if isinstance(layout.pipeline, ScheduleConfig) else None
-        return [self._stage(Stage(index, count, given), share) for index in range(count)]
-
-    def _stage(self, stage: Stage, share: Share) -> StageCost:
-        key = (stage, share)
+        key = (share, count, given)
         if key not in self._stages:
-            self._stages[key] = self._cost(self.job.model, stage, share)
+            costs = [self._cost(self.job.model, Stage(index, count, given), share) for index in range(count)]
+            same: dict[StageCost, StageCost] = {}
+            # Stages that are alike are one object, which is cheap to compare.
+            self._stages[key] = [same.setdefault(cost, cost) for cost in costs]
         return self._stages[key]
 
     def programs(self, layout: Layout, microbatches: int) -> Sequence[Program]:
