@@ -110,13 +110,7 @@ from d9d_core.program.actions import (
     forward_only,
     single_stage,
 )
-from d9d_core.program.deadlock import awaited, find_deadlock
-from d9d_core.program.index import ProgramIndex
-from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
-from d9d_core.program.text import diff_programs, format_programs, parse_programs
-from d9d_core.program.times import StageTimes
-from d9d_core.program.validation import placement, problems_of, validate
-from d9d_core.protocols.cost import (
+from d9d_core.program.costs import (
     BlockCost,
     Exchange,
     ModelCosts,
@@ -124,8 +118,14 @@ from d9d_core.protocols.cost import (
     OptimizerCost,
     Share,
     StageCost,
+    StageTimes,
     StrategyCost,
 )
+from d9d_core.program.deadlock import awaited, find_deadlock
+from d9d_core.program.index import ProgramIndex
+from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
+from d9d_core.program.text import diff_programs, format_programs, parse_programs
+from d9d_core.program.validation import placement, problems_of, validate
 from d9d_core.protocols.data import DataContext, DataStream, PacksDocuments, packs_documents
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.forward import ForwardPass

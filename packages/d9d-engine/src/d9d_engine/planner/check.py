@@ -39,4 +39,17 @@ def predicted(job: JobFile, memory: int | None) -> list[str]:
         return [f"not predicted: {error}"]
     if memory is not None:
         check_memory(prediction)
-    return [*lines, *workload.notes]
+    return [*lines, *_wide(prediction), *workload.notes]
+
+
+def _wide(prediction: Prediction) -> list[str]:
+    """Warning of tensor parallelism that crosses machines, with its price."""
+    tensor, device = prediction.layout.mesh.tp, prediction.device
+    if tensor <= device.node:
+        return []
+    time = prediction.time
+    part = time.parts["tensor parallelism"] / time.total
+    return [
+        f"warning: mesh.tp is {tensor}, wider than a machine of {device.node} devices: its collectives are predicted "
+        f"to take {part:.0%} of a step of {time.total:.3g} s; use tp {device.node} or less, and cp or pp for the rest"
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from d9d_core.protocols.cost import BlockCost, StageCost, StrategyCost
+from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
 
 from d9d_engine.planner.layout import Layout
 from d9d_engine.planner.live import Moment

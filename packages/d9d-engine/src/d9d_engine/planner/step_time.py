@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from d9d_core.errors import JobError
-from d9d_core.program.times import StageTimes
-from d9d_core.protocols.cost import BlockCost, Exchange, StageCost, StrategyCost
+from d9d_core.program.costs import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
 
 from d9d_engine.planner.device import Device
 from d9d_engine.planner.layout import Layout, axis_group

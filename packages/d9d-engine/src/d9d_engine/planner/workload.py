@@ -15,9 +15,8 @@ from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin.records import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
-from d9d_core.program.times import Simulate
+from d9d_core.program.costs import OptimizerCost, Share, Simulate, StageCost, StrategyCost
 from d9d_core.program.validation import placement
-from d9d_core.protocols.cost import OptimizerCost, Share, StageCost, StrategyCost
 from d9d_core.protocols.model import Stage
 
 from d9d_engine.planner.layout import DataGroups, Layout

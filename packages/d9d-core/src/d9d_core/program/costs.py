@@ -1,4 +1,4 @@
-"""Cost descriptions of models, strategies and optimizers, from which layouts are planned. Imports no torch.
+"""Cost descriptions of models, strategies, optimizers and schedules, from which layouts are planned. Imports no torch.
 
 A model describes the blocks of a pipeline stage, each as a list of ops: FLOPs, bytes that move between the device's
 memory and its processors, and bytes that the backward needs. All numbers are those of one rank and one microbatch.
@@ -6,8 +6,11 @@ memory and its processors, and bytes that the backward needs. All numbers are th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
+
+from d9d_core.program.actions import Program
 
 #: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
 OpKind = Literal["product", "grouped_product", "attention", "memory"]
@@ -182,3 +185,23 @@ class ModelCosts(Protocol):
             BuildError: the share cannot be, such as of heads that ``tp`` does not divide.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Times of the stages of a pipeline for one microbatch, in seconds.
+
+    Attributes:
+        forward, backward: stage -> time; the backward is a whole one.
+        weight: stage -> the part of the backward that weight gradients take.
+        transfer: time of one tensor from one rank to another.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weight: Sequence[float]
+    transfer: float = 0.0
+
+
+#: Signature of :attr:`d9d_core.plugin.ScheduleSpec.simulate`: seconds of a step of the programs of all ranks.
+Simulate = Callable[[Sequence[Program], StageTimes], float]
