@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,19 @@ def pytest_runtest_setup() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.collect()  # what the test before has left; all older objects are frozen
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: with tiny tensors, threads that wait for each other cost more than they give."""
+    torch = sys.modules.get("torch")  # most commands and declarations are tested without it
+    if torch is None:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ def test_the_whole_bench_runs_on_a_cpu(tmp_path: Path) -> None:
     found = result["kernels"]
     both = {"forward", "backward"}
     assert {(row["op"], row["pass"]) for row in found["ops"] if row["backend"] == "triton"} == {
-        (op, way) for op in ("rms_norm", "silu_mul", "rope", "permute", "unpermute") for way in both
+        (op, way) for op in ("rms_norm", "silu_mul", "rope", "normed_rope", "permute", "unpermute") for way in both
     }
     assert any(row["op"].startswith("adamw triton") for row in found["optimizers"])
     assert any(row["op"].startswith("stochastic_adamw triton") for row in found["optimizers"])
@@ -48,6 +48,8 @@ def test_bytes_are_the_fewest(room: SimpleNamespace) -> None:
     assert found["silu_mul", "8 x 24"] == (3 * 8 * 24 * 2, 5 * 8 * 24 * 2)
     turned = 2 * (2 * 4 * (4 + 2) * 8) * 2 + 2 * 4 * 4 * 4
     assert found["rope", "2 x 4"] == (turned, turned)
+    heads = 2 * (2 * 4 * (4 + 2) * 8)
+    assert found["normed_rope", "2 x 4"] == (turned, turned + heads)
     few, many = 4 * 16 * 2, 4 * 2 * 16 * 2
     assert found["permute", "4 x 16"] == (few + many, few + many)
     assert found["unpermute", "4 x 16"] == (few + many, few + 2 * many)

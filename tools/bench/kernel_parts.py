@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from torch import Tensor
 #: Measured of an op, an optimizer or the loss, as JSON can hold it.
 Row = dict[str, Any]
 Function = Callable[..., Any]
+
+#: Bytes that are filled before a measured call: a millisecond on an H200, longer than a host needs for a backward.
+FILLED = 4 << 30
+#: Calls of which the median is taken, where time allows.
+FEWEST_CALLS, MOST_CALLS = 5, 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +89,30 @@ class Bench:
         """
         run()  # compiles
         if self.is_gpu:
-            from triton.testing import do_bench
-
-            return float(do_bench(run, warmup=10, rep=most, return_mode="median"))
+            return self._on_gpu(run, most)
         times = []
         for _ in range(2):
             begin = time.perf_counter()
             run()
             times.append(1e3 * (time.perf_counter() - begin))
+        return statistics.median(times)
+
+    def _on_gpu(self, run: Callable[[], Any], most: int) -> float:
+        """Median time on the GPU alone.
+
+        Filling memory empties the caches, and takes longer than a host needs to launch what a call launches. So calls
+        of many small kernels, such as backwards, are not measured by the speed of Python.
+        """
+        memory = torch.empty(FILLED, dtype=torch.int8, device=self.device)
+        times: list[float] = []
+        while len(times) < FEWEST_CALLS or (len(times) < MOST_CALLS and sum(times) < most):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            memory.zero_()
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
         return statistics.median(times)
 
     def clean(self) -> None:
@@ -128,10 +150,11 @@ class Case:
 def cases(bench: Bench) -> Iterator[Case]:
     """Cases of the ops of models: the references as they are written, and the kernels."""
     from d9d_moe.dispatch import permutation as moe
+    from d9d_nn.ops.normed_rope import normed_rope as place
     from d9d_nn.ops.rms_norm import rms_norm as norm
     from d9d_nn.ops.rope import rope as turn
     from d9d_nn.ops.silu_mul import silu_mul as gate
-    from d9d_triton import permutation, rms_norm, rope, silu_mul
+    from d9d_triton import normed_rope, permutation, rms_norm, rope, silu_mul
 
     s, draw = bench.sizes, bench.draw
     for rows, features in ((s.tokens, s.hidden), (s.tokens * s.heads, s.head_size)):
@@ -156,18 +179,23 @@ def cases(bench: Bench) -> Iterator[Case]:
         0, 4, s.head_size // 2, device=bench.device
     )
     size = 2 * samples * s.length * (s.heads + s.key_heads) * s.head_size
-    size = 2 * size + 2 * angle.nbytes  # cosines and sines
+    angles = 2 * angle.nbytes  # cosines and sines
+    shape = f"{samples} x {s.length}, {s.heads} and {s.key_heads} heads of {s.head_size}"
+    heads = [draw(samples, s.length, count, s.head_size) for count in (s.heads, s.key_heads)]
     yield Case(
         "rope",
-        f"{samples} x {s.length}, {s.heads} and {s.key_heads} heads of {s.head_size}",
+        shape,
         {"reference": turn, "triton": rope.rope},
-        (
-            draw(samples, s.length, s.heads, s.head_size),
-            draw(samples, s.length, s.key_heads, s.head_size),
-            angle.cos(),
-            angle.sin(),
-        ),
-        (size, size),
+        (*heads, angle.cos(), angle.sin()),
+        (2 * size + angles, 2 * size + angles),
+    )
+    weights = [draw(s.head_size) for _ in heads]
+    yield Case(
+        "normed_rope",
+        shape,
+        {"reference": place, "triton": normed_rope.normed_rope},
+        (*heads, *weights, angle.cos(), angle.sin(), 1e-6),
+        (2 * size + angles, 3 * size + angles),
     )
     tokens = s.tokens // 2
     slots, places = _routed(bench, tokens)
@@ -212,7 +240,7 @@ def measure_ops(bench: Bench, rate: float) -> list[Row]:
 
 def measure_optimizers(bench: Bench, rate: float) -> list[Row]:
     """Steps of optimizers, each alone, because the states of several would not fit."""
-    rows: list[Row] = []
+    rows: list[Row] = gradient_norms(bench, rate)
     layer = ((16, 16),) if bench.sizes.billions < 1e-3 else None
     for name, dtype, state, make in contenders():
         named = parameters(bench.sizes.billions, dtype, bench.device, *([layer] if layer else []))
@@ -221,6 +249,24 @@ def measure_optimizers(bench: Bench, rate: float) -> list[Row]:
         rows.append({"op": name, "shape": f"{bench.sizes.billions:g} G parameters", **_share(ms, size, rate)})
         del named
         bench.clean()
+    return rows
+
+
+def gradient_norms(bench: Bench, rate: float) -> list[Row]:
+    """Sums of the squares of all gradients, as torch and as the kernel compute them."""
+    from d9d_engine.step.totals import gradient_power
+    from d9d_triton.gradient_power import SumOfSquares
+
+    device, count = torch.device(bench.device), max(1, int(bench.sizes.billions * 1e9 / bench.sizes.hidden**2))
+    gradients = [bench.draw(bench.sizes.hidden, bench.sizes.hidden, grad=False) for _ in range(count)]
+    size = sum(gradient.nbytes for gradient in gradients)
+    rows: list[Row] = []
+    for name, function in (("torch", partial(gradient_power, p=2.0)), ("triton", SumOfSquares())):
+        ms = bench.milliseconds(partial(function, gradients, device))
+        shape = f"{bench.sizes.billions:g} G parameters"
+        rows.append({"op": f"gradient_power {name}, torch.bfloat16", "shape": shape, **_share(ms, size, rate)})
+    del gradients
+    bench.clean()
     return rows
 
 
@@ -264,7 +310,7 @@ def measure_block(bench: Bench) -> dict[str, Any]:
     from d9d_nn.rope.rotary_embedding import RotaryEmbedding
     from d9d_qwen3.block import Qwen3Block
     from d9d_qwen3.config import Qwen3Config
-    from d9d_triton import rms_norm, rope, silu_mul
+    from d9d_triton import normed_rope, rms_norm, silu_mul
 
     s = bench.sizes
     config = Qwen3Config(
@@ -291,7 +337,9 @@ def measure_block(bench: Bench) -> dict[str, Any]:
         return made
 
     fused = torch_build(OpSignature("rms_norm", bench.device, "bfloat16"))
-    own: dict[str, Function] = {"rms_norm": rms_norm.rms_norm, "rope": rope.rope, "silu_mul": silu_mul.silu_mul}
+    own: dict[str, Function] = {
+        "rms_norm": rms_norm.rms_norm, "normed_rope": normed_rope.normed_rope, "silu_mul": silu_mul.silu_mul
+    }  # fmt: skip
     hidden = bench.draw(s.samples, s.length, s.hidden)
     rotation = RotaryEmbedding(s.head_size, theta=1e6).to(bench.device)(
         torch.arange(s.length, device=bench.device).unsqueeze(0)
@@ -304,6 +352,7 @@ def measure_block(bench: Bench) -> dict[str, Any]:
         ("kernels", bound(own), False),
         ("compiled", block(), True),
         ("compiled, with kernels", bound(own), True),
+        ("compiled, with normed_rope alone", bound({"normed_rope": normed_rope.normed_rope}), True),
     ):
         torch.compiler.reset()
         if compiled:

@@ -18,7 +18,7 @@ from d9d_engine.plugin import d9d_views
 from d9d_engine.step.executor import StageLoss
 from d9d_engine.step.gradients import Gradients
 from d9d_engine.step.ownership import settle
-from d9d_engine.step.totals import Clipper
+from d9d_engine.step.totals import Clipper, GradientNorm
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -219,7 +219,7 @@ def mixed_norm(p: float, max_norm: float | None) -> tuple[float, float, list[Any
     parameters = {str(i): nn.Parameter(torch.zeros_like(value)) for i, value in enumerate(placed)}
     for parameter, gradient in zip(parameters.values(), placed, strict=True):
         parameter.grad = gradient.clone()
-    clipper = Clipper(parameters, {"a": 2.0}, topology, max_norm, p)
+    clipper = Clipper(parameters, {"a": 2.0}, topology, max_norm, GradientNorm(p))
     totals = clipper.clip(StageLoss({"a": torch.tensor(0.25)}), tokens=10 + topology.rank)
     wholes = [g.full_tensor() if isinstance(g := q.grad, DTensor) else g for q in parameters.values()]
     assert totals.tokens.item() == 46
@@ -251,7 +251,7 @@ def flagged(p: float) -> tuple[bool, bool]:
     parameter.grad = sharded.clone()
     if topology.rank == 1:
         local(parameter.grad)[0] = math.nan
-    clipper = Clipper({"p": parameter}, {"a": 1.0}, topology, 1.0, p, stop=lambda: topology.rank == 1)
+    clipper = Clipper({"p": parameter}, {"a": 1.0}, topology, 1.0, GradientNorm(p), stop=lambda: topology.rank == 1)
     totals = clipper.clip(StageLoss({"a": torch.ones(())}), tokens=1)
     return bool(totals.finite), bool(totals.stop)
 

@@ -12,7 +12,7 @@ from d9d_engine.checkpoint.store import CheckpointStore
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.job import Job
 from d9d_engine.step.executor import StageLoss
-from d9d_engine.step.totals import Clipper
+from d9d_engine.step.totals import Clipper, GradientNorm
 from d9d_testing.toy.runs import assert_identical, final_tensors, metrics_of, quiet
 
 MakeJob = Callable[..., Job]
@@ -155,7 +155,9 @@ def test_the_norm_of_bfloat16_gradients_is_computed_in_float32() -> None:
     for parameter in parameters:
         parameter.grad = torch.randn(1000, generator=generator).bfloat16()
     exact = torch.cat([p.grad.double() for p in parameters]).norm()  # type: ignore[union-attr]
-    clipper = Clipper(dict(zip("abcde", parameters, strict=True)), {"error": 1.0}, Topology(), max_norm=1.0, p=2.0)
+    clipper = Clipper(
+        dict(zip("abcde", parameters, strict=True)), {"error": 1.0}, Topology(), max_norm=1.0, norm=GradientNorm(2.0)
+    )
     totals = clipper.clip(StageLoss({"error": torch.zeros(())}), tokens=0)
     norm = totals.grad_norm
     assert norm.dtype == torch.float32

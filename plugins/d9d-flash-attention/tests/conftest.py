@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -17,15 +17,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """These tensors are tiny: threads that wait for each other on busy cores cost more than they give."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -208,14 +208,33 @@ def test_another_release_of_four_is_refused_by_name(monkeypatch: pytest.MonkeyPa
 # --- decisions
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_it_accepts_but_never_volunteers(number: int) -> None:
-    supports = getattr(rules, f"supports_{number}")
-    for documents in (None, False, True):
-        decision = supports(signature(documents))
-        assert decision.accept
-        assert decision.priority == 0
-        assert "by name only" in decision.reason
+@pytest.mark.parametrize(
+    ("number", "major", "documents", "window"),
+    [
+        *((number, 9, documents, None) for number in (2, 3) for documents in (None, False, True)),
+        *((4, 9, documents, None) for documents in (None, True)),
+        (4, 9, False, 512),
+        (4, 10, False, None),
+    ],
+)
+def test_what_nobody_measured_is_by_name_only(
+    monkeypatch: pytest.MonkeyPatch, number: int, major: int, documents: bool | None, window: int | None
+) -> None:
+    monkeypatch.setattr(rules, "capability", lambda: major)
+    decision = getattr(rules, f"supports_{number}")(signature(documents, window=window))
+    assert decision.accept
+    assert decision.priority == 0
+    assert "by name only" in decision.reason
+
+
+@pytest.mark.parametrize("major", [9, None])
+def test_four_is_taken_by_itself_for_samples_of_one_document(
+    monkeypatch: pytest.MonkeyPatch, major: int | None
+) -> None:
+    monkeypatch.setattr(rules, "capability", lambda: major)
+    decision = rules.supports_4(signature(documents=False))
+    assert decision.accept
+    assert decision.priority > 10, "above sdpa"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,24 @@ def rope() -> None:
         backward(torch.cat(rope(query, key, angles, angles), dim=2))
 
 
+def normed_rope() -> None:
+    from d9d_triton.normed_rope import normed_rope
+
+    for query_heads, key_heads, features in ((16, 8, 128), (5, 3, 80), (64, 8, 256)):
+        query, key = (ones(2, 5, heads, features) for heads in (query_heads, key_heads))
+        angles = torch.ones(1, 5, features // 2)
+        for of_weight in (torch.bfloat16, torch.float32):
+            weights = (ones(features, dtype=of_weight) for _ in range(2))
+            backward(torch.cat(normed_rope(query, key, *weights, angles, angles, 1e-6), dim=2))
+
+
+def gradient_power() -> None:
+    from d9d_triton.gradient_power import SumOfSquares
+
+    for dtype in (torch.bfloat16, torch.float32):
+        SumOfSquares()([torch.ones(70_000, dtype=dtype), torch.ones(9, dtype=dtype)[1:]], torch.device("cpu"))
+
+
 def adamw() -> None:
     from d9d_triton.adamw import FusedAdamW
 
@@ -105,6 +123,8 @@ LAUNCHES: Mapping[str, Callable[[], None]] = {
     "rms_norm": rms_norm,
     "silu_mul": silu_mul,
     "rope": rope,
+    "normed_rope": normed_rope,
+    "gradient_power": gradient_power,
     "permutation": permutation,
     "adamw": adamw,
     "linear_cross_entropy": linear_cross_entropy,

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from d9d_nn.ops import normed_rope as plain_normed_rope
 from d9d_nn.ops import rms_norm as plain_rms_norm
 from d9d_nn.ops import rope as plain_rope
 from d9d_nn.ops import silu_mul as plain_silu_mul
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
-from d9d_triton import rms_norm, rope, silu_mul
+from d9d_triton import normed_rope, rms_norm, rope, silu_mul
+from d9d_triton.gradient_power import SumOfSquares
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -105,6 +107,54 @@ def test_rope_agrees_with_float64(
     assert_near(found, exact, *dtypes)
 
 
+@pytest.mark.thorough
+@given(
+    size=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40)),
+    dtypes=st.tuples(*(st.sampled_from(DTYPES) for _ in range(4))),
+    transposed=st.booleans(),
+)
+@settings(max_examples=20, deadline=None)
+def test_normed_rope_agrees_with_float64(
+    size: tuple[int, int, int, int, int], dtypes: tuple[torch.dtype, ...], transposed: bool
+) -> None:
+    samples, positions, query_heads, key_heads, half = size
+    query = normal(samples, positions, query_heads, 2 * half, dtype=dtypes[0])
+    key = normal(samples, positions, key_heads, 2 * half, seed=1, dtype=dtypes[1])
+    weights = normal(2 * half, seed=2, dtype=dtypes[2]), normal(2 * half, seed=3, dtype=dtypes[3])
+    if transposed:  # in memory, as attention has them
+        query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    angles = cos_sin(1, positions, half)
+    inputs = query, key, *weights
+    found = outcome(lambda *leaves: normed_rope.normed_rope(*leaves, *angles, 1e-6), *inputs)
+    exact = outcome(lambda *leaves: plain_normed_rope.normed_rope(*leaves, *wide(*angles), 1e-6), *wide(*inputs))
+    assert [found[f"out {place}"].dtype for place in (0, 1)] == list(dtypes[:2])
+    assert [found[f"gradient {place}"].dtype for place in range(4)] == list(dtypes)
+    assert_near(found, exact, *dtypes)
+
+
+@pytest.mark.parametrize("heads", [(40, 3), (2, 40)])
+def test_more_heads_than_a_program_takes_are_taken_by_several(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(normed_rope, "_PAIRS", 16)
+    query, key = normal(1, 2, heads[0], 8), normal(1, 2, heads[1], 8, seed=1)
+    inputs = query, key, normal(8, seed=2), normal(8, seed=3)
+    angles = cos_sin(1, 2, 4)
+    found = outcome(lambda *leaves: normed_rope.normed_rope(*leaves, *angles, 1e-6), *inputs)
+    exact = outcome(lambda *leaves: plain_normed_rope.normed_rope(*leaves, *wide(*angles), 1e-6), *wide(*inputs))
+    assert_near(found, exact, torch.float32)
+
+
+def test_squares_of_gradients_are_those_of_float64() -> None:
+    gradients = [normal(70_001), normal(300, 400, dtype=torch.bfloat16), normal(9)[1:], normal(5, 4).T]
+    found = SumOfSquares()(gradients, torch.device("cpu"))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, sum(g.double().square().sum() for g in gradients), rtol=1e-6, atol=0)
+    assert SumOfSquares()([*gradients, torch.tensor([torch.nan])], torch.device("cpu")).isnan()
+    with pytest.raises(TypeError, match=r"gradient_power.triton: gradient is torch.float64"):
+        SumOfSquares()([normal(3).double()], torch.device("cpu"))
+
+
 def test_trained_angles_have_gradients() -> None:
     inputs = normal(2, 3, 2, 8), normal(2, 3, 1, 8, seed=1), *cos_sin(1, 3, 4)
     assert_close_gradients(outcome(rope.rope, *inputs), outcome(plain_rope.rope, *inputs))
@@ -158,6 +208,12 @@ def test_keys_and_angles_of_another_shape_are_an_error(key: tuple[int, ...], ang
         rope.rope(normal(1, 4, 2, 8), normal(*key), normal(*angles), normal(*angles))
 
 
+def test_head_norms_of_another_shape_are_an_error() -> None:
+    heads, angles = (normal(1, 4, 2, 8), normal(1, 4, 1, 8)), cos_sin(1, 4, 4)
+    with pytest.raises(ValueError, match=r"normed_rope.triton: .* query_weight \[4\], .* must be"):
+        normed_rope.normed_rope(*heads, normal(4), normal(8), *angles, 1e-6)
+
+
 def test_weights_of_another_shape_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"rms_norm.triton: x \[3, 64\] and weight \[4\] must be"):
         rms_norm.rms_norm(normal(3, 64), normal(4), 1e-6)
@@ -174,6 +230,7 @@ def _samples() -> list[tuple[Any, tuple[Any, ...]]]:
         (silu_mul.silu_mul, (x, normal(3, 8, seed=1).requires_grad_())),
         (silu_mul.silu_mul_backward, (normal(3, 8), x.detach(), normal(3, 8, seed=1))),
         (rope.turn, (query, key, *cos_sin(1, 2, 4), False)),
+        (normed_rope.forward, (query, key, weight, normal(8, seed=2).requires_grad_(), *cos_sin(1, 2, 4), 1e-6)),
     ]
 
 

@@ -24,6 +24,12 @@ class TestRope(KernelSuite):
 
 
 @pytest.mark.thorough
+class TestNormedRope(KernelSuite):
+    target = "normed_rope.triton"
+    refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
+
+
+@pytest.mark.thorough
 class TestPermute(KernelSuite):
     target = "permute.triton"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "mps"})
@@ -47,6 +53,11 @@ class TestSiluMulOnCuda(TestSiluMul):
 
 @pytest.mark.gpu
 class TestRopeOnCuda(TestRope):
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestNormedRopeOnCuda(TestNormedRope):
     device = "cuda"
 
 

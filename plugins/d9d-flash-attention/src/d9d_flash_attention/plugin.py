@@ -12,15 +12,15 @@ D9D_API = 1
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
     """Backends of ``attention``, one for each library."""
-    for number, module, kind in (
+    for number, module, kind, when in (
         # FlashAttention 4 lies inside of the same package, so what only 2 has tells whether 2 is there.
-        (2, "flash_attn.flash_attn_interface", "Ampere and later"),
-        (3, "flash_attn_interface", "Hopper"),
-        (4, "flash_attn.cute", "Hopper and Blackwell"),
+        (2, "flash_attn.flash_attn_interface", "Ampere and later", "never chosen by itself"),
+        (3, "flash_attn_interface", "Hopper", "never chosen by itself"),
+        (4, "flash_attn.cute", "Hopper, Blackwell", "by itself on Hopper without either"),
     ):
         yield KernelSpec(
             name=f"flash_attention_{number}",
-            summary=f"FlashAttention {number}: {kind}; windows, documents. Never chosen by itself.",
+            summary=f"FlashAttention {number}: {kind}; windows, documents; {when}.",
             op="attention",
             supports=Ref(f"d9d_flash_attention.rules:supports_{number}"),
             build=Ref(f"d9d_flash_attention.backend:build_{number}"),

@@ -17,7 +17,7 @@ from d9d_core.extend import OpSignature
 from torch import Tensor
 
 from d9d_triton.kernels.adamw import count_step, update_weights
-from d9d_triton.launch import OPTIONS, check_floats, on_device
+from d9d_triton.launch import OPTIONS, Blocks, check_floats, on_device
 from d9d_triton.support import interpreted
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class FusedAdamW:
     def __init__(self, *, stochastic: bool) -> None:
         self._stochastic = stochastic
         self._block = _BLOCK_INTERPRETED if interpreted() else _BLOCK
-        self._work: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self._blocks = Blocks(self._block)
 
     def __call__(
         self,
@@ -109,11 +109,7 @@ class FusedAdamW:
             dtype=torch.int64,
             pin_memory=device.type == "cuda",
         ).to(device, non_blocking=True)
-        if sizes not in self._work:
-            if len(self._work) >= _TABLES:
-                self._work.clear()
-            self._work[sizes] = _blocks(sizes, self._block, device)
-        owners, firsts = self._work[sizes]
+        owners, firsts = self._blocks.of(sizes, device)
         factors = torch.empty(2, len(rows), dtype=torch.float32, device=device)
         keys = torch.empty(len(rows), dtype=torch.int64, device=device)
         count_step[(triton.cdiv(len(rows), _COUNTS),)](
@@ -160,20 +156,8 @@ class FusedAdamW:
 
 #: Tensors of a row that have the parameter's shape: parameter, gradient and moments; and which is only read.
 _LARGE, _GRADIENT = 4, 1
-#: Tables that are kept. In most jobs, groups have the same gradients in each step.
-_TABLES = 32
 
 
 def _log2(beta: float) -> float:
     # exp2(-inf * n) is the 0 that a beta of 0 leaves after n steps.
     return math.log2(beta) if beta else -math.inf
-
-
-def _blocks(sizes: Sequence[int], block: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tensor that each program works on, and the first program of each tensor; both int32."""
-    counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
-    owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
-    firsts = (counts.cumsum(0) - counts).to(torch.int32)
-    if device.type == "cuda":
-        owners, firsts = owners.pin_memory(), firsts.pin_memory()
-    return owners.to(device, non_blocking=True), firsts.to(device, non_blocking=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from d9d_triton import support
@@ -18,6 +20,41 @@ OPTIONS = {"enable_fp_fusion": True}
 _PROGRAMS_EACH = 4
 #: Multiprocessors where there is no GPU: kernels are interpreted, one program after the other.
 _MULTIPROCESSORS_INTERPRETED = 2
+#: Tables of blocks that are kept. In most jobs, groups have the same gradients in each step.
+_TABLES = 32
+
+
+class Blocks:
+    """Tables of the blocks that one launch over many tensors is divided into; the last ones are kept.
+
+    Args:
+        size: elements of a block, the work of one program.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+
+    def of(self, sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tensor that each program works on, and the first program of each tensor; both int32.
+
+        Args:
+            sizes: numbers of elements of the tensors.
+            device: of the tables; always the same.
+        """
+        if sizes not in self._tables:
+            if len(self._tables) >= _TABLES:
+                self._tables.clear()
+            self._tables[sizes] = self._divide(sizes, device)
+        return self._tables[sizes]
+
+    def _divide(self, sizes: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        counts = torch.tensor([triton.cdiv(size, self._size) for size in sizes])
+        owners = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
+        firsts = (counts.cumsum(0) - counts).to(torch.int32)
+        if device.type == "cuda":
+            owners, firsts = owners.pin_memory(), firsts.pin_memory()
+        return owners.to(device, non_blocking=True), firsts.to(device, non_blocking=True)
 
 
 def on_device(tensor: Tensor) -> AbstractContextManager[Any]:

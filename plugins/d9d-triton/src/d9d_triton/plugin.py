@@ -34,9 +34,21 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "adamw:build_stochastic",
             "AdamW with stochastic rounding in one launch for all tensors of a group.",
         ),
+        (
+            "gradient_power",
+            "support:gradient_power",
+            "gradient_power:build",
+            "Squares of all gradients for their norm, in one launch for each number format.",
+        ),
         ("rms_norm", "rules:rms_norm", "rms_norm:build", f"RMSNorm in one pass each way; {by_itself}."),
         ("silu_mul", "rules:by_rule", "silu_mul:build", f"Gate of SwiGLU in one pass each way; {by_itself}."),
         ("rope", "rules:by_rule", "rope:build", f"Rotations of queries and keys in one launch; {by_itself}."),
+        (
+            "normed_rope",
+            "rules:by_rule",
+            "normed_rope:build",
+            f"Head norms and rotations in one pass each way; {by_itself}.",
+        ),
         ("permute", "rules:by_rule", "permutation:build_permute", f"Copies of tokens for their experts; {by_itself}."),
         (
             "unpermute",

@@ -117,7 +117,7 @@ def build(
     trained = {name: parameter for name, parameter in model.named_parameters() if name in assembly.trainable}
     note(f"model: {_parameters(assembly, topology)}")
 
-    optimizer = build_optimizer(job, selection, registry, assembly, topology)
+    optimizer, norm = build_optimizer(job, selection, registry, assembly, topology)
     events.emit(ev.OptimizerReady(optimizer))
 
     statistics = build_statistics(
@@ -156,7 +156,7 @@ def build(
             {**task.coefficients, **auxiliary_losses.coefficients},
             topology,
             job.gradient_clipping.max_norm,
-            job.gradient_clipping.p,
+            norm,
             # Ranks learn at different moments that a save or a subscriber failed; they stop after the same step.
             stop=lambda: interrupts.requested is not None or store.failed or events.failure is not None,
             views=assembly.ownership.views,

@@ -26,6 +26,7 @@ from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pas
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.build.pretrained import pretrained_weights
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.step.totals import GradientNorm
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         check_metric(chosen, metric)
     here = dict(assembly.model.named_parameters())
     trained = assembly.trained()
-    optimizer, step_kernels = choose_optimizer(job, selection, registry, assembly, topology, circumstances)
+    optimizer, _, step_kernels = choose_optimizer(job, selection, registry, assembly, topology, circumstances)
     optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
     memory = MemoryEstimate(
@@ -150,12 +151,15 @@ def build_lr_schedule(job: JobConfig, selection: Selection, steps: int) -> LrSch
 
 def build_optimizer(
     job: JobConfig, selection: Selection, registry: Registry, assembly: Assembly, topology: Topology
-) -> Optimizer:
-    """The optimizer of the trained parameters, with its state; arguments and errors of :func:`choose_optimizer`."""
-    optimizer, _ = choose_optimizer(job, selection, registry, assembly, topology)
+) -> tuple[Optimizer, GradientNorm]:
+    """The optimizer of the trained parameters, with its state, and the norm of their gradients.
+
+    Arguments and errors are those of :func:`choose_optimizer`.
+    """
+    optimizer, norm, _ = choose_optimizer(job, selection, registry, assembly, topology)
     optimizer.init_state()
     check_optimizer(selection.optimizer, optimizer)
-    return optimizer
+    return optimizer, norm
 
 
 def choose_optimizer(
@@ -165,8 +169,8 @@ def choose_optimizer(
     assembly: Assembly,
     topology: Topology,
     around: Circumstances | None = None,
-) -> tuple[Optimizer, list[KernelChoice]]:
-    """Choose the optimizer of the trained parameters, which has no state yet, and kernels for its ops.
+) -> tuple[Optimizer, GradientNorm, list[KernelChoice]]:
+    """Choose the optimizer of the trained parameters, which has no state yet, and kernels for its ops and the norm's.
 
     Args:
         job: validated.
@@ -180,9 +184,10 @@ def choose_optimizer(
         BuildError: the job names a backend of an op that neither model nor optimizer calls.
     """
     optimizer: Optimizer = instantiate(selection.optimizer, job.optimizer, assembly.trained())
+    norm = GradientNorm(job.gradient_clipping.p)
     judge = Judge(selection.all(), registry, around or circumstances(job, topology.device))
     kernels = bind_kernels(
-        [("optimizer", optimizer)],
+        [("optimizer", optimizer), ("gradient_clipping", norm)],
         registry,
         job.kernels,
         topology.device.type,
@@ -191,7 +196,7 @@ def choose_optimizer(
         job.deterministic,
     )
     refuse_unused(job.kernels, [*assembly.kernels, *kernels])
-    return optimizer, kernels
+    return optimizer, norm, kernels
 
 
 def flops_per_token(job: JobConfig, selection: Selection) -> float | None:

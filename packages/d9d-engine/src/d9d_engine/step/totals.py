@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 from d9d_core import events as ev
 from d9d_core.events import StepResult
 from d9d_core.grid import AXES, Grid
+from d9d_core.ops import OpSlot
 from d9d_core.protocols.optimizer import DividesGradients, Optimizer
 from d9d_core.tensors import is_dtensor, local, wide_dtype
 from torch import Tensor, nn
@@ -33,7 +35,7 @@ class Clipper:
         coefficients: loss term -> its factor in the total.
         topology: this process among others.
         max_norm: ``None`` measures only.
-        p: which norm.
+        norm: measures this rank's gradients.
         stop: whether this process was asked to stop; asked once per step.
         views: parameter -> the view of the mesh that it is sharded over, if there is one.
         elsewhere: names of parameters that another pipeline rank counts, because it has them too.
@@ -46,7 +48,7 @@ class Clipper:
         coefficients: Mapping[str, float],
         topology: Topology,
         max_norm: float | None,
-        p: float,
+        norm: GradientNorm,
         stop: Callable[[], bool] = lambda: False,
         views: Mapping[str, str] | None = None,
         elsewhere: Collection[str] = (),
@@ -60,7 +62,7 @@ class Clipper:
         self._coefficients = dict(coefficients)
         self._topology = topology
         self._max_norm = max_norm
-        self._p = p
+        self._norm = norm
         self.stop = stop
         # Ranks that differ along tp only compute the same loss; the last pipeline stage alone computes any.
         self._shares_loss = topology.coordinate["tp"] == 0
@@ -82,7 +84,7 @@ class Clipper:
         terms = torch.stack([loss.terms.get(t, none) for t in self._coefficients]).to(wide_dtype(device)) * share
         flags = [on_device(flag, terms) for flag in (tokens * counted, float(self.stop()))]
         power = self._power(device)
-        maximum = math.isinf(self._p)
+        maximum = math.isinf(self._norm.p)
         # Reductions to a maximum may drop a NaN, so it is counted.
         last = torch.isnan(power).to(power.dtype) if maximum else power
         scalars = torch.cat([terms, *flags, last.reshape(1)])
@@ -90,7 +92,7 @@ class Clipper:
             dist.all_reduce(scalars, group=self._topology.world)
             if maximum:
                 dist.all_reduce(power, dist.ReduceOp.MAX, group=self._topology.world)
-        norm = torch.where(scalars[-1] > 0, torch.nan, power) if maximum else scalars[-1] ** (1 / self._p)
+        norm = torch.where(scalars[-1] > 0, torch.nan, power) if maximum else scalars[-1] ** (1 / self._norm.p)
         norm = norm.float()
         means = dict(zip(self._coefficients, scalars.float(), strict=False))
         total = torch.stack([c * means[term] for term, c in self._coefficients.items()]).sum()
@@ -107,14 +109,8 @@ class Clipper:
         )
 
     def _power(self, device: torch.device) -> Tensor:
-        """This rank's share of ``norm ** p`` (of the norm itself, if it is the maximum), 0-d."""
         gradients = [local(p.grad) for p in self._counted.values() if p.grad is not None and local(p.grad).numel()]
-        if not gradients:
-            return torch.zeros((), dtype=wide_dtype(device), device=device)
-        # torch's get_total_norm would round each tensor's norm to the gradients' dtype. Private, so a test pins it.
-        norms = torch._foreach_norm(gradients, self._p, dtype=torch.float32)  # noqa: SLF001
-        each = torch.stack([norm.to(device, non_blocking=True) for norm in norms]).to(wide_dtype(device))
-        return each.max() if math.isinf(self._p) else (each**self._p).sum()
+        return self._norm(gradients, device)
 
     def _divide_here(self, divisor: Tensor) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -124,6 +120,54 @@ class Clipper:
                 by_device.setdefault(gradient.device, []).append(gradient)
         for device, gradients in by_device.items():
             torch._foreach_div_(gradients, divisor.to(device))
+
+
+class GradientNorm:
+    """Norm of gradients before ranks add theirs up.
+
+    Args:
+        p: which norm.
+    """
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+        self._power = OpSlot("gradient_power", partial(gradient_power, p=p), p=p)
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slot of the sum."""
+        return {"gradient_power": self._power}
+
+    def __call__(self, gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+        """This rank's share of ``norm ** p`` (of the norm itself, if it is the maximum).
+
+        Args:
+            gradients: on any devices; none is empty.
+            device: of the result.
+
+        Returns:
+            0-d, float64 where the device has it.
+        """
+        if not gradients:
+            return torch.zeros((), dtype=wide_dtype(device), device=device)
+        power: Tensor = self._power(gradients, device)
+        return power
+
+
+def gradient_power(gradients: Sequence[Tensor], device: torch.device, *, p: float) -> Tensor:
+    """Reference of the op ``gradient_power``: norms of tensors in float32, their powers summed in a wider format.
+
+    Args:
+        gradients: at least one, on any devices.
+        device: of the result.
+        p: power; infinite for the largest magnitude, which is not a sum.
+
+    Returns:
+        0-d.
+    """
+    # torch's get_total_norm would round each tensor's norm to the gradients' dtype. Private, so a test pins it.
+    norms = torch._foreach_norm(list(gradients), p, dtype=torch.float32)  # noqa: SLF001
+    each = torch.stack([norm.to(device, non_blocking=True) for norm in norms]).to(wide_dtype(device))
+    return each.max() if math.isinf(p) else (each**p).sum()
 
 
 def division_of(optimizer: Optimizer, events: Events) -> Callable[[Tensor], None] | None:

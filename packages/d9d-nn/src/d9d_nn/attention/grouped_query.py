@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import AttentionMasks
 from d9d_nn.linear import Linear
+from d9d_nn.ops.normed_rope import normed_rope
 from d9d_nn.ops.rope import rope
 from d9d_nn.rms_norm import RMSNorm
 from d9d_nn.rope.rotary_embedding import Rotation
@@ -59,10 +60,13 @@ class GroupedQueryAttention(nn.Module):
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
         )
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
+        self.normed_rope = OpSlot(
+            "normed_rope", normed_rope, head_dim=head_dim, query_heads=query_heads, key_heads=key_value_heads
+        )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the rotation; the slot of the attention belongs to the core."""
-        return {"rope": self.rope}
+        """Slots of the rotation, and of head norms and rotation in one; that of the attention belongs to the core."""
+        return {"rope": self.rope} | ({} if self.q_norm is None else {"normed_rope": self.normed_rope})
 
     def attention_cores(self) -> Mapping[str, nn.Module]:
         """Attention core of this layer."""
@@ -103,8 +107,20 @@ class GroupedQueryAttention(nn.Module):
         query = self.q_proj(hidden).view(heads)
         key = self.k_proj(hidden).view(heads)
         value = self.v_proj(hidden).view(heads)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rope(query, key, rotation.cos, rotation.sin)
+        query, key = self._placed(query, key, rotation)
         out: Tensor = self.o_proj(self.core(query, key, value, documents).flatten(2))
         return out
+
+    def _placed(self, query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Query and key with their norms and positions."""
+        if self.q_norm is not None and self.k_norm is not None:
+            if self.normed_rope.backend != "reference":
+                weights = self.q_norm.weight, self.k_norm.weight
+                placed: tuple[Tensor, Tensor] = self.normed_rope(
+                    query, key, *weights, rotation.cos, rotation.sin, self.q_norm.eps
+                )
+                return placed
+            # The same in two ops, of which each may have a kernel of its own.
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.rope(query, key, rotation.cos, rotation.sin)
+        return query, key

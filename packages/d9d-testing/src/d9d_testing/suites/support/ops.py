@@ -140,6 +140,20 @@ def _invoke_rope(slot: OpSlot, call: Call) -> Tensor:
     return torch.cat(slot(*call.inputs.values()), dim=2)
 
 
+def _normed_rope_calls() -> Iterator[Call]:
+    for call in _rope_calls():
+        features = call.static["head_dim"]
+        inputs = {"query": call.inputs["query"], "key": call.inputs["key"]}
+        inputs |= {"query_weight": draw(features, seed=3), "key_weight": draw(features, seed=4)}
+        inputs |= {"cos": call.inputs["cos"], "sin": call.inputs["sin"]}
+        heads = {"query_heads": inputs["query"].shape[2], "key_heads": inputs["key"].shape[2]}
+        yield Call(call.name, inputs, {**call.static, **heads}, {"eps": 1e-6}, constants=call.constants)
+
+
+def _invoke_normed_rope(slot: OpSlot, call: Call) -> Tensor:
+    return torch.cat(slot(*call.inputs.values(), **call.options), dim=2)
+
+
 def _grouped_linear_calls() -> Iterator[Call]:
     features_in, features_out = 16, 24
     for counts, spare in (
@@ -215,6 +229,11 @@ KNOWN_OPS: Mapping[str, Op] = {
         partial(_plain_slot, "silu_mul", "d9d_nn.ops.silu_mul:silu_mul"), _silu_mul_calls, invoke_plainly
     ),
     "rope": Op(partial(_plain_slot, "rope", "d9d_nn.ops.rope:rope"), _rope_calls, _invoke_rope),
+    "normed_rope": Op(
+        partial(_plain_slot, "normed_rope", "d9d_nn.ops.normed_rope:normed_rope"),
+        _normed_rope_calls,
+        _invoke_normed_rope,
+    ),
     "grouped_linear": Op(
         partial(_plain_slot, "grouped_linear", "d9d_nn.ops.grouped_linear:grouped_linear"),
         _grouped_linear_calls,

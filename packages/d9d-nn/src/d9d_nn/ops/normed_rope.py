@@ -1,0 +1,34 @@
+"""Op ``normed_rope``: RMSNorm of each query and key head, then their rotation, as in Qwen3.
+
+Both touch each feature of a head once, so a kernel needs one pass over memory where two ops take two.
+
+Shapes: B samples, S positions, N query heads, K key heads, D features of a head. The slot's static facts are
+``head_dim``, ``query_heads`` and ``key_heads``; a tensor-parallel rank has fewer heads.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from d9d_nn.ops.rms_norm import rms_norm
+from d9d_nn.ops.rope import rope
+
+
+def normed_rope(
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Reference: :func:`~d9d_nn.ops.rms_norm.rms_norm` over the features of each head, then the rotation.
+
+    Args:
+        query: [B, S, N, D].
+        key: [B, S, K, D].
+        query_weight: [D].
+        key_weight: [D].
+        cos: float32 [B or 1, S, D/2], see :func:`d9d_nn.ops.rope.rope`.
+        sin: float32 [B or 1, S, D/2].
+        eps: added to the mean square.
+
+    Returns:
+        Query and key, shapes and dtypes unchanged.
+    """
+    return rope(rms_norm(query, query_weight, eps), rms_norm(key, key_weight, eps), cos, sin)

@@ -1,0 +1,190 @@
+"""Backend of the op ``normed_rope``: head norms and rotations of queries and keys in one pass over memory each way.
+
+Nothing but the inputs is kept for the backward, which has whole heads at hand and computes their root mean squares
+again. The gradients of the weights are summed by each program over its tokens, then over programs, in a fixed order.
+
+Shapes: B samples, S positions, N query heads, K key heads, D features of a head, P programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from d9d_core.extend import OpSignature
+from d9d_nn.ops.normed_rope import normed_rope as reference
+from torch import Tensor
+
+from d9d_triton.column_sums import column_sums
+from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
+from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device, persistent_programs
+
+#: Pairs of queries, and of keys, that a program handles at a time.
+_PAIRS = 2048
+#: Pairs of both for each warp: 8 for each thread.
+_PAIRS_OF_A_WARP = 256
+
+
+def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Backend function; it is the same for all signatures."""
+    return normed_rope
+
+
+def normed_rope(
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Norm and rotate heads, see :func:`d9d_nn.ops.normed_rope.normed_rope`; in float32, rounded once.
+
+    Angles that are trained go through the reference, which has their gradients.
+
+    Args:
+        query: [B, S, N, D]; copied if samples do not follow each other as positions do.
+        key: [B, S, K, D].
+        query_weight: [D].
+        key_weight: [D].
+        cos: [B or 1, S, D/2].
+        sin: [B or 1, S, D/2].
+        eps: added to the mean square.
+
+    Returns:
+        Query and key in their dtypes, contiguous.
+
+    Raises:
+        TypeError: a tensor is of a dtype that the kernel does not read.
+        ValueError: shapes do not fit together.
+    """
+    arguments = query, key, query_weight, key_weight, cos, sin, eps
+    trained = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    found: tuple[Tensor, Tensor] = reference(*arguments) if trained else forward(*arguments)
+    return found
+
+
+@torch.library.custom_op("d9d_triton::normed_rope", mutates_args=())
+def forward(
+    query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Custom op of :func:`normed_rope`, which has no gradient of the angles."""
+    _check(query, key, query_weight, key_weight, cos, sin)
+    out = empty_like(query), empty_like(key)
+    samples, positions, _, features = query.shape
+    if not samples * positions:
+        return out
+    tile, groups = _tile(query, key)
+    tokens = [tensor.flatten(0, 1) for tensor in (query, key)]
+    angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
+    with on_device(query):
+        norm_and_rotate[(samples * positions, groups)](
+            *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+            positions, query.shape[2], key.shape[2], features // 2,
+            *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
+        )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op("d9d_triton::normed_rope_backward", mutates_args=())
+def backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query [B, S, N, D], key [B, S, K, D] and both weights [D], in their dtypes.
+
+    ``grad_query`` and ``grad_key`` are those of the outputs; the other arguments are the forward's.
+    """
+    of_query, of_key = empty_like(query), empty_like(key)
+    samples, positions, _, features = query.shape
+    if not samples * positions:
+        return of_query, of_key, torch.zeros_like(query_weight), torch.zeros_like(key_weight)
+    tile, groups = _tile(query, key)
+    programs = persistent_programs(query, samples * positions)
+    partial = torch.empty(programs * groups, 2 * features, dtype=torch.float32, device=query.device)
+    tokens = [tensor.flatten(0, 1) for tensor in (grad_query, grad_key, query, key)]
+    angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
+    with on_device(query):
+        differentiate[(programs, groups)](
+            of_query, of_key, partial, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+            samples * positions, positions, query.shape[2], key.shape[2], features // 2,
+            *(stride for tensor in tokens for stride in tensor.stride()),
+            *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
+        )  # fmt: skip
+        sums = column_sums(partial, torch.float32)
+    # Copies: what a custom op returns shares no memory.
+    of_weights = [
+        part.to(weight.dtype, copy=True) for part, weight in zip(sums.chunk(2), (query_weight, key_weight), strict=True)
+    ]
+    return of_query, of_key, of_weights[0], of_weights[1]
+
+
+def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
+    """Sizes of what a program handles at a time, its warps, and the number of programs that a token needs."""
+    width = triton.next_power_of_2(query.shape[3] // 2)
+    most = max(1, _PAIRS // width)
+    heads = query.shape[2], key.shape[2]
+    blocks = [min(most, triton.next_power_of_2(max(1, count))) for count in heads]
+    groups = max(triton.cdiv(count, block) for count, block in zip(heads, blocks, strict=True))
+    warps = min(16, max(4, sum(blocks) * width // _PAIRS_OF_A_WARP))
+    warps = triton.next_power_of_2(warps + 1) // 2
+    exact = heads == (blocks[0] * groups, blocks[1] * groups) and 2 * width == query.shape[3]
+    tile = {"QUERY_HEADS": blocks[0], "KEY_HEADS": blocks[1], "PAIRS": width, "EXACT": exact, "num_warps": warps}
+    return tile, max(1, groups)
+
+
+def _check(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Refuse what the kernel would read as something else, or outside of a tensor."""
+    named = {
+        "query": query, "key": key, "query_weight": query_weight, "key_weight": key_weight, "cos": cos, "sin": sin
+    }  # fmt: skip
+    check_floats("normed_rope", **named)
+    samples, positions, _, features = query.shape
+    angles = {(count, positions, features // 2) for count in (1, samples)}
+    same = (*key.shape[:2], key.shape[3]) == (samples, positions, features)
+    weights = query_weight.shape == key_weight.shape == (features,)
+    if not (same and weights) or features % 2 or tuple(cos.shape) not in angles or tuple(sin.shape) not in angles:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+        raise ValueError(
+            f"normed_rope.triton: {shapes} must be [B, S, N, D], [B, S, K, D], twice [D] and twice [B or 1, S, D/2]"
+        )
+
+
+@forward.register_fake
+def _fake(
+    query: Tensor, key: Tensor, _of_query: Tensor, _of_key: Tensor, _cos: Tensor, _sin: Tensor, _eps: float
+) -> tuple[Tensor, Tensor]:
+    return empty_like(query), empty_like(key)
+
+
+@backward.register_fake
+def _fake_backward(
+    _grad_query: Tensor,
+    _grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    _cos: Tensor,
+    _sin: Tensor,
+    _eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_like(query), empty_like(key), empty_like(query_weight), empty_like(key_weight)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch's signature
+    *tensors, ctx.eps = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+    grads = backward(grad_query, grad_key, *ctx.saved_tensors, ctx.eps)
+    found = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[:4], strict=True))
+    return *found, None, None, None
+
+
+forward.register_autograd(_backward, setup_context=_keep)
