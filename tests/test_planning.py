@@ -11,12 +11,11 @@ import pytest
 import yaml
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job import JobFile
-from d9d_engine.planner.check import predicted
+from d9d_engine.planner.check import predicted, ways_out
 from d9d_engine.planner.device import Device
 from d9d_engine.planner.layout import Layout
 from d9d_engine.planner.prediction import Prediction, predict
 from d9d_engine.planner.search import search
-from d9d_engine.planner.ways_out import ways_out
 from d9d_engine.planner.workload import Workload
 from typer.testing import CliRunner
 
@@ -235,6 +234,27 @@ def test_a_batch_that_no_layout_divides_is_said(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(values(SMALL, batch={"size": 1})))
     assert "no layout on 7 devices is legal" in invoke("plan", str(path), "--gpus", "7")[1]
+
+
+def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Path) -> None:
+    path, rates = tmp_path / "job.yaml", tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values(SMALL, device="cpu")))
+    status, output = invoke("plan", str(path), "--gpus", "1", "--calibrate", str(rates))
+    assert status == 0, output
+    measured, known = Device.named(str(rates)), Device.named("h200")
+    assert 0 < measured.product < known.product
+    assert 0 < measured.copy_bytes < known.copy_bytes
+    assert measured.grouped_product / measured.product == pytest.approx(known.grouped_product / known.product)
+    assert measured.network == known.network
+    assert invoke("plan", str(path), "--gpus", "1", "--gpu", str(rates))[0] == 0
+    assert "exists" in invoke("plan", str(path), "--calibrate", str(rates))[1]
+
+
+def test_a_fine_tuning_method_is_not_predicted_and_said_so() -> None:
+    job = JobFile.from_values(values(SMALL, peft={"name": "lora", "r": 4, "targets": ["*q_proj"]}))
+    assert predicted(job, None)[0].startswith("not predicted: peft: costs of fine-tuning methods")
+    with pytest.raises(JobError, match="costs of fine-tuning methods"):
+        predicted(job, 80 * GIB)
 
 
 @pytest.mark.thorough

@@ -27,9 +27,8 @@ from rich.text import Text
 
 from d9d_engine.planner.device import Device
 from d9d_engine.planner.prediction import Prediction
-from d9d_engine.planner.report import memory_line, plan_table, time_line
+from d9d_engine.planner.report import largest, memory_line, plan_table, time_line
 from d9d_engine.planner.search import Found, search
-from d9d_engine.planner.ways_out import largest
 from d9d_engine.planner.workload import Workload
 
 app = command_app("plan", "Find the layout of a job that fits and is fastest, without a GPU.")
@@ -45,6 +44,10 @@ def plan(
     memory: Memory = None,
     gpu: Annotated[str, typer.Option(metavar="NAME|FILE", help="h100, h200, b200, or a file of rates.")] = "h200",
     top: Annotated[int, typer.Option(metavar="K", min=1, help="Layouts to print.")] = 10,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure this machine's device, write its rates into a new file, use them."),
+    ] = None,
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the job with the fastest layout into a new file.")
     ] = None,
@@ -55,9 +58,13 @@ def plan(
 ) -> None:
     """Rank meshes, strategies, schedules and microbatches of a job by their predicted time."""
     loaded = load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=gpus)
-    if write is not None and write.exists():
-        raise JobError(f"--write: {write} exists; name another file, or remove it")
-    device = with_memory(Device.named(gpu), bytes_of(memory))
+    for option, file in (("--write", write), ("--calibrate", calibrate)):
+        if file is not None and file.exists():
+            raise JobError(f"{option}: {file} exists; name another file, or remove it")
+    rates = Device.named(gpu)
+    if calibrate is not None:
+        rates = _calibrated(loaded.device, rates, calibrate)
+    device = with_memory(rates, bytes_of(memory))
     workload = Workload(loaded, loaded.registry, loaded.views())
     devices = gpus or loaded.mesh.world_size
     found = search(workload, devices, device)
@@ -74,6 +81,17 @@ def plan(
     if write is not None:
         write.write_text(job_text(loaded, ranked[0]), "utf-8")
         console.print(Text.assemble(("written", "green"), f": {write}, with layout 1"))
+
+
+def _calibrated(name: str, rates: Device, file: Path) -> Device:
+    """Device of this machine, measured and written into a file."""
+    from d9d_engine.distributed.devices import choose_device  # imports torch, which no plan needs
+    from d9d_engine.planner.calibrate import calibrated
+
+    device, measured = calibrated(choose_device(name), rates)
+    file.write_text(yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False), "utf-8")
+    say(f"measured on this machine: {', '.join(measured)}; all else is as of --gpu; written: {file}")
+    return device
 
 
 def with_memory(device: Device, memory: int | None) -> Device:

@@ -34,6 +34,21 @@ def memory_line(prediction: Prediction) -> str:
     return f"{memory.needed / _GIB:.1f} GiB{rank} ({shown})"
 
 
+def largest(prediction: Prediction) -> str:
+    """The largest parts of a prediction's memory in words."""
+    memory = prediction.memory
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "communication": memory.communication,
+    }
+    names = sorted(parts, key=lambda name: -parts[name])[:3]
+    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
+
+
 def time_line(prediction: Prediction) -> str:
     """Predicted time of a step in one line."""
     time = prediction.time
