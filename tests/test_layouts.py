@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 )
 def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path: Path, dtype: str, count: int) -> None:
     rows = table.run(tmp_path / "corpus", dtypes=[dtype], counts=[count])
-    assert len(rows) == 12
+    assert len(rows) == 21
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
     shown = [row for row in _shown(table, table.DENSE_MARKS) if row[:2] == [f"| {dtype}", str(count)]]
     assert shown == _rows(rows), _STALE
@@ -37,7 +37,7 @@ def test_experts_compute_what_one_process_does_wherever_they_are(
 ) -> None:
     layouts = [one for one in table.EXPERT_LAYOUTS if spread is None or ("ep" in one.mesh) == spread]
     rows = table.run_experts(tmp_path / "corpus", layouts=layouts, dtypes=[dtype])
-    assert len(rows) == {True: 12, False: 6, None: 18}[spread]
+    assert len(rows) == {True: 16, False: 7, None: 23}[spread]
     assert [(count, v.layout, v.diverged) for _, count, v in rows if not v.passed] == []
     names = {layout.name for layout in layouts}
     shown = [row for row in _shown(table, table.EXPERT_MARKS) if row[0] == f"| {dtype}" and row[2] in names]
@@ -58,8 +58,8 @@ def _shown(table: ModuleType, marks: tuple[str, str]) -> list[list[str]]:
 
 
 def test_the_table_shows_these_layouts_only(table: ModuleType) -> None:
-    assert len(_shown(table, table.DENSE_MARKS)) == 2 * 2 * 12
-    assert len(_shown(table, table.EXPERT_MARKS)) == 2 * 18
+    assert len(_shown(table, table.DENSE_MARKS)) == 2 * 2 * 21
+    assert len(_shown(table, table.EXPERT_MARKS)) == 2 * 23
 
 
 @pytest.mark.thorough

@@ -73,16 +73,48 @@ def test_low_rank_terms_are_split_with_their_layers(
     assert_passed(made.compare([table.sized(layout, 1) for layout in layouts], reference=one))
 
 
-@pytest.mark.parametrize("layout", [TP4, SPLIT], ids=lambda layout: layout.name)
-def test_low_rank_terms_are_merged_for_an_export_as_one_process_does(
-    table: ModuleType, tmp_path: Path, layout: Layout
+TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+METHODS = {
+    "lora": {"name": "lora", "r": 4, "targets": TARGETS},
+    "dora": {"name": "dora", "r": 4, "targets": TARGETS},
+    "ia3": {"name": "ia3", "targets": ["k_proj", "q_proj", "o_proj"], "feedforward": ["down_proj", "up_proj"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "layouts"),
+    [
+        ("dora", [SPLIT]),
+        ("ia3", [SPLIT]),
+        pytest.param("dora", [TP2, TP4], marks=pytest.mark.thorough),
+        pytest.param("ia3", [TP2, TP4], marks=pytest.mark.thorough),
+    ],
+    ids=["dora", "ia3", "dora over two and four", "ia3 over two and four"],
+)
+def test_magnitudes_and_scales_are_split_with_their_layers(
+    table: ModuleType, tmp_path: Path, method: str, layouts: list[Layout]
+) -> None:
+    """Of layers with biases, too, which a scale of outputs scales once."""
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE | {"attention_bias": True})
+    made = Harness(job | {"peft": METHODS[method]}, (*table.PLUGINS, "d9d_peft.plugin"), 3)
+    one = table.sized(Layout("reference", {}, ()), 1)
+    assert_passed(made.compare([table.sized(layout, 1) for layout in layouts], reference=one))
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [("lora", TP4), ("lora", SPLIT), ("dora", SPLIT), ("ia3", SPLIT)],
+    ids=["lora over four", "lora", "dora", "ia3"],
+)
+def test_terms_are_merged_for_an_export_as_one_process_does(
+    table: ModuleType, tmp_path: Path, method: str, layout: Layout
 ) -> None:
     job = table.job(tmp_path / "corpus", "float32") | {
         "export": True,
         "steps": 2,
         "batch": {"size": 4, "microbatch": 2},
     }
-    job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}}
+    job |= {"peft": METHODS[method]}
     written = {}
     for name, one in (("alone", Layout("alone", {}, ())), ("split", layout)):
         values = job | {"mesh": dict(one.mesh), "parallel": list(one.parallel)}
@@ -134,8 +166,12 @@ def test_features_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_pat
 def test_positions_that_ranks_cannot_share_are_refused(
     table: ModuleType, tmp_path: Path, model: dict[str, Any]
 ) -> None:
-    data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 23}
-    said = refused(table, tmp_path, TP2, model=model, data=data, steps=1)
+    odd = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 23}
+    said = refused(table, tmp_path, TP2, model=model, data=odd, steps=1)
+    assert "parallel[0]: strategy 'tensor_parallel' splits positions over 2 ranks" in said
+    assert "those of a microbatch are 23 (data.sequence_length); use 22 or 24" in said
+    # The last lengths of one pass are others, so that those are known only when they are there.
+    said = refused(table, tmp_path, TP2, model=model, evaluation={"every": 1, "sets": {"odd": odd}}, steps=1)
     assert "mesh.tp = 2 ranks, which does not divide the 23 positions" in said
 
 
@@ -160,11 +196,35 @@ def test_copies_of_a_stage_compute_with_their_own_parameters_and_tokens_that_are
         World(2).run(copied_and_given_a_wrong_token, job, list(table.PLUGINS))
 
 
+METHOD = """
+from typing import Literal
+import torch
+from d9d_core.extend import PluginConfig
+from d9d_core.plugin import PeftSpec, Ref, hookimpl
+
+class SecretConfig(PluginConfig):
+    name: Literal["secret"] = "secret"
+
+class Secret:
+    def __init__(self, config):
+        pass
+    def inject(self, stage):
+        stage.get_submodule("layers.0.attention.q_proj").secret = torch.nn.Linear(2, 2, device="meta")
+        return frozenset({"layers.0.attention.q_proj.secret.weight"})
+    def merge(self, stage):
+        pass
+
+@hookimpl
+def d9d_peft_methods():
+    yield PeftSpec(name="secret", summary="Adds a layer.", config=Ref(f"{__name__}:SecretConfig"),
+                   build=Ref(f"{__name__}:Secret"))
+"""
+
+
 def test_what_nobody_said_how_to_split_is_refused(table: ModuleType, tmp_path: Path) -> None:
-    plugins = (*table.PLUGINS, "d9d_peft.plugin")
+    plugin = tmp_path / "secret.py"
+    plugin.write_text(METHOD)
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
-    values = job | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"], "peft": {"name": "dora", "r": 2}}
-    with pytest.raises(
-        RankFailedError, match=r"not known how ranks of tp share 'layers.0.attention.\w+.lora_\w+.weight'"
-    ):
-        World(2).run(build, values, list(plugins))
+    values = job | {"mesh": {"tp": 2}, "parallel": ["tensor_parallel"], "peft": "secret"}
+    with pytest.raises(D9dError, match=r"not known how ranks of tp share 'layers.0.attention.q_proj.secret.weight'"):
+        job_of(values, [*table.PLUGINS, str(plugin)]).plan()

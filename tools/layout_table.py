@@ -30,6 +30,13 @@ PLUGINS = (
     "d9d_nn.plugin", "d9d_data.plugin", "d9d_optim.plugin", "d9d_parallel.plugin", "d9d_moe.plugin",
     "d9d_pipeline.plugin", "d9d_qwen3.plugin",
 )  # fmt: skip
+
+
+def context(method: str, **fields: Any) -> dict[str, Any]:
+    """The strategy ``context_parallel``, as a job lists it."""
+    return {"name": "context_parallel", "method": method, **fields}
+
+
 LAYOUTS = (
     Layout("one process", {}, ()),
     Layout("replicate 2", {"dp_replicate": 2}, ["replicate"]),
@@ -47,6 +54,19 @@ LAYOUTS = (
     Layout("replicate 2, tp 2", {"dp_replicate": 2, "tp": 2}, ["tensor_parallel", "replicate"]),
     Layout("fsdp 2, tp 2", {"dp_shard": 2, "tp": 2}, ["tensor_parallel", "fsdp"]),
     Layout("hsdp 2 x 2, tp 2", {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, ["tensor_parallel", "hsdp"]),
+    Layout("cp 2, all_gather", {"cp": 2}, [context("all_gather")]),
+    Layout("cp 2, ring", {"cp": 2}, [context("ring")]),
+    Layout("cp 4, ulysses", {"cp": 4}, [context("ulysses")]),
+    Layout("cp 4, ring", {"cp": 4}, [context("ring")]),
+    Layout("cp 4, hybrid", {"cp": 4}, [context("hybrid", head_ranks=2)]),
+    Layout(
+        "cp 2, ring, checkpointed, compiled",
+        {"cp": 2},
+        [context("ring"), "activation_checkpointing", {"name": "compile", "backend": "aot_eager"}],
+    ),
+    Layout("replicate 2, cp 2, all_gather", {"dp_replicate": 2, "cp": 2}, [context("all_gather"), "replicate"]),
+    Layout("fsdp 2, cp 2, ulysses", {"dp_shard": 2, "cp": 2}, [context("ulysses"), "fsdp"]),
+    Layout("cp 2, ring, tp 2", {"cp": 2, "tp": 2}, [context("ring"), "tensor_parallel"]),
 )
 #: Experts over ranks of every kind of data parallelism, and ranks that share experts.
 EXPERT_LAYOUTS = (
@@ -75,6 +95,19 @@ EXPERT_LAYOUTS = (
         "replicate 2, tp 2, ep 4",
         {"dp_replicate": 2, "tp": 2, "ep": 4},
         ["tensor_parallel", "replicate", "expert_parallel"],
+    ),
+    Layout("cp 2, ring", {"cp": 2}, [context("ring")]),
+    Layout("cp 2, all_gather, ep 2", {"cp": 2, "ep": 2}, [context("all_gather"), "expert_parallel"]),
+    Layout(
+        "fsdp 2, cp 2, ulysses, ep 2",
+        {"dp_shard": 2, "cp": 2, "ep": 2},
+        [context("ulysses"), "fsdp", "expert_parallel"],
+    ),
+    Layout("fsdp 2, cp 2, ring, ep 4", {"dp_shard": 2, "cp": 2, "ep": 4}, [context("ring"), "fsdp", "expert_parallel"]),
+    Layout(
+        "cp 2, all_gather, tp 2, ep 4",
+        {"cp": 2, "tp": 2, "ep": 4},
+        [context("all_gather"), "tensor_parallel", "expert_parallel"],
     ),
 )
 BATCH = 12
@@ -280,6 +313,8 @@ def special_pipelines() -> list[Piped]:
     experts_checkpointed = Layout(fsdp_ep.name, fsdp_ep.mesh, [*fsdp_ep.parallel, "activation_checkpointing"])
     tp, fsdp_tp = LAYOUTS[6], LAYOUTS[10]
     tp_ep = EXPERT_LAYOUTS[13]
+    cp, cp_tp = LAYOUTS[12], LAYOUTS[20]
+    fsdp_cp_ep = EXPERT_LAYOUTS[21]
     router = ('metrics=["router"]',)
     experts: dict[str, Any] = {"model": DEEP_EXPERTS, "overrides": router}
     return [
@@ -306,6 +341,10 @@ def special_pipelines() -> list[Piped]:
         Piped("1f1b", 2, 3, fsdp_tp, tied=True),
         Piped("zero_bubble_v", 2, 3, tp_ep, "experts", often=True, **experts),
         Piped("dual_pipe_v", 2, 5, tp_ep, "experts", **experts),
+        *(Piped(name, 2, counts(name, 2)[1], cp, tied=name != "zb1p", often=name == "1f1b") for name in SCHEDULES),
+        Piped("1f1b", 2, 3, cp_tp, tied=True),
+        Piped("zero_bubble_v", 2, 3, cp_tp, often=True),
+        Piped("1f1b", 2, 3, fsdp_cp_ep, "experts", **experts),
     ]
 
 

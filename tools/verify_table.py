@@ -28,7 +28,7 @@ from layout_table import SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "layouts.md"
-FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors")
+FAULT_MODULES = ("gradients", "pipelines", "updates", "data", "state", "tensors", "contexts")
 FAULT_MARKS = "<!-- faults: begin -->", "<!-- faults: end -->"
 SOUND_MARKS = "<!-- sound jobs: begin -->", "<!-- sound jobs: end -->"
 DTYPES = ("float32", "bfloat16")
@@ -62,9 +62,15 @@ REPLICATE, FSDP, HSDP = (_LAYOUTS[name] for name in ("replicate 2", "fsdp 2", "h
 FSDP_EP, REPLICATE_EP = (_LAYOUTS[f"{name}, ep 2"] for name in ("fsdp 2", "replicate 2"))
 TP, TP_REPEATED, TP_FSDP = (_LAYOUTS[name] for name in ("tp 2", "tp 4", "fsdp 2, tp 2"))
 TP_EP = _LAYOUTS["tp 2, ep 2"]
+CP, CP_RING, CP_HYBRID, CP_TP = (
+    _LAYOUTS[name] for name in ("cp 2, all_gather", "cp 2, ring", "cp 4, hybrid", "cp 2, ring, tp 2")
+)
+CP_ULYSSES, CP_FSDP = (_LAYOUTS[name] for name in ("cp 4, ulysses", "fsdp 2, cp 2, ulysses"))
+CP_EP = _LAYOUTS["cp 2, all_gather, ep 2"]
 APART = Layout("replicate 2, norms apart", {"dp_replicate": 2}, [{"name": "replicate", "ignore": ["*norm*"]}])
 PIPELINE = Layout("pp 2", {"pp": 2}, ())
 PIPELINE_TP = Layout("pp 2, tp 2", {"pp": 2, "tp": 2}, ["tensor_parallel"])
+PIPELINE_CP_TP = Layout("pp 2, cp 2, tp 2", {"pp": 2, **CP_TP.mesh}, CP_TP.parallel)
 PIPELINE_FSDP = Layout("pp 2, fsdp 2", {"pp": 2, "dp_shard": 2}, ["fsdp"])
 
 DOCUMENTS = {"data": {"name": "documents", "sequence_length": 24, "pad_multiple": 1, "bucket_window": 24}}
@@ -99,6 +105,12 @@ FAULTS: Mapping[str, tuple[str, str]] = {
     "unmerged_words": ("dense, tp", TP.name),
     "positions_of_another": ("experts, tp", TP.name),
     "norm_of_the_first_share": ("dense, tp", TP.name),
+    # context parallelism
+    "skipped_turn": ("dense, cp", CP_RING.name),
+    "leaking_document": ("dense, cp", CP.name),
+    "leaking_document_in_a_ring": ("dense, cp", CP_RING.name),
+    "unsplit_positions": ("dense, cp", CP.name),
+    "own_gradient_of_gathered_keys": ("dense, cp", CP.name),
     # updates
     "frozen_rank": ("1f1b", PIPELINE.name),
     "forgotten_moments": ("dense", FSDP.name),
@@ -156,6 +168,7 @@ def fault_cases() -> dict[str, Case]:
         "experts": Case(EXPERTS, {FSDP_EP.name: FSDP_EP}),
         "dense, tp": Case(DENSE, {TP.name: TP, TP_REPEATED.name: TP_REPEATED}),
         "experts, tp": Case(EXPERTS, {TP.name: TP}),
+        "dense, cp": Case(DENSE, {CP.name: CP, CP_RING.name: CP_RING}),
         **{name: Case(TIED, piped, {"pipeline": name}) for name in ("gpipe", "1f1b", "zb1p", "zero_bubble_v")},
     }
 
@@ -169,6 +182,8 @@ def sound_cases() -> dict[str, Case]:
     piped = {layout.name: layout for layout in (PIPELINE, PIPELINE_FSDP)}
     split = {layout.name: layout for layout in (TP, TP_REPEATED, TP_FSDP)}
     split_experts = {layout.name: layout for layout in (TP, TP_EP, TP_FSDP)}
+    shared = {layout.name: layout for layout in (CP, CP_RING, CP_ULYSSES, CP_HYBRID, CP_TP, CP_FSDP)}
+    padded = {"data": {**DOCUMENTS["data"], "pad_multiple": 8}}
     sgd = {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
     return {
         "dense": Case(DENSE, data),
@@ -182,6 +197,11 @@ def sound_cases() -> dict[str, Case]:
         "dense, tp": Case(DENSE, split),
         "dense, tp, documents": Case(DENSE, split, DOCUMENTS | {"data": {**DOCUMENTS["data"], "pad_multiple": 4}}),
         "experts, tp": Case(EXPERTS, split_experts, router),
+        "dense, cp": Case(DENSE, shared),
+        "dense, cp, documents": Case(DENSE, shared, DOCUMENTS | padded),
+        "experts, cp": Case(EXPERTS, {layout.name: layout for layout in (CP_RING, CP_EP)}, router),
+        "experts, cp, documents": Case(EXPERTS, {layout.name: layout for layout in (CP_RING, CP_EP)}, padded | router),
+        "tied, cp, tp, 1f1b": Case(TIED, {PIPELINE_CP_TP.name: PIPELINE_CP_TP}, {"pipeline": "1f1b"}),
         "tied, tp, zero_bubble_v": Case(TIED, {PIPELINE_TP.name: PIPELINE_TP}, {"pipeline": "zero_bubble_v"}),
         **{f"tied, {name}": Case(TIED, piped, {"pipeline": name}) for name in SCHEDULES},
     }

@@ -63,6 +63,15 @@ def no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_part_is_taken_of_every_microbatch_that_is_copied(prefetch: int) -> None:
+    part = {"tokens": torch.tensor([7])}
+    seen = []
+    with DevicePrefetcher(Counting(), CPU, prefetch, split=lambda whole: seen.append(whole) or part) as prefetcher:
+        assert prefetcher.next() == [part, part]
+    assert seen[:2] == Counting().next_pack()
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 def test_packs_and_states_are_the_same_with_any_prefetch(prefetch: int) -> None:
     with DevicePrefetcher(Counting(), CPU, prefetch) as prefetcher:

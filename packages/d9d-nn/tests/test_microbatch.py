@@ -42,3 +42,46 @@ def test_single_texts_are_no_queries_with_texts() -> None:
         with pytest.raises(JobError, match=f"4 rows for {samples} samples"):
             task.first_inputs(microbatch(samples=torch.arange(samples)))
     task.first_inputs(microbatch(samples=torch.arange(2)))
+
+
+class Every:
+    """Share of every second position, as a rank of two."""
+
+    ranks = 2
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor[:, self.first :: 2]
+
+
+def test_ranks_count_and_weigh_each_position_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    task = CausalLM(CausalLMConfig())
+    whole = {
+        "tokens": torch.randint(0, 9, (3, 8), generator=generator),
+        "targets": torch.randint(-1, 9, (3, 8), generator=generator).masked_fill_(torch.eye(3, 8).bool(), -100),
+        "weights": torch.rand(3, 8, generator=generator),
+        "documents": torch.zeros(3, 8, dtype=torch.int64),
+        "samples": torch.arange(3),
+    }
+    for padding in ({}, {"lengths": torch.tensor([8, 3, 0])}):
+        batch = {**whole, **padding}
+        parts = [task.split_positions(batch, Every(first)) for first in range(2)]
+        assert sum(int(task.count(part)) for part in parts) == int(task.count(batch))
+        weight = sum(task.weights(part)["cross_entropy"] for part in parts)
+        torch.testing.assert_close(weight, task.weights(batch)["cross_entropy"])
+        for first, part in enumerate(parts):
+            assert torch.equal(part["targets"], batch["targets"][:, first::2])
+            assert torch.equal(part["positions"], torch.arange(first, 8, 2).expand(3, 4))
+            assert part["documents"] is batch["documents"]
+            assert part["samples"] is batch["samples"]
+
+
+def test_positions_that_the_data_gives_are_split_as_they_are() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]])
+    batch = {"tokens": positions, "positions": positions}
+    part = CausalLM(CausalLMConfig()).split_positions(batch, Every(1))
+    assert torch.equal(part["positions"], positions[:, 1::2])
+    assert list(part) == ["positions", "tokens"]

@@ -36,6 +36,7 @@ def test_a_good_strategy_passes(name: str) -> None:
 
 
 NUMBERS = "test_loss_gradients_and_updates_are_those_of_one_process"
+COMMUNICATES = "test_the_collectives_of_a_traced_step_are_those_it_declares"
 SAYS = "test_it_says_what_it_changed_and_whose_gradients_it_reduces"
 FAULTS = [
     ("sums_nothing", NUMBERS, "'fault': 'sums_nothing'}: step 1: the gradient norm is off by"),
@@ -51,6 +52,14 @@ FAULTS = [
     ("invents_an_axis", SAYS, "Applied.gradients names axes that do not exist: ['dp']"),
     ("needs_few_ranks", "test_the_plan_of_a_large_job_needs_no_processes", "no more than 8 ranks"),
     ("adds_state", "test_a_run_continues_in_one_process_and_back", "'model/calls' is in the checkpoint only"),
+    ("declares_no_collectives", COMMUNICATES, "Applied.collectives is None"),
+    (
+        "hides_a_collective",
+        COMMUNICATES,
+        "besides what is listed exactly, listed 0 times, made 2 times: [16, 16]",
+    ),
+    ("invents_a_collective", COMMUNICATES, "all_reduce of 16 bytes among (0, 1): listed 2 times, made 0 times"),
+    ("miscounts_a_collective", COMMUNICATES, "listed 0 times, made 2 times: [16, 16] bytes"),
 ]
 
 

@@ -8,13 +8,13 @@ Everything a component itself needs is here; importing this module imports no to
 | configuration | ``PluginConfig``, ``ModelConfig``, ``ScheduleConfig``, ``Section``, ``Named``, ``closest`` |
 | errors | ``D9dError`` and its kinds |
 | foreign files | ``read_regular``, ``parse_json`` |
-| tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``is_dtensor``, ``wide_dtype`` |
-| data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents`` |
+| tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
+| data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
 | inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
-| optimizer, learning rate | ``Optimizer``, ``DividesGradients``, ``AveragesWeights``, ``LrSchedule`` |
-| strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology`` |
+| optimizer, learning rate | ``Optimizer`` and what one may be besides (``DividesGradients``, ...), ``LrSchedule`` |
+| strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology``, ``Collective``, ``StepShape`` |
 | fine-tuning | ``PeftMethod``, ``StartsFromWeights``, ``SwitchesOff`` |
 | kernel | ``OpSignature``, ``Decision`` |
 | metric | ``Metric``, ``AccumulatedMetric`` of ``Accumulator``, ``StageMetric``, ``Vector``, ``Table`` |
@@ -126,7 +126,15 @@ from d9d_core.program.index import ProgramIndex
 from d9d_core.program.runner import Arrival, Handler, StageRunner, StepState, Visit
 from d9d_core.program.text import diff_programs, format_programs, parse_programs
 from d9d_core.program.validation import placement, problems_of, validate
-from d9d_core.protocols.data import DataContext, DataStream, PacksDocuments, packs_documents
+from d9d_core.protocols.data import (
+    DataContext,
+    DataStream,
+    PacksDocuments,
+    SampleLengths,
+    StatesLengths,
+    packs_documents,
+    sample_lengths,
+)
 from d9d_core.protocols.first_pass import DataRanks, FirstPass, PassModel, TwoPassTask
 from d9d_core.protocols.forward import ForwardPass
 from d9d_core.protocols.health import Health
@@ -142,18 +150,37 @@ from d9d_core.protocols.inference import (
 )
 from d9d_core.protocols.metric import ChoosesObservations, Metric, StageMetric, Table, Vector
 from d9d_core.protocols.model import (
+    ContextShare,
     HasHeads,
     HasLinearTerms,
+    PositionShare,
+    SeesContext,
     SeesSequence,
     SequenceShare,
+    SharesAttention,
+    SplitsContext,
+    SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
     Stage,
+    TermKind,
     VocabularyShare,
 )
-from d9d_core.protocols.optimizer import AveragesWeights, DividesGradients, LrSchedule, Optimizer
+from d9d_core.protocols.optimizer import AveragesWeights, DeclaresCollectives, DividesGradients, LrSchedule, Optimizer
 from d9d_core.protocols.peft import PeftMethod, StartsFromWeights, SwitchesOff
-from d9d_core.protocols.strategy import Applied, GradientOwner, Reducer, Strategy
+from d9d_core.protocols.strategy import (
+    Applied,
+    Collective,
+    CommunicatesAlone,
+    Communication,
+    GradientOwner,
+    Kind,
+    Pass,
+    Reducer,
+    StepShape,
+    Strategy,
+    no_collectives,
+)
 from d9d_core.protocols.subscriber import (
     EndsTraining,
     OwnEvent,
@@ -168,6 +195,7 @@ from d9d_core.protocols.task import (
     LanguageModelTask,
     OwnsMetrics,
     SeesSteps,
+    SplitsPositions,
     StageInputs,
     StatefulTask,
     Task,
@@ -223,10 +251,11 @@ from d9d_core.untrusted import parse_json, read_regular
 if TYPE_CHECKING:
     from d9d_core.components.accumulators import AccumulatedMetric, Accumulator
     from d9d_core.deferral import Deferral, DeferredWeights
-    from d9d_core.tensors import encode_png, full, is_dtensor, local, wide_dtype
+    from d9d_core.tensors import beside, encode_png, full, is_dtensor, local, wide_dtype
 
 #: Module of the names that need torch; they are imported when they are used.
 _LAZY = {
+    "beside": "d9d_core.tensors",
     "encode_png": "d9d_core.tensors",
     "AccumulatedMetric": "d9d_core.components.accumulators",
     "Accumulator": "d9d_core.components.accumulators",
@@ -259,8 +288,12 @@ __all__ = [
     "CheckpointSaved",
     "CheckpointStarts",
     "ChoosesObservations",
+    "Collective",
     "Columns",
+    "CommunicatesAlone",
+    "Communication",
     "ContextParallelizable",
+    "ContextShare",
     "Continuation",
     "ContinuesRows",
     "D9dError",
@@ -270,6 +303,7 @@ __all__ = [
     "DataReady",
     "DataStream",
     "Decision",
+    "DeclaresCollectives",
     "Deferral",
     "DeferredWeights",
     "DefersWeights",
@@ -312,6 +346,7 @@ __all__ = [
     "JobError",
     "JobFile",
     "Json",
+    "Kind",
     "LanguageModelTask",
     "LateInit",
     "LayoutDependent",
@@ -343,12 +378,14 @@ __all__ = [
     "PackEnds",
     "PackStarts",
     "PacksDocuments",
+    "Pass",
     "PassModel",
     "PeftMethod",
     "Picture",
     "PipelineStage",
     "PluginConfig",
     "PluginError",
+    "PositionShare",
     "Program",
     "ProgramIndex",
     "ReadsModules",
@@ -360,11 +397,13 @@ __all__ = [
     "RowsWritten",
     "RunInfo",
     "RunLog",
+    "SampleLengths",
     "SaveError",
     "SaveReport",
     "Schedule",
     "ScheduleConfig",
     "Section",
+    "SeesContext",
     "SeesSequence",
     "SeesSteps",
     "SendActivation",
@@ -372,8 +411,12 @@ __all__ = [
     "SequenceShare",
     "SeriesName",
     "Share",
+    "SharesAttention",
     "SleepEnds",
     "SleepStarts",
+    "SplitsContext",
+    "SplitsFeatures",
+    "SplitsPositions",
     "SplitsSequence",
     "SplitsVocabulary",
     "Stage",
@@ -386,8 +429,10 @@ __all__ = [
     "State",
     "StatefulSubscriber",
     "StatefulTask",
+    "StatesLengths",
     "StepEnds",
     "StepResult",
+    "StepShape",
     "StepStarts",
     "StepState",
     "Strategy",
@@ -405,6 +450,7 @@ __all__ = [
     "TensorParallelizable",
     "TensorSpec",
     "TensorStyle",
+    "TermKind",
     "Topology",
     "Tracker",
     "TrackerRun",
@@ -427,6 +473,7 @@ __all__ = [
     "Writer",
     "WritesText",
     "awaited",
+    "beside",
     "closest",
     "compute_parts",
     "count_stages",
@@ -441,6 +488,7 @@ __all__ = [
     "load_config",
     "local",
     "modules_with",
+    "no_collectives",
     "packs_documents",
     "parse_json",
     "parse_programs",
@@ -448,6 +496,7 @@ __all__ = [
     "plugin_error",
     "problems_of",
     "read_regular",
+    "sample_lengths",
     "single_stage",
     "split_tags",
     "subscribe",

@@ -41,6 +41,24 @@ def full(tensor: Tensor) -> Tensor:
         return tensor.full_tensor()
 
 
+def beside(tensor: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Tensors that operations take together with another: whole ones where they are not split over the same ranks.
+
+    Collective over the ranks of DTensors of another mesh than that of ``tensor``.
+    """
+    if not any(map(is_dtensor, (tensor, *others))):
+        return others
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = tensor.device_mesh if is_dtensor(tensor) else None
+    if all(is_dtensor(other) and other.device_mesh == mesh for other in others):
+        return others
+    gathered = [full(other) for other in others]
+    if mesh is None:
+        return tuple(gathered)
+    return tuple(DTensor.from_local(one, mesh, [Replicate()] * mesh.ndim, run_check=False) for one in gathered)
+
+
 @contextmanager
 def _several_gathers_are_meant() -> Iterator[None]:
     """Keeps torch from warning, on every rank, that what is split over two dimensions is gathered in two steps."""

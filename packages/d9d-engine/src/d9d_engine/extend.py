@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from d9d_engine.compat import keep_fsdp_gradients, prepare_fsdp_gradients, reduce_fsdp_gradients
     from d9d_engine.distributed.logs import rank_logger
+    from d9d_engine.distributed.positions import ZigzagPositions
     from d9d_engine.figures import figure_svg, new_figure
     from d9d_engine.supervision.compilation import Recompiled
 
 #: Module of each name; they are imported when they are used.
 _LAZY = {
     "Recompiled": "d9d_engine.supervision.compilation",
+    "ZigzagPositions": "d9d_engine.distributed.positions",
     "figure_svg": "d9d_engine.figures",
     "new_figure": "d9d_engine.figures",
     "keep_fsdp_gradients": "d9d_engine.compat",
@@ -27,6 +29,7 @@ _LAZY = {
 
 __all__ = [
     "Recompiled",
+    "ZigzagPositions",
     "figure_svg",
     "keep_fsdp_gradients",
     "new_figure",

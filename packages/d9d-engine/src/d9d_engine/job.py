@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.open_union import Named
+from d9d_core.errors import JobError
 from d9d_core.failures import exits_are_errors
 from d9d_core.job import JobFile
 
@@ -47,17 +48,20 @@ class Job(JoinsProcesses, JobFile):
         given = {name: getattr(file, name) for name in file.model_fields_set}
         return cls(**given).use(file.registry, file.source)
 
-    def plan(self, world_size: int | None = None) -> Plan:
+    def plan(self, world_size: int | None = None, rank: int = 0) -> Plan:
         """Check the whole job without a GPU, a process group or memory for the model.
 
         Args:
             world_size: number of processes; by default, what the mesh needs.
+            rank: number of the process to plan for.
 
         Raises:
-            D9dError: the job cannot run.
+            D9dError: the job cannot run, or there is no such rank.
         """
         size = self.mesh.world_size if world_size is None else world_size
         self.check(size)
+        if not 0 <= rank < size:
+            raise JobError(f"rank {rank}: the job has the ranks 0 to {size - 1}")
         from d9d_engine.build.plan import circumstances, plan
         from d9d_engine.distributed.devices import intended_device, is_available
         from d9d_engine.distributed.mesh import Topology
@@ -65,8 +69,10 @@ class Job(JoinsProcesses, JobFile):
 
         device = intended_device(self.device)
         here = circumstances(self, device if world_size is None and is_available(self.device) else None)
-        topology = Topology(sizes=self.mesh.sizes(), world_size=size, device=device, views=self.views(), simulated=True)
-        with simulated_world(size):
+        topology = Topology(
+            sizes=self.mesh.sizes(), rank=rank, world_size=size, device=device, views=self.views(), simulated=True
+        )
+        with simulated_world(size, rank):
             return plan(self, self.registry, topology, here)
 
     def _log_level(self) -> str | None:

@@ -5,8 +5,10 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from d9d_core.extend import SequenceShare
+from d9d_core.extend import Kind, SequenceShare, StepShape
 from torch import Tensor, nn
 
 
@@ -55,6 +57,10 @@ class SplitTokenEmbedding(nn.Module):
     def see_sequence(self, share: SequenceShare) -> None:
         """Look up a rank's own positions of the tokens; both parts of the weight stay whole."""
         self._share = share
+
+    def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - the protocol's
+        """No collectives: a rank looks its own positions up."""
+        return ()
 
     def vocabulary_weight(self) -> Tensor:
         """Weight that a tied head projects with, [V, H]: a copy of both parts in a row."""

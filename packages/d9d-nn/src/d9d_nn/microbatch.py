@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from d9d_core.extend import JobError, Microbatch, StageInputs
+import torch
+from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs
 from torch import Tensor
+
+#: Number of a rank's own positions of each sample that are no padding, int64 [B].
+_OWN_LENGTHS = "own_lengths"
 
 
 def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
@@ -25,8 +29,12 @@ def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
 
 
 def count_positions(microbatch: Microbatch) -> int | Tensor:
-    """Number of positions without padding: of ``lengths``, 0-d; or of the shape of ``tokens`` where there is none."""
-    return microbatch["lengths"].sum() if "lengths" in microbatch else microbatch["tokens"].numel()
+    """Number of positions without padding: of ``lengths``, 0-d; or of the shape of ``tokens`` where there is none.
+
+    Of a rank's part of a microbatch, those that it has.
+    """
+    lengths = microbatch.get(_OWN_LENGTHS, microbatch.get("lengths"))
+    return microbatch["tokens"].numel() if lengths is None else lengths.sum()
 
 
 def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
@@ -39,3 +47,28 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
     names = ("positions", "documents", "lengths", *more)
     shared = {name: microbatch[name] for name in names if name in microbatch}
     return StageInputs(first={"tokens": microbatch["tokens"]}, shared=shared)
+
+
+def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
+    """A rank's part of a microbatch whose fields are of positions, see :class:`d9d_core.extend.SplitsPositions`.
+
+    Fields [B, S, ...] are split, ``documents`` stays whole, and so do fields of samples, such as ``lengths``.
+    ``positions`` are there afterwards.
+
+    Args:
+        microbatch: with ``tokens`` [B, S].
+        share: the rank's.
+
+    Raises:
+        ValueError: the ranks cannot share S positions evenly.
+    """
+    shape = microbatch["tokens"].shape
+    places = torch.arange(shape[1], device=microbatch["tokens"].device).unsqueeze(0)
+    whole = {"positions": places.expand(shape), **microbatch}
+    own = {
+        name: share.own(tensor) if name != "documents" and tensor.shape[:2] == shape else tensor
+        for name, tensor in whole.items()
+    }
+    if "lengths" in microbatch:
+        own[_OWN_LENGTHS] = (share.own(places) < microbatch["lengths"].unsqueeze(1)).sum(dim=1)
+    return own

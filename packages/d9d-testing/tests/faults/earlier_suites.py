@@ -62,4 +62,8 @@ STRATEGIES = _settings(
     "invents_an_axis",
     "needs_few_ranks",
     "adds_state",
+    "declares_no_collectives",
+    "hides_a_collective",
+    "invents_a_collective",
+    "miscounts_a_collective",
 )

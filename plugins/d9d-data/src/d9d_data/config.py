@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from d9d_core.extend import PluginConfig, Section, closest
+from d9d_core.extend import PluginConfig, SampleLengths, Section, closest
 from pydantic import Field, field_validator, model_validator
 
 #: Texts that every Python installation brings along.
@@ -135,6 +135,11 @@ class PaddedConfig(PreparedConfig):
         """False: a sample is one document, with padding behind it."""
         return False
 
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Lengths of microbatches: multiples of ``pad_multiple``."""
+        return SampleLengths(self.pad_multiple, self.sequence_length)
+
     @model_validator(mode="after")
     def _padding_stays_within_a_sequence(self) -> Self:
         check_padding(self.sequence_length, self.pad_multiple)
@@ -154,6 +159,11 @@ class TextConfig(CorpusConfig):
     def packs_documents(self) -> bool:
         """True: a sample has as many documents as fit."""
         return True
+
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Length of all microbatches."""
+        return SampleLengths(self.sequence_length, self.sequence_length)
 
 
 class DocumentsConfig(PaddedConfig, CorpusConfig):
@@ -206,6 +216,11 @@ class ChatConfig(ModelTextConfig):
         """Whether a sample has several conversations."""
         return self.packing != "none"
 
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Lengths of microbatches: packed ones are equally long, others multiples of ``pad_multiple``."""
+        return SampleLengths(self.sequence_length if self.packs_documents else self.pad_multiple, self.sequence_length)
+
 
 class PreferenceConfig(ModelTextConfig):
     """Dataset of pairs: two completions of a prompt, of which one is preferred to the other."""
@@ -216,6 +231,11 @@ class PreferenceConfig(ModelTextConfig):
     """Structured files, as for ``text``: records with ``chosen`` and ``rejected``, perhaps ``prompt`` and ``tools``."""
     sequence_length: int = Field(ge=1)
     """Most positions of each text of a pair: of the prompt and one completion."""
+
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Lengths of microbatches, of which every pair has two rows."""
+        return SampleLengths(self.pad_multiple, self.sequence_length, texts=2)
 
 
 class LabelledConfig(PaddedConfig, CorpusConfig):
@@ -275,6 +295,11 @@ class PairsConfig(PaddedConfig, TokenizedConfig):
     """Text before each document."""
     sequence_length: int = Field(ge=2)
     """Most positions of each text, its end of text included; longer texts are cut, and counted."""
+
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """Lengths of microbatches, which have a row for the query and each document."""
+        return SampleLengths(self.pad_multiple, self.sequence_length, texts=2 + self.negatives)
 
     @model_validator(mode="after")
     def _fields_fit_each_other(self) -> Self:

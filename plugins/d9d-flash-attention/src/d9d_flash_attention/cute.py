@@ -9,6 +9,7 @@ that there is room for.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ def check_library() -> None:
         BuildError: it has not.
         ImportError: it cannot be imported.
     """
-    library = _library()
+    with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
+        warnings.simplefilter("ignore", DeprecationWarning)
+        library = _library()
     missing = ", ".join(name for name in (_FORWARD, _BACKWARD) if not hasattr(library, name))
     if missing:
         raise BuildError(

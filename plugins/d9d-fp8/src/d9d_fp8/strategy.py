@@ -15,6 +15,7 @@ from d9d_core.extend import (
     TensorStyle,
     Topology,
     modules_with,
+    no_collectives,
 )
 from d9d_nn.linear import Linear
 from torch import nn
@@ -72,7 +73,7 @@ class Fp8:
             )
         if left and not converted:
             raise BuildError(f"strategy 'fp8' can convert no linear layer; {'; '.join(notes[1:])}")
-        return Applied(modules=converted, unmatched=unmatched, notes=tuple(notes))
+        return Applied(modules=converted, unmatched=unmatched, notes=tuple(notes), collectives=no_collectives)
 
 
 def check_device(device: torch.device, recipe: str) -> None:

@@ -42,6 +42,15 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         anchor="tensor",
         axes=frozenset({"tp"}),
     )
+    yield StrategySpec(
+        name="context_parallel",
+        summary="Splits the positions of each sample over cp: memory of activations falls with the number of ranks.",
+        config=Ref("d9d_parallel.context_parallel.config:ContextParallelConfig"),
+        build=Ref("d9d_parallel.context_parallel.strategy:ContextParallel"),
+        requires=frozenset({"model:context_parallel"}),
+        anchor="context",
+        axes=frozenset({"cp"}),
+    )
     for name, axes, summary in (
         ("replicate", ("dp_replicate",), "The whole model on every rank; gradients are summed."),
         ("fsdp", ("dp_shard",), "Shards parameters, gradients and optimizer state over ranks (FSDP2)."),

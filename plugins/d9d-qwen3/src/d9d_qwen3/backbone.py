@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from d9d_core.extend import Stage, TensorSpec, TensorStyle
+from d9d_core.extend import BuildError, ContextShare, Stage, TensorSpec, TensorStyle
 from d9d_nn.attention.masks import prepare_masks
 from d9d_nn.embedding import SplitTokenEmbedding, TokenEmbedding, token_embedding
 from d9d_nn.heads.config import head_layers
@@ -40,6 +40,7 @@ class Qwen3Backbone(nn.Module):
         self.config = config
         self.stage = stage
         self._sequence_ranks = 1
+        self._context: ContextShare | None = None
         read = (head_layers(head, config.num_layers) for head in config.heads.values())
         self.layer_means: tuple[Layers, ...] = tuple(sorted({layers for layers in read if layers is not None}))
         if stage.is_first:
@@ -68,11 +69,25 @@ class Qwen3Backbone(nn.Module):
         """Take note that hidden states hold S / ``ranks`` positions each."""
         self._sequence_ranks = ranks
 
+    def split_context(self, share: ContextShare) -> None:
+        """Take a rank's own positions, but all ``documents``.
+
+        Raises:
+            BuildError: the rotation depends on the length of samples.
+        """
+        scaling = self.config.rope_scaling
+        if scaling is not None and scaling.type == "dynamic":
+            raise BuildError(
+                "context_parallel: model.rope_scaling is dynamic, so each sample's length turns all of its positions, "
+                "of which ranks of cp have parts; choose another scaling, such as yarn, or leave mesh.cp out"
+            )
+        self._context = share
+
     def boundary(self, microbatch: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         """Spec of ``hidden`` [B, S, H] in the dtype of this stage's parameters; empty on the last stage.
 
         If a head reads the mean of several layers, the sum so far travels along, of the same shape and dtype. Where
-        ranks of ``tp`` split positions, it is their part of S.
+        ranks of ``tp`` split positions, it is their part of S; where ranks of ``cp`` do, the microbatch has theirs.
         """
         if self.stage.is_last:
             return {}
@@ -130,9 +145,13 @@ class Qwen3Backbone(nn.Module):
             hidden = self.embedding(tokens)
         if hidden is None:
             raise ValueError(f"stage {self.stage.index} of qwen3 needs hidden, what the previous stage returned")
-        length = hidden.shape[1] * self._sequence_ranks
+        context = self._context
+        length = hidden.shape[1] * self._sequence_ranks * (1 if context is None else context.ranks)
+        places = torch.arange(length, device=hidden.device).unsqueeze(0)
+        if context is not None:
+            places = context.own(places)  # [1, S / cp]
         if positions is None:
-            positions = torch.arange(length, device=hidden.device).unsqueeze(0)
+            positions = places
         done = range(self.layer_indices.start)
         sums = LayerSums(self.layer_means, self.config.rms_norm_eps, layer_sums, done)
         rotation = self.rotary(positions, lengths)
@@ -140,7 +159,7 @@ class Qwen3Backbone(nn.Module):
         masks = prepare_masks(slots, documents, length, hidden.device)
         padding = None
         if lengths is not None and isinstance(self.config, Qwen3MoeConfig):  # nothing else sees padding
-            padding = torch.arange(length, device=hidden.device) >= lengths.unsqueeze(1)
+            padding = places >= lengths.unsqueeze(1)
         for index, layer in self.layers.items():
             hidden = layer(hidden, rotation, masks, padding)
             sums.add(int(index), hidden)

@@ -88,6 +88,41 @@ class DataStream(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class SampleLengths:
+    """Lengths of the microbatches of a dataset, in positions.
+
+    Attributes:
+        multiple: every microbatch is as long as a multiple of this.
+        most: length that none exceeds; ``None`` if only the data tells.
+        texts: texts of each sample, every one a row of the microbatch.
+    """
+
+    multiple: int
+    most: int | None = None
+    texts: int = 1
+
+    @property
+    def fixed(self) -> int | None:
+        """Length of all microbatches, if they are equally long."""
+        return self.most if self.most == self.multiple else None
+
+
+@runtime_checkable
+class StatesLengths(Protocol):
+    """Config of a dataset that says how long microbatches may be, so that a layout is refused before the first one."""
+
+    @property
+    def sample_lengths(self) -> SampleLengths | None:
+        """Lengths of microbatches; ``None`` if only the data can tell."""
+        ...
+
+
+def sample_lengths(dataset: object) -> SampleLengths | None:
+    """Lengths of the microbatches of a dataset, by its config; ``None`` if it does not say."""
+    return dataset.sample_lengths if isinstance(dataset, StatesLengths) else None
+
+
 @runtime_checkable
 class PacksDocuments(Protocol):
     """Config of a dataset that says whether samples hold several documents, so that kernels are chosen for it."""

@@ -1,11 +1,12 @@
 """Pipeline stages as model plugins are asked to build them, and what their modules may say beside traits.
 
-All but the first belong to the trait :class:`~d9d_core.traits.TensorParallelizable`.
+All but the first and the last belong to the trait :class:`~d9d_core.traits.TensorParallelizable`; those about a context
+belong to :class:`~d9d_core.traits.ContextParallelizable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -48,12 +49,32 @@ class HasHeads(Protocol):
         ...
 
 
+#: Kind of a module inside a linear layer: ``in`` is linear and reads the layer's input, ``out`` is linear and adds to
+#: its output; ``in_scale`` and ``out_scale`` have a weight with a number for each feature of its input or output.
+TermKind = Literal["in", "out", "in_scale", "out_scale"]
+
+
 @runtime_checkable
 class HasLinearTerms(Protocol):
-    """Protocol, beside the trait of tensor parallelism, of a linear layer with further ones inside, which add to it."""
+    """Protocol, beside the trait of tensor parallelism, of a linear layer with further modules inside."""
 
-    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
-        """Linear children, by relative name: those that read the layer's input, and those that add to its output."""
+    def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
+        """Children by relative name, see :data:`TermKind`."""
+        ...
+
+
+@runtime_checkable
+class SplitsFeatures(Protocol):
+    """Protocol, beside :class:`HasLinearTerms`, of a layer that reads weights of its terms, besides calling them."""
+
+    def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Hold a share of the output or the input features from now on.
+
+        Args:
+            own: part of a weight of one of its terms that this rank computes with, with its gradient.
+            add_up: sum over the ranks of what each has of one shape, where they share the input features; forward
+                only, and collective over them.
+        """
         ...
 
 
@@ -114,5 +135,87 @@ class SplitsVocabulary(Protocol):
         """Compute, from now on, with a share of the words, and return what all ranks together would.
 
         The gradient of the hidden states is then a partial sum.
+        """
+        ...
+
+
+class PositionShare(Protocol):
+    """Share of each sample's positions on one rank of ``cp``. It is no run of positions: which they are, it knows."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the positions of a sample."""
+        ...
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's positions [B, S / cp, ...] of [B, S, ...], on the same device.
+
+        Raises:
+            ValueError: the ranks cannot share S positions evenly.
+        """
+        ...
+
+
+class ContextShare(PositionShare, Protocol):
+    """Share of the positions, with a way to those of the other ranks."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Gather [B, S / cp, ...] of all ranks to [B, S, ...], in the order of the sample.
+
+        Ranks compute different things from it, or each its part of the same: gradients of all of them add up.
+        Collective over ``cp``, forward and backward.
+        """
+        ...
+
+
+@runtime_checkable
+class SplitsContext(Protocol):
+    """Protocol, beside the trait of context parallelism, of a stage whose inputs may hold a rank's positions only."""
+
+    def split_context(self, share: ContextShare) -> None:
+        """Take a rank's own positions from now on: tokens and all else [B, S / cp], but ``documents`` [B, S].
+
+        Masks are made for all S positions, as attention cores are told which of them are their queries'.
+
+        Raises:
+            BuildError: the stage computes something that needs all positions.
+        """
+        ...
+
+
+@runtime_checkable
+class SeesContext(Protocol):
+    """Protocol, beside the trait of context parallelism, of a module that looks across positions, and is no core."""
+
+    def see_context(self, share: ContextShare) -> None:
+        """Take a share of the positions as input and output from now on, and all of them for what needs them.
+
+        Sums that it counts are of its own positions. Losses are of all of them, on each rank.
+        """
+        ...
+
+
+@runtime_checkable
+class SharesAttention(Protocol):
+    """Protocol, beside the trait of context parallelism, of a core that computes a part of the attention of a sample.
+
+    A core without it gets all positions, and some of the heads.
+    """
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Number of query heads, and of key and value heads, of the whole model."""
+        ...
+
+    def see_queries(self, share: ContextShare) -> None:
+        """Take a rank's own queries [B, S / cp, N, D], and keys and values [B, S, K, D], from now on."""
+        ...
+
+    def attend_by(self, function: Callable[..., Tensor]) -> None:
+        """Let a function attend from now on, in the place of any backend.
+
+        Args:
+            function: ``(query, key, value, documents, window)`` with [B, S / cp, heads, D] each, ``documents`` int64
+                [B, S] or ``None`` if a sample is one document, and the number of positions that a query sees or
+                ``None`` for all earlier ones; returns what the query heads see, [B, S / cp, N, D].
         """
         ...

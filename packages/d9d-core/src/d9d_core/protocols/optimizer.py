@@ -7,7 +7,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
+
+    from d9d_core.protocols.strategy import Collective
 
 
 class Optimizer(Protocol):
@@ -88,6 +92,15 @@ class AveragesWeights(Optimizer, Protocol):
 
         After it they have their bits again. No step is made inside.
         """
+        ...
+
+
+@runtime_checkable
+class DeclaresCollectives(Protocol):
+    """Optimizer that says what its step communicates, for ``d9d explain``."""
+
+    def collectives(self) -> Iterable[Collective] | None:
+        """Collectives of a step on this rank, if every parameter has a gradient; ``None`` if that is not known."""
         ...
 
 

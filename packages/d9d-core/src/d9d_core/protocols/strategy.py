@@ -1,16 +1,122 @@
-"""Parallel strategies: changes to a stage in place, and owners of the gradients' reductions."""
+"""Parallel strategies: changes to a stage in place, owners of the gradients' reductions, and what is communicated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from d9d_core.protocols.topology import Topology
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
+#: Passes of a microbatch through a stage; an ``input_backward`` leaves the gradients of weights for later.
+Pass = Literal["forward", "backward", "input_backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """Calls of one collective in a step: same operation, same ranks, same size. For ``d9d explain``.
+
+    Bytes are those of one rank's call: of what an all-gather returns, of what a reduce-scatter or an all-to-all takes,
+    of what an all-reduce reduces and of what a send or a receive carries. A call among one rank sends nothing and is
+    left out.
+
+    Attributes:
+        kind: operation.
+        group: mesh dimensions that its ranks lie along, for people, such as ``fsdp``.
+        ranks: numbers of all of its ranks, in order; of a send or a receive, this rank's and the other's.
+        bytes: bytes of one call; ``None`` where only the data tells.
+        count: number of calls in a step.
+        purpose: what travels, in words, such as ``parameters of layers.0``.
+        module: qualified name of the module whose forward makes the calls, so that those of a checkpointed block are
+            counted again for its second forward; ``None`` if no second forward repeats them.
+        approximate: ``bytes`` follow from values that a step has and a plan lacks, such as the choices of a router.
+        at_most: ``count`` is the most that there can be, as in the second forward of a checkpointed block, which ends
+            with the last tensor that the backward needs.
+    """
+
+    kind: Kind
+    group: str
+    ranks: tuple[int, ...]
+    bytes: int | None
+    count: int
+    purpose: str
+    module: str | None = None
+    approximate: bool = False
+    at_most: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Shape of a step on one rank and stage, from which a strategy tells what it communicates.
+
+    Attributes:
+        passes: the rank's forwards and backwards on this stage, in order.
+        samples: number of rows in a microbatch, one for each text of a sample.
+        positions: positions of a sample on a rank of ``cp``, those of all ranks of ``tp`` together; ``None`` where only
+            the data tells.
+        itemsize: bytes of a number in the forward.
+        approximate: sizes of activations are guesses: autocast chooses formats, or microbatches differ in length and
+            ``positions`` are the most.
+    """
+
+    passes: tuple[Pass, ...]
+    samples: int
+    positions: int | None
+    itemsize: int
+    approximate: bool = False
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards in the step, one for each microbatch."""
+        return self.passes.count("forward")
+
+    @property
+    def backwards(self) -> int:
+        """Number of backwards in the step; those of inputs alone count, those of weights do not."""
+        return len(self.passes) - self.forwards
+
+    @property
+    def split_backward(self) -> bool:
+        """Whether weight gradients come later than those of inputs, so that nothing can be reduced before the end."""
+        return "input_backward" in self.passes
+
+    def bytes_of(self, numbers: float, itemsize: int | None = None) -> int | None:
+        """Bytes of a tensor with so many numbers for each position of a microbatch; ``None`` if those are not known.
+
+        Args:
+            numbers: of one position.
+            itemsize: bytes of a number; those of the forward by default.
+        """
+        if self.positions is None:
+            return None
+        return round(self.samples * self.positions * numbers * (self.itemsize if itemsize is None else itemsize))
+
+
+class Communication(Protocol):
+    """Declaration of what a strategy communicates in a step, for :attr:`d9d_core.extend.Applied.collectives`."""
+
+    def __call__(self, step: StepShape, /) -> Iterable[Collective]:
+        """List the calls of this rank on one stage. Asked once all strategies were applied; communicates nothing."""
+        ...
+
+
+def no_collectives(step: StepShape, /) -> Sequence[Collective]:  # noqa: ARG001 - the signature of Communication
+    """Declaration of a strategy that communicates nothing."""
+    return ()
+
+
+@runtime_checkable
+class CommunicatesAlone(Protocol):
+    """Protocol of a module that communicates among ranks that a strategy gave it, such as a share of the vocabulary."""
+
+    def forward_collectives(self, step: StepShape) -> Iterable[tuple[Kind, int | None]]:
+        """Operation and bytes of each collective of one forward on a microbatch; backward there are none."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +172,9 @@ class Applied:
         cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
             step begins; a job whose layout breaks that is refused.
         notes: lines for ``d9d explain``, such as what was left as it is, and why.
+        collectives: tells what the strategy communicates in a step, for ``d9d explain``;
+            :func:`~no_collectives` if nothing. ``None``: it does not tell, and ``explain``
+            says so.
     """
 
     modules: tuple[str, ...]
@@ -78,6 +187,7 @@ class Applied:
     sequence_ranks: int = 1
     cuda_graphs: bool = False
     notes: tuple[str, ...] = ()
+    collectives: Communication | None = None
 
 
 class Strategy(Protocol):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from d9d_core.protocols.metric import Metric
+    from d9d_core.protocols.model import PositionShare
     from d9d_core.protocols.topology import Topology
 
 
@@ -104,6 +105,25 @@ class FinishesTraining(Protocol):
 
 
 @runtime_checkable
+class SplitsPositions(Protocol):
+    """Task whose losses are sums over positions, so that ranks of ``cp`` may compute those of their own positions.
+
+    A task that looks across the positions of a sample, as one of whole answers does, is none.
+    """
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's part of a microbatch: all methods of the task get it in place of the whole.
+
+        ``documents`` stays whole, for the masks of attention, and so does ``lengths``. Called on the host, where
+        microbatches are read.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        ...
+
+
+@runtime_checkable
 class WeighsOutputs(Protocol):
     """Task whose loss has a weight that only the model's outputs tell, such as the number of tokens it accepts.
 
@@ -126,8 +146,9 @@ class Task(Protocol):
     needed. A term of zero weight contributes zero.
 
     A task may have more: :class:`StatefulTask`, :class:`SeesSteps`, :class:`UsesTopology`, :class:`OwnsMetrics`,
-    :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`LanguageModelTask`; and with
-    ``subscriptions()`` it is a :class:`~d9d_core.protocols.subscriber.Subscriber`, too.
+    :class:`HasHparams`, :class:`FinishesTraining`, :class:`WeighsOutputs`, :class:`SplitsPositions`,
+    :class:`LanguageModelTask`; and with ``subscriptions()`` it is a
+    :class:`~d9d_core.protocols.subscriber.Subscriber`, too.
     """
 
     @property

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from d9d_core.components.contract import check_returned, check_trainable
 from d9d_core.components.instantiate import instantiate
-from d9d_core.config.job import BaseJob
+from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.config.resolve import Parts
 from d9d_core.errors import BuildError, JobError
+from d9d_core.layout.check import near_multiples
 from d9d_core.plugin.capabilities import Chosen, Circumstances, Judge
 from d9d_core.plugin.records import StrategySpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.placement import Pipeline, plan_pipeline
+from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.model import SplitsSequence
 from d9d_core.protocols.peft import PeftMethod
-from d9d_core.protocols.strategy import Applied, Reducer, Strategy
+from d9d_core.protocols.strategy import Applied, Communication, Reducer, Strategy
 from d9d_core.traits import Divisible, PipelineStage
 from d9d_weights.graph.graph import specs_of
 from d9d_weights.sharding.collectives import all_gather_objects
@@ -54,6 +56,7 @@ class Assembly:
         ownership: who reduces which of their gradients.
         shared: parameter -> the stages that have it, if there are several.
         injected: names of the tensors that the fine-tuning method added.
+        communication: stage -> each strategy, and its declaration of what it communicates, if it made one.
     """
 
     pipeline: Pipeline
@@ -68,6 +71,7 @@ class Assembly:
     ownership: Ownership
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     injected: frozenset[str] = frozenset()
+    communication: Mapping[int, Sequence[tuple[Chosen, Communication | None]]] = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:
@@ -174,12 +178,16 @@ def assemble(
     kinds = {name: type(module) for name, module in full_model.named_modules()}  # FSDP2 changes a module's class
     applied = []
     reducers: dict[int, list[Reducer]] = {index: [] for index in stages}
+    communication: dict[int, list[tuple[Chosen, Communication | None]]] = {index: [] for index in stages}
     for chosen, config in selection.strategies:
         outcomes = _apply(chosen, config, stages, topology, several=len(everything) > 1)
         for index, outcome in outcomes.items():
             reducers[index] += outcome.reducers
+            communication[index].append((chosen, outcome.collectives))
         applied.append((chosen, _merged(list(outcomes.values()))))
         split_sequences(outlines, applied[-1][1].sequence_ranks)
+    if trains:
+        check_lengths(job, applied)
     check_cuda_graphs(applied, pipeline, circumstances.device)
     converted = [o.compute_dtype for _, o in applied if o.compute_dtype is not None]
     compute = job.precision.autocast or dtype_name(converted[-1] if converted else None) or job.precision.parameters
@@ -203,7 +211,19 @@ def assemble(
     trained = [name for name, _ in model.named_parameters() if name in trainable]
     ownership = settle(trained, topology, outcomes_by_name)
     return Assembly(
-        pipeline, stages, full_model, outlines, kernels, applied, reducers, peft, trainable, ownership, shared, injected
+        pipeline,
+        stages,
+        full_model,
+        outlines,
+        kernels,
+        applied,
+        reducers,
+        peft,
+        trainable,
+        ownership,
+        shared,
+        injected,
+        communication,
     )
 
 
@@ -326,6 +346,28 @@ def check_divisibility(stage: nn.Module, sizes: Mapping[str, int]) -> None:
                     problems[f"mesh.{axis} is {sizes[axis]}, which does not divide the {count} {what} of {kind}"] = None
     if problems:
         raise JobError("\n".join(problems))
+
+
+def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> None:
+    """Compare the lengths of microbatches, as far as the data's config tells them, with the ranks that split them.
+
+    Raises:
+        JobError: they do not divide every length.
+    """
+    lengths = sample_lengths(job.data)
+    if lengths is None or not isinstance(job, JobConfig):
+        return  # an inference makes one pass, whose last lengths are others
+    for chosen, outcome in applied:
+        ranks, multiple = outcome.sequence_ranks, lengths.multiple
+        if multiple % ranks == 0:
+            continue
+        near = " or ".join(map(str, near_multiples(multiple, ranks)))
+        what = "sequence_length" if lengths.fixed else "pad_multiple"
+        raise JobError(
+            f"{chosen.where}: strategy '{chosen.spec.name}' splits positions over {ranks} ranks, but those of a "
+            f"microbatch are {'' if lengths.fixed else 'multiples of '}{multiple} (data.{what}); use {near}, or other "
+            "sizes of the mesh"
+        )
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -27,7 +27,7 @@ from d9d_engine.build.executor import build_executor
 from d9d_engine.build.export import Exporter
 from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.parts.cuda_graphs import step_mark
-from d9d_engine.build.parts.data import documents_of, open_data
+from d9d_engine.build.parts.data import documents_of, open_data, split_of
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
@@ -92,13 +92,15 @@ def build(
     events = Events(subscribers.values())
     events.emit(ev.JobConfigured(job))
     # What needs no memory comes first, so that a mistake is reported before data is prepared.
+    split = split_of(task, topology)
     assembly = _assembled(job, selection, registry, topology)
     lr_schedule = None if job.steps is None else build_lr_schedule(job, selection, job.steps)
     events.emit(ev.ModelPlanned(job))
     store = open_store(job, topology, note)
 
-    data_ranks = topology.axes_group(*DATA_AXES) if topology.world_size > 1 else None
-    all_parts = topology.axes_group("pp", *DATA_AXES) if topology.world_size > 1 else None
+    data_ranks, all_parts = (
+        topology.axes_group(*axes) if topology.world_size > 1 else None for axes in (DATA_AXES, ("pp", *DATA_AXES))
+    )
     started = time.perf_counter()
     with topology.main_first(per_machine=True):  # one process prepares what the others find
         stream = open_data(job, topology, selection.dataset, job.data, note)
@@ -132,7 +134,7 @@ def build(
         accumulate=accumulate,
         ties=ties,
     )
-    auxiliary_losses = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
+    auxiliary_losses = AuxiliaryLosses(assembly.stages, assembly.full_model, task, topology.sizes["cp"])
     tallies = Tallies(assembly.stages, data_ranks)
     interrupts = interrupts or Interrupts()
     running = (auxiliary_losses, tallies, gradients, statistics)
@@ -178,7 +180,7 @@ def build(
     tracked = selection.trackers if topology.is_main else ()
     trackers = TrackerHub({unique_name(c, selection.trackers): instantiate(c, config) for c, config in tracked}, note)
     prefetcher = DevicePrefetcher(
-        stream, topology.device, job.batch.prefetch, waiting_for=topology.watchdog.waiting_for
+        stream, topology.device, job.batch.prefetch, waiting_for=topology.watchdog.waiting_for, split=split
     )
     checkpointer = Checkpointer(
         store=store,

@@ -22,6 +22,9 @@ from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
 
 from d9d_engine.build.assemble import Assembly, assemble
+from d9d_engine.build.communication.nodes import node_warning, processes_of_node
+from d9d_engine.build.communication.placements import Placed, placed_parameters
+from d9d_engine.build.communication.step import StepCollectives, step_collectives
 from d9d_engine.build.first_pass.frozen import assemble_frozen, settle_first_pass
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
 from d9d_engine.build.pretrained import pretrained_weights
@@ -58,7 +61,10 @@ class Plan:
         program: what the first pipeline rank does in one step.
         groups: the optimizer's parameter groups in words.
         kernels: what the ops of model and optimizer run with.
+        placements: parameters of this rank by placement.
+        collectives: what this rank communicates in a step.
         pretrained: which weights the model starts from, in words; ``None`` if they are drawn.
+        warnings: what will run, but slowly.
     """
 
     selection: Selection
@@ -70,7 +76,10 @@ class Plan:
     program: Program
     groups: dict[str, Any]
     kernels: Sequence[KernelChoice]
+    placements: Sequence[Placed]
+    collectives: StepCollectives
     pretrained: str | None = None
+    warnings: Sequence[str] = ()
 
 
 def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: Circumstances) -> Plan:
@@ -108,6 +117,8 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         ),
         frozen=_frozen_bytes(job, registry, topology, circumstances, assembly, task),
     )
+    collectives = step_collectives(job, selection, assembly, topology, task, optimizer)
+    slow = node_warning(job.mesh.tp, processes_of_node(job.device), collectives)
     return Plan(
         selection=selection,
         verdicts=resolution.verdicts,
@@ -118,7 +129,10 @@ def plan(job: JobConfig, registry: Registry, topology: Topology, circumstances: 
         program=assembly.pipeline.program(topology.coordinate["pp"], job.microbatches),
         groups=dict(optimizer.describe()),
         kernels=[*assembly.kernels, *step_kernels],
+        placements=placed_parameters(assembly.model),
+        collectives=collectives,
         pretrained=pretrained,
+        warnings=[] if slow is None else [slow],
     )
 
 

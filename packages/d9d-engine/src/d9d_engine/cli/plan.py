@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, WorldSize, command_app, load_job
 from d9d_core.job import JobFile
 
@@ -33,6 +36,7 @@ def check_plan(file: JobFile, world_size: int | None, memory: int | None) -> Non
 def explain(
     job: JobPath,
     world_size: WorldSize = None,
+    rank: Annotated[int, typer.Option(help="Number of the process whose stages and collectives are shown.")] = 0,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -42,4 +46,4 @@ def explain(
     from d9d_engine.cli.report import print_explanation
 
     loaded = load_job(Job, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)
-    print_explanation(loaded, loaded.plan(world_size))
+    print_explanation(loaded, loaded.plan(world_size, rank))

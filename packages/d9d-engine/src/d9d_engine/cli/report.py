@@ -52,6 +52,8 @@ def print_plan(job: Job, plan: Plan, predicted: Sequence[str] = ()) -> None:
         if verdict.satisfied is None:
             table.add_row("undecided", f"{verdict.chosen.where} needs {verdict.token}: {verdict.reason}")
     console.print(table)
+    for warning in plan.warnings:
+        console.print(Text.assemble(("warning", "yellow"), f": {warning}"))
     console.print(Text.assemble(("ok", "green"), ": this job can run; its data was not read"))
 
 
@@ -68,7 +70,8 @@ def print_explanation(job: Job, plan: Plan) -> None:
     if job.pipeline:
         _heading(console, f"stages of {pipeline_line(job, plan)}")
         print_stages(console, job, plan)
-    here = " (on the first rank)" if job.mesh.pp > 1 else ""
+    rank = plan.collectives.rank
+    here = f" (on rank {rank})" if job.mesh.pp > 1 or rank else ""
     _heading(console, f"strategies, in order of application{here}")
     for chosen, applied in plan.assembly.applied:
         console.print(f"  {chosen.spec.name}: {_several(applied.modules)}")
@@ -95,7 +98,42 @@ def print_explanation(job: Job, plan: Plan) -> None:
         console.print(f"  over {axis} by {owned_by}: {_several(parameters)}")
     if not rows:
         console.print(f"  none: {job.mesh}")
+    print_communication(console, job, plan)
     print_plan(job, plan)
+
+
+def print_communication(console: Console, job: Job, plan: Plan) -> None:
+    """Placements of parameters, and the collectives of a step and of a log entry."""
+    if job.mesh.world_size == 1:
+        return
+    from d9d_engine.build.communication.rows import grouped
+
+    found = plan.collectives
+    _heading(console, f"parameters on rank {found.rank}, and where their other parts are")
+    table = Table(box=None, show_header=False)
+    for placed in plan.placements:
+        count = f"{placed.count} x " if placed.count > 1 else ""
+        frozen = "" if placed.trained else ", frozen"
+        table.add_row(f"  {placed.pattern}", f"{count}{list(placed.shape)}", f"{placed.placement}{frozen}")
+    console.print(table)
+    steps = (("a step", found.entries), (f"a log entry, each {job.logging.every} step(s)", found.logged))
+    for what, entries in steps:
+        if not entries:
+            continue
+        _heading(console, f"collectives of {what} on rank {found.rank}")
+        table = Table("  by", "kind", "over", "ranks", "calls", "bytes each", "what", box=None)
+        for row in grouped(entries):
+            table.add_row(f"  {row.source}", *row.cells())
+        console.print(table)
+    kinds = [f"{calls} {kind} {size:,} bytes" for kind, (calls, size) in found.total.items()]
+    console.print(f"  in a step: {'; '.join(kinds) or 'none'}", highlight=False)
+    if any(entry.collective.approximate for entry in found.entries):
+        console.print("  ~: depends on what only a step has, such as the choices of a router", highlight=False)
+    if any(entry.collective.bytes is None for entry in found.entries):
+        console.print("  ?: sizes that only the data tells; they are not in the sums", highlight=False)
+    console.print("  not listed: evaluations, and what checkpoints communicate", highlight=False)
+    for line in found.unknown:
+        console.print(Text.assemble(("  not listed: ", "yellow"), line))
 
 
 def print_kernel(console: Console, choice: KernelChoice) -> None:

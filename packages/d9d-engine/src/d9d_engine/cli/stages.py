@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-
 import torch
 from d9d_core.traits import HasBlocks, PipelineStage, modules_with
 from d9d_core.types import TensorSpec
@@ -11,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from d9d_engine.build.communication.step import Unread
 from d9d_engine.build.plan import Plan
 from d9d_engine.job import Job
 
@@ -51,7 +50,7 @@ def layers_of(stage: nn.Module) -> str:
 def handed_on(stage: nn.Module, job: Job) -> str:
     """Names of the tensors that go to the next stage; shapes too if the data section tells the length of a sample."""
     length = getattr(job.data, "sequence_length", None)
-    microbatch = _Unread(TensorSpec((job.microbatch_size, length or 1), torch.int64))
+    microbatch = Unread(TensorSpec((job.microbatch_size, length or 1), torch.int64))
     if not isinstance(stage, PipelineStage):
         return ""
     try:
@@ -59,19 +58,3 @@ def handed_on(stage: nn.Module, job: Job) -> str:
     except Exception:  # what a microbatch has is up to the data, which is not read here
         return "known when the data is read"
     return ", ".join(f"{name} {list(spec.shape)}" if length else name for name, spec in specs.items())
-
-
-class _Unread(Mapping[str, TensorSpec]):
-    """Microbatch of which only the size is known: it has any tensor, always of the same shape."""
-
-    def __init__(self, spec: TensorSpec) -> None:
-        self._spec = spec
-
-    def __getitem__(self, name: str) -> TensorSpec:
-        return self._spec
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0

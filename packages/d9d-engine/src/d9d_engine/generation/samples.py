@@ -69,6 +69,11 @@ class Samples:
     def _configure(self, event: ev.JobConfigured) -> None:
         if not isinstance(event.job, JobConfig):
             raise JobError(f"{_SUBSCRIBER} observes training alone; remove it, or take the task 'generations'")
+        if event.job.mesh.cp > 1:
+            raise JobError(
+                f"{_SUBSCRIBER} continues whole prompts, but mesh.cp is {event.job.mesh.cp}, so that each rank "
+                "computes a part of their positions; remove it, or leave mesh.cp out"
+            )
         self._job = event.job
 
     def _encode(self, event: ev.DataReady) -> None:

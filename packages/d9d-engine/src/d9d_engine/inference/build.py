@@ -80,6 +80,10 @@ def build_inference(
     _check_weights(job)
     assembly = assemble_forward(job, selection, registry, topology)
     _check_peft(assembly)
+    if topology.sizes["cp"] > 1:
+        raise BuildError(
+            "mesh.cp: inference takes whole samples; leave mesh.cp out, and take more ranks along another axis"
+        )
     if isinstance(task, ReadsModules) and any(outcome.sequence_ranks > 1 for _, outcome in assembly.applied):
         raise BuildError(
             f"task: '{job.task.selector}' reads what modules inside of the model return, of which ranks of tp have "

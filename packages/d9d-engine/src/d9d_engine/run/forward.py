@@ -61,9 +61,15 @@ class ModelForward:
             outputs: called with what the last stage returns for each microbatch, on the ranks that have that stage.
 
         Raises:
-            TrainingError: a sample holds several documents, and kernels were chosen for samples of one.
+            TrainingError: a sample holds several documents, and kernels were chosen for samples of one; or ranks share
+                positions of samples.
         """
         self._topology.watchdog.beat()
+        if self._topology.sizes.get("cp", 1) > 1:
+            raise TrainingError(
+                "a forward beside the training takes whole samples, of which ranks of cp compute parts; leave out the "
+                "subscriber that asks for one, such as one that draws samples, or mesh.cp"
+            )
         if self._packed is False:
             for microbatch in pack:
                 _check_documents(microbatch)

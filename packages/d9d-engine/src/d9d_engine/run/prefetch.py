@@ -15,9 +15,10 @@ from typing import Self
 import torch
 from d9d_core.errors import DataError
 from d9d_core.protocols.data import DataStream
-from d9d_core.types import Pack, State
+from d9d_core.types import Microbatch, Pack, State
 
 WaitingFor = Callable[[threading.Thread], AbstractContextManager[object]]
+Split = Callable[[Microbatch], Microbatch]
 
 
 class DevicePrefetcher:
@@ -33,15 +34,21 @@ class DevicePrefetcher:
             it is asked for, without a thread.
         waiting_for: is told which thread the caller waits for, for reports of a run that hangs
             (:meth:`d9d_engine.supervision.watchdog.Watchdog.waiting_for`).
+        split: takes this rank's part of each microbatch, before it is copied; ``None`` takes all of it.
     """
 
     def __init__(
-        self, stream: DataStream, device: torch.device, prefetch: int = 2, waiting_for: WaitingFor = nullcontext
+        self,
+        stream: DataStream,
+        device: torch.device,
+        prefetch: int = 2,
+        waiting_for: WaitingFor = nullcontext,
+        split: Split | None = None,
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch: {prefetch} packs ahead; use 0 or more")
         self.stream = stream
-        self._transfer = _Transfer(device, beside=prefetch > 0)
+        self._transfer = _Transfer(device, beside=prefetch > 0, split=split)
         self._prefetch = prefetch
         self._waiting_for = waiting_for
         self._worker: _Worker | None = None
@@ -133,9 +140,11 @@ class _Transfer:
     Args:
         device: where to.
         beside: copy in a stream beside the one that computes, if the device has several.
+        split: takes the part of a microbatch that is copied; ``None`` takes all of it.
     """
 
-    def __init__(self, device: torch.device, beside: bool) -> None:
+    def __init__(self, device: torch.device, beside: bool, split: Split | None = None) -> None:
+        self._split = split
         # MPS has one stream only and shares its memory with the CPU.
         self._has_streams = device.type not in ("cpu", "mps", "meta")
         self._beside = torch.Stream(device) if beside and self._has_streams else None
@@ -144,6 +153,8 @@ class _Transfer:
 
     def start(self, pack: Pack) -> _Transferred:
         """Begin to copy a pack; it is received later, maybe in another thread."""
+        if self._split is not None:
+            pack = [self._split(microbatch) for microbatch in pack]
         if self._device.type == "cpu":
             return _Transferred(pack)
         if self._beside is None:

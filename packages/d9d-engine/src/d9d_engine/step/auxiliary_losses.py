@@ -20,13 +20,15 @@ class AuxiliaryLosses:
         stages: those of this rank, materialised, by index.
         model: the full model, on any device: all ranks have to agree about the terms.
         task: makes the model's inputs, from which the weights of these terms follow, and has terms of its own.
+        context_ranks: ranks of ``cp``, each of which has a part of each sample's positions and the losses of all.
 
     Raises:
         BuildError: two modules mean different things by one term, or a module and the task share a name.
     """
 
-    def __init__(self, stages: Mapping[int, nn.Module], model: nn.Module, task: Task) -> None:
+    def __init__(self, stages: Mapping[int, nn.Module], model: nn.Module, task: Task, context_ranks: int = 1) -> None:
         self._task = task
+        self._context_ranks = context_ranks
         self._modules: dict[int, list[AddsLosses]] = {
             index: list(modules_with(stage, AddsLosses).values()) for index, stage in stages.items()
         }
@@ -61,8 +63,9 @@ class AuxiliaryLosses:
         counts: dict[str, int | Tensor]
         if lengths is None:
             first = next(iter(inputs.first.values()))
-            counts = {"sample": len(first), "position": first.shape[:2].numel()}
+            counts = {"sample": len(first), "position": first.shape[:2].numel() * self._context_ranks}
         else:
+            # Those of whole samples, also on ranks that share their positions.
             counts = {"sample": (lengths > 0).sum(), "position": lengths.sum()}
         return {name: counts[term.per] for name, term in self.terms.items()}
 
@@ -116,6 +119,15 @@ class Tallies:
         elif needed:
             self._sums[stage] = {key: tensor.clone() for key, tensor in needed.items()}
         return counted
+
+    def adapted_bytes(self) -> list[int]:
+        """Bytes of each all-reduce of :meth:`adapt`: one for each dtype of the tallies that modules adapt to."""
+        found: dict[torch.dtype, int] = {}
+        for module in (module for of_stage in self._adaptive.values() for module in of_stage.values()):
+            tallies = module.tallies()
+            for tensor in (tallies[key] for key in module.adapts_to()):
+                found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+        return list(found.values())
 
     def adapt(self, finite: Tensor) -> None:
         """Let modules adapt to the step's sums. Collective over the group, if there are such modules.

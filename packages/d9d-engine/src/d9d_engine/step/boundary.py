@@ -33,11 +33,15 @@ class Boundaries:
         """Specifications of the tensors that a stage hands to the next one for this microbatch, in order."""
         shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in microbatch.items())
         if (stage, shapes) not in self._known:
-            module = self._stages[stage]
-            assert isinstance(module, PipelineStage)  # checked when the stages were built
             given = {name: TensorSpec(tuple(shape), dtype) for name, shape, dtype in shapes}
-            self._known[stage, shapes] = {n: self._converted(s) for n, s in module.boundary(given).items()}
+            self._known[stage, shapes] = self.announced(stage, given)
         return self._known[stage, shapes]
+
+    def announced(self, stage: int, microbatch: Specs) -> Specs:
+        """The same for a microbatch of which only specifications are known."""
+        module = self._stages[stage]
+        assert isinstance(module, PipelineStage)  # checked when the stages were built
+        return {name: self._converted(spec) for name, spec in module.boundary(microbatch).items()}
 
     def conform(self, stage: int, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> dict[str, Tensor]:
         """Bring outputs into the announced order and format.

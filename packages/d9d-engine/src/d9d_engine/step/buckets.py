@@ -82,6 +82,16 @@ class Buckets:
             for member in bucket.members:
                 member.parameter.register_post_accumulate_grad_hook(self._arrival(index))  # type: ignore[no-untyped-call]
 
+    def sizes(self) -> list[tuple[dist.ProcessGroup, int]]:
+        """Process group and bytes of each bucket: one all-reduce in a step."""
+        return [
+            (
+                bucket.members[0].group,
+                sum(local(m.parameter).numel() * _grad_dtype(m.parameter).itemsize for m in bucket.members),
+            )
+            for bucket in self._buckets
+        ]
+
     def arm(self) -> None:
         """Get ready for the last backward of the step: gradients that appear are final on this rank."""
         self._armed, self._next = True, 0

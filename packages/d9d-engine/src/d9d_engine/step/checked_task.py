@@ -7,15 +7,17 @@ from numbers import Integral
 from typing import Any, Protocol, TypeVar
 
 from d9d_core.components.contract import check_mapping, check_returned, subject
-from d9d_core.errors import BuildError
+from d9d_core.errors import BuildError, JobError
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.plugin.records import TaskSpec
 from d9d_core.protocols.metric import Metric
+from d9d_core.protocols.model import PositionShare
 from d9d_core.protocols.task import (
     FinishesTraining,
     HasHparams,
     OwnsMetrics,
     SeesSteps,
+    SplitsPositions,
     StageInputs,
     Task,
     WeighsOutputs,
@@ -111,6 +113,21 @@ class CheckedTask:
         """Tell the task the step (0-based) whose microbatches follow, if it wants to know."""
         if self._steps is not None:
             self._steps.begin_step(step)
+
+    def split(self, share: PositionShare) -> Callable[[Microbatch], Microbatch]:
+        """Function that takes a rank's positions of a microbatch.
+
+        Raises:
+            JobError: the task's losses need all positions of a sample, or it does not say that they do not.
+        """
+        if not isinstance(self._task, SplitsPositions):
+            raise JobError(
+                f"mesh.cp is {share.ranks}, but task '{self._chosen.spec.name}' needs all positions of a sample on one "
+                "rank: it has no split_positions(); leave mesh.cp out, or take a task whose loss is a sum over "
+                "positions, such as causal_lm"
+            )
+        task = self._task
+        return lambda microbatch: task.split_positions(microbatch, share)
 
     def finalize(self) -> None:
         """Let the task end the training, if it has something to do then."""

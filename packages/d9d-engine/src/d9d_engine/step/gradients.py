@@ -9,6 +9,7 @@ from d9d_core.errors import BuildError
 from d9d_core.protocols.strategy import Reducer
 from d9d_core.tensors import local
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.buckets import Buckets, Member
@@ -102,6 +103,11 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         self._ties.reduce()
+
+    def reductions(self) -> list[tuple[str, dist.ProcessGroup, int]]:
+        """All-reduces of a step: what they reduce, their process group and bytes."""
+        buckets = [("gradients in a bucket", group, size) for group, size in self._buckets.sizes()]
+        return buckets + [("gradient of a tied parameter", group, size) for group, size in self._ties.sizes()]
 
     @property
     def device(self) -> torch.device:

@@ -63,6 +63,14 @@ class Ties:
                 assert tie.first.grad is not None  # zeros, if the step made none
                 dist.all_reduce(local(tie.first.grad), group=tie.group)
 
+    def sizes(self) -> list[tuple[dist.ProcessGroup, int]]:
+        """Process group and bytes of each all-reduce of :meth:`reduce`."""
+        return [
+            (tie.group, local(tie.first).numel() * (tie.first.grad_dtype or tie.first.dtype).itemsize)
+            for tie in self.ties
+            if tie.group is not None and tie.trains
+        ]
+
     def reset(self) -> None:
         """Set the gradients of the copies to none."""
         for tie in self.ties:

@@ -5,10 +5,10 @@ Shapes: B samples, S positions, N query heads, K key/value heads, D features of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from d9d_core.extend import OpSlot
+from d9d_core.extend import ContextShare, OpSlot
 from torch import Tensor, nn
 
 from d9d_nn.attention.masks import AttentionMasks
@@ -30,10 +30,24 @@ class AttentionCore(nn.Module):
         self.attention = AttentionSlot(
             query_heads=query_heads, key_value_heads=key_value_heads, head_dim=head_dim, window=window
         )
+        self._function: Callable[..., Tensor] | None = None
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention."""
-        return {"attention": self.attention}
+        """Slot of the attention; none if a function attends in its place."""
+        return {"attention": self.attention} if self._function is None else {}
+
+    def attention_heads(self) -> tuple[int, int]:
+        """Number of query heads, and of key and value heads, of the whole model."""
+        return self.attention.static["query_heads"], self.attention.static["key_value_heads"]
+
+    def see_queries(self, share: ContextShare) -> None:
+        """Take a rank's own queries, and all keys and values."""
+        self.attention.see_queries(share)
+
+    def attend_by(self, function: Callable[..., Tensor]) -> None:
+        """Let a function attend in the place of the backend; see :class:`d9d_core.extend.SharesAttention`."""
+        self.attention.make_no_masks()
+        self._function = function
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Tensor | None = None
@@ -41,19 +55,22 @@ class AttentionCore(nn.Module):
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`.
 
         Args:
-            query: [B, S, N, D].
+            query: [B, S, N, D]; of a rank's own queries, [B, S / cp, N, D].
             key: [B, S, K, D].
             value: [B, S, K, D].
             documents: int64 [B, S], or the masks that all layers share; ``None`` if a sample is one document.
 
         Returns:
-            [B, S, N, D].
+            [B, S, N, D], as the queries.
         """
+        if self._function is not None:
+            numbers = documents.documents if isinstance(documents, AttentionMasks) else documents
+            return self._function(query, key, value, numbers, self.attention.static["window"])
         if isinstance(documents, AttentionMasks):
             if self.attention.mask_key in documents.prepared:
                 return self._attend(query, key, value, documents.prepared[self.attention.mask_key])
             documents = documents.documents  # a layer that the model did not find, as one that replaced another
-        return self._attend(query, key, value, self.attention.prepare(documents, query.shape[1], query.device))
+        return self._attend(query, key, value, self.attention.prepare(documents, key.shape[1], query.device))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
         out: Tensor = self.attention(query, key, value, mask)

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import Microbatch, StageInputs, State
+from d9d_core.extend import Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.causal_lm.config import CausalLMConfig
 from d9d_nn.heads.causal_lm import RANKS
 from d9d_nn.heads.choice import check_language_model, read_output
-from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
+from d9d_nn.microbatch import check_fields, count_positions, own_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -75,6 +75,14 @@ class CausalLM:
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
         return stage_inputs(microbatch, "targets")
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions: each target is beside its token, and the loss is a sum over targets.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)
 
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the token losses, each times its weight; ignored targets have none.

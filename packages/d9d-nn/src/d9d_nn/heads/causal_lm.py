@@ -5,11 +5,11 @@ Shapes: B samples, S positions, H features, V words of the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 import torch
-from d9d_core.extend import OpSlot, VocabularyShare
+from d9d_core.extend import Kind, OpSlot, StepShape, VocabularyShare
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -111,6 +111,14 @@ class CausalLMHead(nn.Module):
         self.linear_cross_entropy = OpSlot(
             "vocabulary_parallel_cross_entropy", VocabularyParallelCrossEntropy(share.first, share.group)
         )
+
+    def forward_collectives(self, step: StepShape) -> Iterator[tuple[Kind, int | None]]:
+        """Collectives of a loss over shares of the words: the highest logits, then sums; ranks if they are computed."""
+        wide = max(step.itemsize, 4)
+        yield "all_reduce", step.bytes_of(1, wide)
+        yield "all_reduce", step.bytes_of(3, wide)
+        if "training" in self._ranked:
+            yield "all_reduce", step.bytes_of(1, 8)
 
     def forward(
         self, hidden: Tensor, targets: Tensor | None = None, tied_weight: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any, ClassVar
@@ -14,7 +15,9 @@ from d9d_core.testing import Mesh
 from d9d_engine.api import Layout, Topology
 from d9d_engine.testing import simulated_world
 
+from d9d_testing.collectives import differences, listed_step, recorded_step
 from d9d_testing.layouts import Harness, assert_passed, job_of
+from d9d_testing.world import World
 
 _TOY = "d9d_testing.toy.plugin"
 _TOY_MODEL = {"blocks": 3, "dropout": 0.1}
@@ -45,6 +48,7 @@ class StrategySuite:
         model: fields of the toy model, or of the plugin's own.
         model_plugin: what declares another model: a module, or the path of a single-file plugin.
         large: the mesh of a job that is planned without processes; by default, 64 ranks along each axis in turn.
+        declares_collectives: whether it says what it communicates (``Applied.collectives``), as ``d9d explain`` shows.
     """
 
     plugin: ClassVar[str]
@@ -55,6 +59,7 @@ class StrategySuite:
     model: ClassVar[Mapping[str, Any]] = {}
     model_plugin: ClassVar[str | None] = None
     large: ClassVar[Sequence[Mapping[str, int]]] = ()
+    declares_collectives: ClassVar[bool] = True
 
     def test_every_axis_of_its_record_is_tested(self) -> None:
         """On one rank, a forgotten reduction shows nothing."""
@@ -126,6 +131,29 @@ class StrategySuite:
             values = self.job_values(mesh=mesh, parallel=self.parallel(self.settings[0]), batch={"size": 64})
             names = [chosen.spec.name for chosen, _ in job_of(values, self.plugins()).plan().assembly.applied]
             assert self.target in names, f"{mesh}: applied were {names}"
+
+    def test_the_collectives_of_a_traced_step_are_those_it_declares(self) -> None:
+        """On the last mesh, with two microbatches: kind, ranks, bytes and number of all calls of the whole job."""
+        mesh = self.meshes[-1]
+        ranks = Mesh(**mesh).world_size
+        batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
+        for settings in self.settings:
+            _, outcome = self.applied(mesh, settings)
+            where = f"{mesh} {settings}: Applied.collectives"
+            if not self.declares_collectives:
+                assert outcome.collectives is None, f"{where} is declared; remove declares_collectives from the suite"
+                continue
+            assert outcome.collectives is not None, (
+                f"{where} is None, so that d9d explain cannot say what the strategy communicates; declare it, or set "
+                f"{type(self).__name__}.declares_collectives to False"
+            )
+            with tempfile.TemporaryDirectory(prefix="d9d-collectives-") as directory:
+                run = {"dir": directory}
+                values = self.job_values(mesh=dict(mesh), parallel=self.parallel(settings), batch=batch, run=run)
+                made = World(ranks, timeout=180.0).run(recorded_step, values, self.plugins())
+            for rank in (0, ranks - 1):
+                found = differences(listed_step(values, self.plugins(), rank), made[rank])
+                assert not found, f"{where} on rank {rank}:\n" + "\n".join(found)
 
     # --- what subclasses may use
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from d9d_core.extend import ModelConfig, PluginConfig
+from d9d_core.extend import ModelConfig, PluginConfig, SampleLengths
 
 
 class ToyModelConfig(ModelConfig):
@@ -56,6 +56,11 @@ class ToyTokensConfig(PluginConfig):
     """Number of token ids."""
     sequence_length: int = 8
     """Positions of a sample."""
+
+    @property
+    def sample_lengths(self) -> SampleLengths:
+        """The length of all microbatches."""
+        return SampleLengths(self.sequence_length, self.sequence_length)
 
 
 class ToyTaskConfig(PluginConfig):

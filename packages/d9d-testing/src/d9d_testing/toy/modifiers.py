@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from d9d_core.extend import Applied, Backward, HasBlocks, Program, Reduce, modules_with, single_stage
+from d9d_core.extend import Applied, Backward, HasBlocks, Program, Reduce, modules_with, no_collectives, single_stage
 from d9d_engine.api import Topology
 from torch import nn
 
@@ -24,7 +24,7 @@ class ToyStrategy:
         chosen = dict(islice(found, self._blocks))
         for block in chosen.values():
             block.register_forward_hook(lambda _module, _inputs, output: output * 0.5)
-        return Applied(tuple(chosen))
+        return Applied(tuple(chosen), collectives=no_collectives)
 
 
 class ToyPeft:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import local
+from d9d_core.extend import Collective, local
 from torch import Tensor, nn
 
 from d9d_testing.toy.config import ToyOptimizerConfig
@@ -48,6 +48,10 @@ class ToyOptimizer:
     def describe(self) -> Mapping[str, Any]:
         """One group."""
         return {"all": {"lr": self._base, "parameters": list(self._parameters)}}
+
+    def collectives(self) -> Sequence[Collective]:
+        """None: updates are elementwise."""
+        return ()
 
     def state(self) -> Mapping[str, Tensor]:
         """Momentum by parameter."""

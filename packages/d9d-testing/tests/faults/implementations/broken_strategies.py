@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner, PluginConfig
+from d9d_core.extend import (
+    Applied,
+    BuildError,
+    Collective,
+    Communication,
+    GradientOwner,
+    PluginConfig,
+    StepShape,
+    no_collectives,
+)
 from d9d_core.plugin import Ref, StrategySpec, hookimpl
 from d9d_engine.api import Topology
+from torch import distributed as dist
 from torch import nn
 
 Fault = Literal[
@@ -26,6 +36,10 @@ Fault = Literal[
     "invents_an_axis",
     "needs_few_ranks",
     "adds_state",
+    "declares_no_collectives",
+    "hides_a_collective",
+    "invents_a_collective",
+    "miscounts_a_collective",
 ]
 
 
@@ -49,6 +63,10 @@ class Inner(nn.Module):
         return self.inner(x)
 
 
+def sum_zeros(*_: object) -> None:
+    dist.all_reduce(torch.zeros(4))
+
+
 class ByHand:
     """Changes nothing but what its fault is; core's synchroniser sums what nobody claims."""
 
@@ -58,6 +76,12 @@ class ByHand:
     def apply(self, stage: nn.Module, topology: Topology) -> Applied:
         gradients: list[GradientOwner] = []
         modules: tuple[str, ...] = ("",)
+        collectives: Communication | None = no_collectives
+        ranks = tuple(range(topology.world_size))
+
+        def declared(step: StepShape, /) -> Sequence[Collective]:
+            return [Collective("all_reduce", "dp_replicate", ranks, 16, step.forwards, "zeros")]
+
         layers = stage.get_submodule("layers")
         assert isinstance(layers, nn.ModuleDict)
         match self._fault:
@@ -88,9 +112,19 @@ class ByHand:
                     raise BuildError("no more than 8 ranks")
             case "adds_state":
                 stage.register_buffer("calls", torch.empty(1, device="meta"))
+            case "declares_no_collectives":
+                collectives = None
+            case "hides_a_collective":
+                layers["0"].register_forward_hook(sum_zeros)
+            case "invents_a_collective":
+                collectives = declared
+            case "miscounts_a_collective":
+                layers["0"].register_forward_hook(sum_zeros)
+                layers["1"].register_forward_hook(sum_zeros)
+                collectives = declared
             case _:
                 layers["0"].register_forward_hook(lambda *_: None)
-        return Applied(modules, tuple(gradients))
+        return Applied(modules, tuple(gradients), collectives=collectives)
 
 
 @hookimpl

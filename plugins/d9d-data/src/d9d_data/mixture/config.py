@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
-from d9d_core.extend import Named, PluginConfig, Section, packs_documents
+from d9d_core.extend import Named, PluginConfig, SampleLengths, Section, packs_documents, sample_lengths
 from pydantic import Field, model_validator
 
 
@@ -33,6 +34,16 @@ class MixtureConfig(PluginConfig):
     def packs_documents(self) -> bool | None:
         """Whether samples of some part hold several documents; ``None`` if none surely does, and not all say."""
         return packs_documents(*(part.data for part in self.parts))
+
+    @property
+    def sample_lengths(self) -> SampleLengths | None:
+        """Lengths of microbatches, which have samples of any part; ``None`` if a part does not say."""
+        found = [lengths for part in self.parts if (lengths := sample_lengths(part.data)) is not None]
+        if len(found) < len(self.parts) or len({lengths.texts for lengths in found}) > 1:
+            return None
+        most = [lengths.most for lengths in found if lengths.most is not None]
+        multiple = math.gcd(*(lengths.multiple for lengths in found))
+        return SampleLengths(multiple, max(most) if len(most) == len(found) else None, found[0].texts)
 
     @model_validator(mode="after")
     def _something_is_mixed(self) -> Self:

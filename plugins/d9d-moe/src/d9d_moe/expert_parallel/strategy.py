@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from d9d_moe.all_to_all.dispatcher import AllToAllDispatcher
 from d9d_moe.all_to_all.separate import SeparateDispatcher
+from d9d_moe.expert_parallel.communication import ExpertCommunication
 from d9d_moe.expert_parallel.config import ExpertParallelConfig
-from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
+from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers
 from d9d_moe.expert_parallel.local_banks import compute_with_local_banks
 
 #: The view of the mesh that experts are spread over.
@@ -43,7 +44,9 @@ class ExpertParallel:
         mesh, group = topology.mesh(VIEW, "ep"), topology.group(VIEW, "ep")
         assert group is not None  # there is a mesh
         banks: dict[str, nn.Module] = {}
-        for name, layer in modules_with(stage, HasExperts).items():
+        found = modules_with(stage, HasExperts)
+        experts = {name: experts_of(layer) for name, layer in found.items()}
+        for name, layer in found.items():
             banks |= {f"{name}.{bank}".removeprefix("."): module for bank, module in layer.expert_banks().items()}
         for name, bank in banks.items():
             spread_bank(bank, mesh, name)
@@ -59,6 +62,12 @@ class ExpertParallel:
             # Nobody reduces over ep: tokens of all its ranks have come to the experts.
             gradients=tuple(GradientOwner(parameter, "ep", "none") for parameter in parameters),
             views=dict.fromkeys(parameters, VIEW),
+            collectives=ExpertCommunication(
+                {name: (layer, layer.dispatcher) for name, layer in found.items()},
+                experts,
+                topology.grid(VIEW).group(topology.rank, ["ep"]),
+                topology.sizes["tp"],
+            ),
         )
 
 

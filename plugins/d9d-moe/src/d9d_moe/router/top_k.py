@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from d9d_core.extend import BuildError, SequenceShare, wide_dtype
+from d9d_core.extend import BuildError, ContextShare, Kind, SequenceShare, StepShape, wide_dtype
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -80,6 +80,7 @@ class TopKRouter(BalancedRouter):
         self.top_groups = top_groups or groups
         self.capacity = capacity
         self._share: SequenceShare | None = None
+        self._context: ContextShare | None = None
         self.weight = nn.Parameter(torch.empty(experts, hidden_size))
         self.reset_parameters()
 
@@ -97,6 +98,14 @@ class TopKRouter(BalancedRouter):
         """Route a share of the positions; losses, tallies and capacity are those of all, on every rank."""
         self._share = share
 
+    def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:
+        """Collective of a router that sees a share of the positions: the all-gather of logits [B, S, E]."""
+        return [("all_gather", step.bytes_of(self.experts, max(step.itemsize, 4)))]
+
+    def see_context(self, share: ContextShare) -> None:
+        """Route a share of the positions; losses are those of all, on every rank, and the rest of its own."""
+        self._context = share
+
     def forward(self, tokens: Tensor, samples: int = 1, padding: Tensor | None = None) -> TopKRouting:
         """Choose the experts of each token.
 
@@ -104,7 +113,7 @@ class TopKRouter(BalancedRouter):
             tokens: [T, H], the positions of all samples, one sample after the other.
             samples: number of samples of equal length that these are.
             padding: bool [T], positions that go to no expert and count nowhere; ``None`` if there are none. Of all
-                positions, also where ``tokens`` are a share.
+                positions, also where ``tokens`` are a share of those on ranks of ``tp``.
 
         Returns:
             Indices and weights [T, k], best first.
@@ -121,7 +130,7 @@ class TopKRouter(BalancedRouter):
             nobody = padding.unsqueeze(1)
             indices, weights = indices.masked_fill(nobody, self.experts), weights.masked_fill(nobody, 0)
         choice = Choice(logits, scores, indices, samples, padding)
-        weights, limit = self.add_auxiliary_losses(weights * self.scale, choice), None
+        weights, limit = self.add_auxiliary_losses(weights * self.scale, self._everywhere(choice)), None
         if self.capacity is not None:
             limit = math.ceil(self.capacity * indices.numel() / self.experts)  # padding included, known to the host
             late = over_capacity(indices, self._taken(choice.positions()))
@@ -133,6 +142,18 @@ class TopKRouter(BalancedRouter):
             indices, weights, scores = (self._share.own(tensor).flatten(0, 1) for tensor in whole)
             counts = count_rows(indices, self.experts)
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
+
+    def _everywhere(self, choice: Choice) -> Choice:
+        """The same choice, of all positions of the samples. Collective over ``cp``, both ways, if there are losses."""
+        context = self._context
+        if context is None or not self.loss_terms():
+            return choice
+
+        def whole(tensor: Tensor) -> Tensor:
+            return context.gather(tensor.view(choice.samples, -1, *tensor.shape[1:])).flatten(0, 1)
+
+        padding = None if choice.padding is None else whole(choice.padding.byte()).bool()
+        return Choice(whole(choice.logits), whole(choice.scores), whole(choice.indices), choice.samples, padding)
 
     def _taken(self, positions: Tensor | int) -> Tensor | int:
         """Rows that an expert takes of a microbatch with so many positions."""

@@ -77,6 +77,10 @@ class TorchOptimizer(NamedOptimizer):
         """Slots of the first parameter."""
         return self.slots_of(next(iter(self._parameters)))
 
+    def collectives(self) -> None:
+        """Collectives of a step are not known: operations of the class on DTensors may communicate."""
+        return
+
     def apply(self, batch: Batch) -> None:
         """One step of the class for a group."""
         if batch.divisor is not None:

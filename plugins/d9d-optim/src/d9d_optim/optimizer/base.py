@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from d9d_core.extend import BuildError, local
+from d9d_core.extend import BuildError, Collective, local
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.config import OptimizerConfig
@@ -156,6 +156,10 @@ class NamedOptimizer(ABC):
         return {
             f"{name}/{slot}": value for name, slots in self._materialised().items() for slot, value in slots.items()
         }
+
+    def collectives(self) -> Iterable[Collective] | None:
+        """Collectives of a step: none, as updates are elementwise. An :meth:`apply` that communicates overrides it."""
+        return ()
 
     def slots_of(self, name: str) -> Mapping[str, Callable[[Tensor, torch.dtype], Tensor]]:  # noqa: ARG002
         """Slots of the state of one parameter; by default the same for all."""

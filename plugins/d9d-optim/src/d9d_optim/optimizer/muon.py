@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
-from d9d_core.extend import BuildError, closest
+from d9d_core.extend import BuildError, Collective, closest
 from torch import Tensor, nn
 
 from d9d_optim.optimizer.adam import update_adam
 from d9d_optim.optimizer.base import Batch, NamedOptimizer, counter, divide, keep_if, zeros
 from d9d_optim.optimizer.config import MuonConfig
 from d9d_optim.optimizer.newton_schulz import orthogonalize, rate_factor
-from d9d_optim.optimizer.whole_matrices import map_matrices
+from d9d_optim.optimizer.whole_matrices import map_matrices, matrix_collectives
 
 
 class Muon(NamedOptimizer):
@@ -81,6 +81,13 @@ class Muon(NamedOptimizer):
             rate = batch.lr * rate_factor(config.adjust_lr, batch.layouts[index].shape)
             moved = weight.to(average.dtype) * (1 - batch.lr * batch.weight_decay)
             keep_if(batch.gate, weight, moved.add_(update, alpha=-rate))
+
+    def collectives(self) -> Iterable[Collective]:
+        """Collectives of a step: the matrices of each group go to the ranks that compute them, and back."""
+        for group in self._groups:
+            if group.names[0] in self._matrices:
+                layouts = [self._parameters[name] for name in group.names]
+                yield from matrix_collectives(layouts, torch.bfloat16.itemsize)
 
     def update(self, batch: Batch) -> None:
         """One fused call of AdamW for the parameters that are no matrices."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from d9d_core.extend import is_dtensor
+from d9d_core.extend import Collective, is_dtensor, local
 from torch import Tensor
 from torch import distributed as dist
 
@@ -34,27 +34,63 @@ def map_matrices(
         The local parts of the results.
     """
     results: list[Tensor | None] = [None] * len(parts)
-    shared: dict[tuple[object, int, int], list[int]] = {}
+    shared, everywhere = _sorted_out(layouts)
+    together = {index for rounds in shared.values() for chosen in rounds for index in chosen}
     for index, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
-        cuts = list(_cuts(layout))
-        if not cuts:
-            results[index] = function(part) if part.numel() else part
-        elif len(cuts) == 1 and cuts[0].plain:
-            shared.setdefault((cuts[0].group, cuts[0].dim, part.ndim), []).append(index)
-        else:
+        if index in everywhere:
             results[index] = _map_everywhere(part, layout, function)
-    for (group, dim, _), indices in shared.items():
-        assert isinstance(group, dist.ProcessGroup)
-        # Large ones first, so that the ranks of one round have about the same to do.
-        indices.sort(key=lambda index: (-layouts[index].numel(), index))
-        ranks = group.size()
-        for first in range(0, len(indices), ranks):
-            chosen = indices[first : first + ranks]
+        elif index not in together:
+            results[index] = function(part) if part.numel() else part
+    for (group, dim, _), rounds in shared.items():
+        for chosen in rounds:
             shapes = [tuple(layouts[index].shape) for index in chosen]
             mapped = _map_round([parts[index] for index in chosen], shapes, dim, group, function)
             for index, result in zip(chosen, mapped, strict=True):
                 results[index] = result
     return [result for result in results if result is not None]
+
+
+def matrix_collectives(layouts: Sequence[Tensor], itemsize: int) -> Iterable[Collective]:
+    """Collectives of :func:`map_matrices` on this rank, with parts of so many bytes a number; runs nothing."""
+    shared, everywhere = _sorted_out(layouts)
+    for (group, _, _), rounds in shared.items():
+        ranks = tuple(dist.get_process_group_ranks(group))
+        for chosen in rounds:
+            parts = sum(local(layouts[index]).numel() for index in chosen) * itemsize
+            whole = layouts[chosen[group.rank()]].numel() * itemsize if group.rank() < len(chosen) else 0
+            for size, what in ((parts, "parts of matrices"), (whole, "computed matrices")):
+                yield Collective("all_to_all", "ranks that share a matrix", ranks, size, 1, what)
+    for index in everywhere:
+        layout = layouts[index]
+        for cut in _cuts(layout):
+            ranks = tuple(dist.get_process_group_ranks(cut.group))
+            size = layout.numel() * itemsize
+            yield Collective("all_gather", "one cut of several", ranks, size, 1, "parts of a matrix", approximate=True)
+
+
+_Rounds = dict[tuple[dist.ProcessGroup, int, int], list[list[int]]]
+
+
+def _sorted_out(layouts: Sequence[Tensor]) -> tuple[_Rounds, set[int]]:
+    """Numbers of the tensors that ranks compute for each other, in rounds by group, dim and dimensions.
+
+    Beside them, those that all ranks compute because they are cut in several ways. The others are whole.
+    """
+    shared: dict[tuple[dist.ProcessGroup, int, int], list[int]] = {}
+    everywhere = set()
+    for index, layout in enumerate(layouts):
+        cuts = list(_cuts(layout))
+        if len(cuts) == 1 and cuts[0].plain:
+            shared.setdefault((cuts[0].group, cuts[0].dim, layout.ndim), []).append(index)
+        elif cuts:
+            everywhere.add(index)
+    rounds = {}
+    for key, indices in shared.items():
+        # Large ones first, so that the ranks of one round have about the same to do.
+        indices.sort(key=lambda index: (-layouts[index].numel(), index))
+        ranks = key[0].size()
+        rounds[key] = [indices[first : first + ranks] for first in range(0, len(indices), ranks)]
+    return rounds, everywhere
 
 
 @dataclass(frozen=True, slots=True)

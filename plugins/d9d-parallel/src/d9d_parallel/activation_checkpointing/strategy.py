@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from d9d_core.extend import Applied, BuildError, Topology
+from d9d_core.extend import Applied, BuildError, Topology, no_collectives
 from torch import nn
 
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
@@ -37,7 +37,7 @@ class ActivationCheckpointing:
         contexts = keeping(self._config.save)
         for name in chosen:
             checkpoint_module(blocks[name], preserve_rng_state=self._config.preserve_rng_state, contexts=contexts)
-        return Applied(modules=tuple(chosen), unmatched=unmatched)
+        return Applied(modules=tuple(chosen), unmatched=unmatched, collectives=no_collectives)
 
 
 def choose(names: Sequence[str], patterns: Sequence[str], every: int) -> tuple[list[str], dict[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from d9d_core.extend import Applied, BuildError, Topology, closest
+from d9d_core.extend import Applied, BuildError, Topology, closest, no_collectives
 from torch import nn
 
 from d9d_parallel.blocks import find_blocks
@@ -35,7 +35,7 @@ class Compile:
         how = {"options": _graph_options(config.mode)} if config.records_graphs else {"mode": config.mode}
         for block in blocks.values():
             block.compile(backend=config.backend, fullgraph=config.fullgraph, dynamic=config.dynamic, **how)
-        return Applied(modules=tuple(blocks), cuda_graphs=config.records_graphs)
+        return Applied(modules=tuple(blocks), cuda_graphs=config.records_graphs, collectives=no_collectives)
 
 
 def _graph_options(mode: str | None) -> dict[str, Any]:

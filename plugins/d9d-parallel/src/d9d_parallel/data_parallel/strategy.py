@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import reduce
 
 import torch
-from d9d_core.extend import Applied, BuildError, GradientOwner, Topology
+from d9d_core.extend import Applied, BuildError, GradientOwner, Topology, local
 from d9d_engine.extend import prepare_fsdp_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from d9d_parallel.blocks import find_blocks
+from d9d_parallel.data_parallel.collectives import FsdpCommunication, Unit
 from d9d_parallel.data_parallel.config import DataParallelConfig, FsdpConfig, HsdpConfig, ReplicateConfig
 from d9d_parallel.data_parallel.experts import REPLICAS, SHARDS, VIEW, ShardDimension, find_banks, is_spread
 from d9d_parallel.data_parallel.reducer import FsdpReducer
@@ -127,6 +128,7 @@ def wrap(
     offload = CPUOffloadPolicy(pin_memory=pinned) if config.offload else OffloadPolicy()
     _check_formats(stage, experts, ignored, policy.param_dtype, config.name)
     skipped = {parameter for name, parameter in stage.named_parameters() if name in ignored}
+    units_here = _units(stage, banks, blocks, ignored, dims, reshard_after_forward, config.backward_prefetch)
     for bank in banks.values():
         fully_shard(
             bank,
@@ -176,7 +178,37 @@ def wrap(
         compute_dtype=policy.param_dtype,
         on_host=frozenset(name for name, _ in stage.named_parameters() if config.offload and name not in ignored),
         unmatched=unmatched,
+        collectives=FsdpCommunication(
+            stage, topology, units_here, config.defer, policy.param_dtype, policy.reduce_dtype
+        ),
     )
+
+
+def _units(
+    stage: nn.Module,
+    banks: Mapping[str, nn.Module],
+    blocks: Mapping[str, nn.Module],
+    ignored: frozenset[str],
+    dims: _Dims,
+    reshard_after_forward: bool | int,
+    prefetch: int,
+) -> list[Unit]:
+    """Units that have parameters, before they are made, in the order in which their forwards end.
+
+    A parameter belongs to the innermost module that is one.
+    """
+    left = {name: local(parameter).shape for name, parameter in stage.named_parameters() if name not in ignored}
+    inside = {block: [bank for bank in banks if bank.startswith(f"{block}.")] for block in blocks}
+    units, first = [], next(iter(blocks))
+    for name in (*(one for block in blocks for one in (*inside[block], block)), ""):
+        own = {key: shape for key, shape in left.items() if not name or key.startswith(f"{name}.")}
+        left = {key: shape for key, shape in left.items() if key not in own}
+        view, over = (VIEW, dims.experts) if name in banks else ("dense", dims.dense)
+        ahead = prefetch > 0 and name in blocks and name != first
+        if own:
+            reshards = reshard_after_forward if name else False
+            units.append(Unit(name, own, view, over, reshards, prefetches=ahead, even=name in banks))
+    return units
 
 
 def _ignored(stage: nn.Module, config: DataParallelConfig) -> tuple[frozenset[str], dict[str, str]]:

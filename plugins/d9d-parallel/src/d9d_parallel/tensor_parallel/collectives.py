@@ -12,22 +12,25 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
+from d9d_parallel.ranks import Ranks
 
-class Ranks:
-    """Ranks of ``tp`` as modules hold them: copies of a module talk to the same ranks, which a group cannot say.
+
+class RankSum:
+    """Sum over the ranks of a tensor that each has, as modules hold it; forward only.
 
     Args:
-        group: of this process.
+        ranks: they have the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Ranks themselves: a group cannot be copied."""
-        return self
+    @torch.no_grad()
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """All-reduce a copy, of one shape on all ranks. Collective over the ranks."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self._ranks.group)
+        return total
 
 
 class OwnPositions:

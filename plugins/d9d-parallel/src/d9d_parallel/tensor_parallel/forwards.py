@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from d9d_parallel.tensor_parallel.collectives import Ranks, gather, scatter_sum
+from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
 
 
 class LocalShards:
@@ -50,20 +51,42 @@ class RowForward(LocalShards):
     """Forward of a row-wise linear layer: [B, S, a share of the features] to [B, S / R, H].
 
     Args:
-        module: has ``weight`` and may have ``bias``, which is added once, to the sum.
+        module: has ``weight`` and may have ``bias``, which is added once: to the sum, or within the layer on the first
+            rank.
         ranks: they hold the other shares.
+        scaled: something inside the layer scales its output, bias included.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, *, scaled: bool = False) -> None:
         super().__init__(module)
-        self.ranks = ranks
+        self.ranks, self.scaled = ranks, scaled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the partial sum, and reduce-scatter it."""
         bias = getattr(self.module, "bias", None)
+        if self.scaled:
+            own: dict[str, Tensor | None] = {} if bias is None or self.ranks.rank == 0 else {"bias": None}
+            return scatter_sum(self.with_parameters(own, *args, **kwargs), self.ranks)
         without: dict[str, Tensor | None] = {} if bias is None else {"bias": None}
         out = scatter_sum(self.with_parameters(without, *args, **kwargs), self.ranks)
         return out if bias is None else out + bias.to(out.dtype)
+
+
+class OwnHeads:
+    """Part of a weight that is one head's, of a weight of all heads.
+
+    Args:
+        heads: how many, fewer than ranks.
+        ranks: several of them compute the same head.
+    """
+
+    def __init__(self, heads: int, ranks: Ranks) -> None:
+        self.heads, self.ranks = heads, ranks
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        """Head of this rank, [features of a head, ...] of [features of all heads, ...]."""
+        whole: Tensor = local_of(weight)
+        return whole.chunk(self.heads)[self.ranks.rank * self.heads // self.ranks.size]
 
 
 class OwnHeadsForward(LocalShards):
@@ -77,15 +100,12 @@ class OwnHeadsForward(LocalShards):
 
     def __init__(self, module: nn.Module, heads: int, ranks: Ranks) -> None:
         super().__init__(module)
-        self.heads, self.ranks = heads, ranks
+        self.own = OwnHeads(heads, ranks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute one head."""
-        own = self.ranks.rank * self.heads // self.ranks.size
         parameters = self.module._parameters.items()  # noqa: SLF001 - named_parameters() takes longer, in each call
-        mine: dict[str, Tensor | None] = {
-            name: local_of(tensor).chunk(self.heads)[own] for name, tensor in parameters if tensor is not None
-        }
+        mine: dict[str, Tensor | None] = {name: self.own(tensor) for name, tensor in parameters if tensor is not None}
         return self.with_parameters(mine, *args, **kwargs)
 
 

@@ -9,19 +9,21 @@ there are an all-gather before and a reduce-scatter behind.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from d9d_core.extend import (
     Applied,
     BuildError,
+    CommunicatesAlone,
     GradientOwner,
     HasHeads,
     HasLinearTerms,
     SeesSequence,
+    SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
     TensorParallelizable,
     TensorStyle,
+    TermKind,
     Topology,
     VocabularyShare,
     modules_with,
@@ -30,14 +32,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from d9d_parallel.tensor_parallel.collectives import OwnPositions, Ranks
+from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.collectives import OwnPositions, RankSum
+from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 from d9d_parallel.tensor_parallel.forwards import (
     EmbeddingForward,
     LocalShards,
+    OwnHeads,
     OwnHeadsForward,
     RowForward,
     WholeSequence,
+    local_of,
     shard,
 )
 
@@ -60,7 +66,9 @@ class TensorParallel:
         """
         group = topology.group("dense", "tp")
         assert group is not None  # there is a mesh
-        split = _Split(topology.mesh("dense", "tp"), Ranks(group), self._config.name)
+        numbers = topology.grid("dense").group(topology.rank, ["tp"])
+        communication = TensorCommunication(stage, numbers)
+        split = _Split(topology.mesh("dense", "tp"), Ranks(group), self._config.name, communication)
         if not isinstance(stage, SplitsSequence):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
@@ -74,6 +82,8 @@ class TensorParallel:
             modules=tuple(split.changed),
             gradients=tuple(split.gradients(stage)),
             sequence_ranks=split.ranks.size,
+            notes=tuple(split.notes),
+            collectives=communication,
         )
 
 
@@ -84,10 +94,13 @@ class _Split:
         mesh: ``tp``.
         ranks: of the mesh.
         strategy: name of the strategy, for errors.
+        communication: gets what the stage communicates from then on.
     """
 
-    def __init__(self, mesh: DeviceMesh, ranks: Ranks, strategy: str) -> None:
+    def __init__(self, mesh: DeviceMesh, ranks: Ranks, strategy: str, communication: TensorCommunication) -> None:
         self.mesh, self.ranks = mesh, ranks
+        self.communication = communication
+        self.notes: list[str] = []
         self.styles: dict[str, TensorStyle] = {}
         self.changed: list[str] = []
         self._strategy = strategy
@@ -109,11 +122,15 @@ class _Split:
                 self._vocabulary(whole, child)
             elif style is TensorStyle.SEQUENCE and isinstance(child, SeesSequence):
                 child.see_sequence(OwnPositions(self.ranks))
+                self._alone(whole, child)
             elif style is TensorStyle.WHOLE:
                 _replace(child, WholeSequence(child, self.ranks, summed=False))
-        if TensorStyle.COLUMN in plan.values():
+                self._site(whole, "all_gather", None, None)
+        if columns := [child for child, style in plan.items() if style is TensorStyle.COLUMN]:
             _replace(owner, WholeSequence(owner, self.ranks, summed=True))
             self.changed.append(name)
+            features = owner.get_submodule(columns[0]).get_parameter("weight").shape[1]
+            self._site(name, "all_gather", "reduce_scatter", features)
 
     def _columns(self, name: str, child: nn.Module, heads: int | None) -> None:
         size = self.ranks.size
@@ -123,9 +140,11 @@ class _Split:
                 f"split evenly over {size} ranks nor repeated on them; choose a divisor or a multiple of {heads}"
             )
         # What reads the input is whole, and each rank has the gradient of its own outputs.
-        self.styles |= dict.fromkeys(_terms(name, child, "in"), TensorStyle.PARTIAL)
-        alike = {name: child, **_terms(name, child, "out")}
+        self.styles |= dict.fromkeys(_terms(name, child, "in", "in_scale"), TensorStyle.PARTIAL)
+        alike = {name: child, **_terms(name, child, "out", "out_scale")}
         if heads is not None and heads < size:
+            if isinstance(child, SplitsFeatures):
+                child.split_features(OwnHeads(heads, self.ranks))
             for module in alike.values():
                 _replace(module, OwnHeadsForward(module, heads, self.ranks))
             self.styles |= dict.fromkeys(alike, TensorStyle.PARTIAL)
@@ -136,6 +155,8 @@ class _Split:
                 f"strategy '{self._strategy}': mesh.tp is {size}, which does not divide the {features} features of "
                 f"'{name}'"
             )
+        if isinstance(child, SplitsFeatures):
+            child.split_features(local_of)
         for module in alike.values():
             self._shard(module, TensorStyle.COLUMN)
             _replace(module, LocalShards(module))
@@ -147,9 +168,17 @@ class _Split:
             self._shard(module, TensorStyle.ROW)
             _replace(module, LocalShards(module))
             self.styles[inside] = TensorStyle.ROW
-        # What adds to the output is whole, and sees a partial sum.
-        self.styles |= dict.fromkeys(_terms(name, child, "out"), TensorStyle.PARTIAL)
-        _replace(child, RowForward(child, self.ranks))
+        for inside, module in _terms(name, child, "in_scale").items():
+            shard(module, "weight", self.mesh, 0)
+            _replace(module, LocalShards(module))
+            self.styles[inside] = TensorStyle.ROW
+        # What adds to the output, or scales it, is whole, and sees a partial sum.
+        self.styles |= dict.fromkeys(_terms(name, child, "out", "out_scale"), TensorStyle.PARTIAL)
+        if isinstance(child, SplitsFeatures):
+            child.split_features(local_of, RankSum(self.ranks))
+            self._alone(name, child)
+        _replace(child, RowForward(child, self.ranks, scaled=bool(_terms(name, child, "out_scale"))))
+        self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")))
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
@@ -162,14 +191,31 @@ class _Split:
         first = min(words, self.ranks.rank * most)
         if isinstance(child, nn.Embedding):
             _replace(child, EmbeddingForward(child, first, words, self.ranks))
+            trained = child.weight.requires_grad
+            self._site(name, "reduce_scatter", "all_gather" if trained else None, child.embedding_dim)
         elif isinstance(child, SplitsVocabulary):
             child.split_vocabulary(VocabularyShare(first, min(most, words - first), self.ranks.group))
             _replace(child, LocalShards(child))
             _replace(child, WholeSequence(child, self.ranks, summed=True))
+            features = None if tied else child.get_parameter("weight").shape[1]
+            self._site(name, "all_gather", "reduce_scatter", features)
+            self._alone(name, child)
         else:
             raise BuildError(
                 f"strategy '{self._strategy}': '{name}' is {type(child).__name__}, which is no embedding and lacks "
                 "split_vocabulary(); see d9d_core.extend.SplitsVocabulary"
+            )
+
+    def _site(self, name: str, forward: Exchange, backward: Exchange | None, features: int | None) -> None:
+        self.communication.sites.append(Site(name, forward, backward, features))
+
+    def _alone(self, name: str, child: nn.Module) -> None:
+        """Note what a module that got ranks to talk to does with them."""
+        if isinstance(child, CommunicatesAlone):
+            self.communication.alone[name] = child
+        else:
+            self.notes.append(
+                f"{name} ({type(child).__name__}) does not say what it communicates: forward_collectives()"
             )
 
     def _shard(self, child: nn.Module, style: TensorStyle) -> None:
@@ -208,10 +254,10 @@ def _replace(module: nn.Module, forward: LocalShards | WholeSequence) -> None:
     module.forward = forward
 
 
-def _terms(name: str, layer: nn.Module, which: Literal["in", "out"]) -> dict[str, nn.Module]:
-    """Linear layers inside of a layer that read its input, or add to its output, by qualified name."""
+def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module]:
+    """Modules of some kinds inside of a linear layer, by qualified name."""
     terms = layer.tensor_parallel_terms() if isinstance(layer, HasLinearTerms) else {}
-    return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind == which}
+    return {_join(name, term): layer.get_submodule(term) for term, kind in terms.items() if kind in which}
 
 
 def _join(name: str, child: str) -> str:

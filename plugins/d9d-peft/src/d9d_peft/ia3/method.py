@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from d9d_core.extend import BuildError, CheckpointError, TensorSpec, closest
+from d9d_core.extend import BuildError, CheckpointError, TensorSpec, TermKind, beside, closest
 from d9d_weights import Compute, Identity, Mapper, Parallel, Unsqueeze
 from torch import Tensor, nn
 
@@ -167,6 +167,9 @@ def _scaled_class(base: type) -> type:
         ia3_base = base
         ia3_l: Scale
 
+        def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
+            return {SCALE: "in_scale" if self.ia3_l.of_inputs else "out_scale"}
+
         def forward(self, x: Tensor) -> Tensor:
             if self.ia3_l.of_inputs:
                 return super().forward(self.ia3_l(x))  # type: ignore[no-any-return]
@@ -188,6 +191,7 @@ def _merged(own: Mapping[str, Tensor], vector: Tensor, of_inputs: bool) -> dict[
 
     def scaled(tensor: Tensor, factor: Tensor) -> Tensor:
         wide = torch.promote_types(tensor.dtype, torch.float32)
+        (factor,) = beside(tensor, factor)
         return (tensor.to(wide) * factor.to(wide)).to(tensor.dtype)
 
     if of_inputs:  # W (l * x) + b

@@ -6,12 +6,14 @@ Liu et al. 2024, "DoRA: Weight-Decomposed Low-Rank Adaptation". Shapes: O featur
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
+from d9d_core.extend import Kind, StepShape, TermKind, beside, full, local
 from d9d_weights import Mapper
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from d9d_peft.lora import files
 from d9d_peft.lora.linear import Adapted, AdaptedLinear, adapted_layers, merged_weight
@@ -38,6 +40,11 @@ class Magnitude(nn.Module):
         nn.init.ones_(self.weight)
 
 
+def whole(weight: Tensor) -> Tensor:
+    """Part of a weight where no rank shares it: the weight itself."""
+    return weight
+
+
 class Decomposed(AdaptedLinear):
     """Part of the class of a layer with magnitudes: ``m / |W + s B A| * (W x + s B A dropout(x)) + bias``.
 
@@ -50,21 +57,35 @@ class Decomposed(AdaptedLinear):
     }
     bias: nn.Parameter | None
     lora_magnitude_vector: Magnitude
+    #: Part of a weight that this rank computes with.
+    lora_own: Callable[[Tensor], Tensor]
+    #: Sum over the ranks of squares of parts of rows, where ranks have parts.
+    lora_add_up: Callable[[Tensor], Tensor] | None
 
     def lora_add(self, rank: int) -> None:
         """Add both factors and the magnitudes."""
         super().lora_add(rank)
         self.lora_magnitude_vector = Magnitude(self.weight)
+        self.lora_own, self.lora_add_up = whole, None
 
-    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
-        """None that could be split: the norms of rows need whole rows."""
-        return {}
+    def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
+        """Factors and magnitudes; see :class:`d9d_core.extend.HasLinearTerms`."""
+        return {**super().tensor_parallel_terms(), MAGNITUDE: "out_scale"}
+
+    def split_features(self, own: Callable[[Tensor], Tensor], add_up: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Compute with a share of the features from now on; see :class:`d9d_core.extend.SplitsFeatures`."""
+        self.lora_own, self.lora_add_up = own, add_up
+
+    def forward_collectives(self, step: StepShape) -> Sequence[tuple[Kind, int | None]]:  # noqa: ARG002 - any batch
+        """Collective of a layer that holds parts of rows: the all-reduce of their squares, [O]."""
+        return [("all_reduce", self.out_features * max(self.weight.dtype.itemsize, 4))]
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
         """Output [..., O] of the layer with term and magnitudes."""
         # Section 4.3: the norm is a constant in the backward.
-        norm = row_norms(self.weight, self.lora_A.weight, self.lora_B.weight, self.lora_scale)
-        factor = (self.lora_magnitude_vector.weight / norm).to(own.dtype)
+        a, b = local(self.lora_A.weight), self.lora_own(self.lora_B.weight)
+        norm = row_norms(self.weight, a, b, self.lora_scale, self.lora_add_up)
+        factor = (self.lora_own(self.lora_magnitude_vector.weight) / norm).to(own.dtype)
         out = (own + self.lora_term(x)) * factor
         return out if self.bias is None else out + (1 - factor) * self.bias.to(own.dtype)
 
@@ -81,12 +102,18 @@ class Dora(Lora):
 
     @torch.no_grad()
     def start(self, stage: nn.Module) -> None:
-        """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.extend.StartsFromWeights`."""
+        """Fill the magnitudes with the norms of the weights' rows; see :class:`d9d_core.extend.StartsFromWeights`.
+
+        Collective over the ranks that share rows: a weight whose rows are split is whole for this moment, so that norms
+        are the same to the last bit in every layout.
+        """
         for _, layer in adapted_layers(stage):
             if isinstance(layer, Decomposed):
                 wide = torch.promote_types(layer.weight.dtype, torch.float32)
-                norm = torch.linalg.vector_norm(layer.weight, dim=1, dtype=wide)
-                layer.lora_magnitude_vector.weight.copy_(norm)
+                weight = full(layer.weight) if _splits_rows(layer.weight) else layer.weight
+                magnitude = layer.lora_magnitude_vector.weight
+                (norm,) = beside(magnitude, torch.linalg.vector_norm(weight, dim=1, dtype=wide))
+                magnitude.copy_(norm)
 
     def adapter_config(self, stage: nn.Module, published: Mapping[str, str]) -> dict[str, Any]:
         """Contents of ``adapter_config.json``; see :class:`d9d_weights.AdapterFormat`."""
@@ -109,8 +136,15 @@ class Dora(Lora):
         return fold(term.weight, (*term.factors, f"{term.owner}.{MAGNITUDE}.weight"), merged)
 
 
+def _splits_rows(weight: Tensor) -> bool:
+    """Whether ranks have parts of the rows of a weight [O, I]."""
+    return isinstance(weight, DTensor) and any(placement.is_shard(1) for placement in weight.placements)
+
+
 @torch.no_grad()
-def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def row_norms(
+    weight: Tensor, a: Tensor, b: Tensor, scale: float, add_up: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """Norms of the rows of ``W + scale * B A``, [O], in float32 or wider.
 
     Expanded, so that no matrix of the weight's size is made: ``|w|^2 + 2 s (W A^T) b + s^2 b (A A^T) b`` for each row.
@@ -120,18 +154,20 @@ def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         a: A, [r, I].
         b: B, [O, r].
         scale: s.
+        add_up: sums squares [O] over ranks, if each has a part of I.
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     a, b = a.to(weight.dtype), b.to(wide)
     squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
     crossed = ((weight @ a.T).to(wide) * b).sum(1)
     of_term = ((b @ (a.to(wide) @ a.to(wide).T)) * b).sum(1)
-    norm: Tensor = (squares + 2 * scale * crossed + scale**2 * of_term).clamp(min=torch.finfo(wide).tiny).sqrt()
-    return norm
+    total: Tensor = squares + 2 * scale * crossed + scale**2 * of_term
+    return (total if add_up is None else add_up(total)).clamp(min=torch.finfo(wide).tiny).sqrt()
 
 
 def _merged(weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor, scale: float) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
     turned = merged_weight(weight.to(wide), a, b, scale)
+    (magnitude,) = beside(turned, magnitude)
     factor: Tensor = magnitude.to(wide) / torch.linalg.vector_norm(turned, dim=1)
     return (turned * factor.unsqueeze(1)).to(weight.dtype)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
+from d9d_core.extend import TermKind, beside
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from d9d_peft.lora.dropout import dropped, layout_dependence
 
@@ -78,7 +78,7 @@ class AdaptedLinear(Adapted):
             self.lora_A = Down(self.in_features, rank, std=0.0).to(self.weight.dtype)
             self.lora_B = Up(rank, self.out_features, std=0.0).to(self.weight.dtype)
 
-    def tensor_parallel_terms(self) -> Mapping[str, Literal["in", "out"]]:
+    def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
         """Factors of the term; see :class:`d9d_core.extend.HasLinearTerms`."""
         return {LORA_A: "in", LORA_B: "out"}
 
@@ -111,21 +111,9 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
     Collective over the ranks that hold shards, if there are any.
     """
-    a, b = _beside(weight, a, b)
+    a, b = beside(weight, a, b)
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (b.to(wide) @ a.to(wide))).to(weight.dtype)
-
-
-def _beside(weight: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
-    """Factors that can be multiplied beside a weight: whole ones where they are not split over the same ranks."""
-    meshes = [getattr(tensor, "device_mesh", None) for tensor in (weight, *factors)]
-    mesh = meshes[0]
-    if all(one == mesh for one in meshes):
-        return factors
-    whole = [factor.full_tensor() if isinstance(factor, DTensor) else factor for factor in factors]
-    if mesh is None:
-        return tuple(whole)
-    return tuple(DTensor.from_local(factor, mesh, [Replicate()] * mesh.ndim, run_check=False) for factor in whole)
 
 
 def is_adapted(module: nn.Module) -> bool:

@@ -10,8 +10,11 @@ from d9d_core.config.base import ModelConfig
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.plugin.capabilities import Chosen
 from d9d_core.protocols.data import DataContext, DataStream, packs_documents
+from d9d_core.types import Microbatch
 
 from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.positions import ZigzagPositions
+from d9d_engine.step.checked_task import CheckedTask
 
 
 def documents_of(job: BaseJob) -> bool | None:
@@ -21,6 +24,16 @@ def documents_of(job: BaseJob) -> bool | None:
     """
     evaluation = job.evaluation if isinstance(job, JobConfig) else None
     return packs_documents(job.data, *(evaluation.datasets.values() if evaluation else ()))
+
+
+def split_of(task: CheckedTask, topology: Topology) -> Callable[[Microbatch], Microbatch] | None:
+    """Function that takes this rank's positions of a microbatch; ``None`` if it has all of them.
+
+    Raises:
+        JobError: the task needs all positions of a sample.
+    """
+    ranks = topology.sizes.get("cp", 1)
+    return None if ranks == 1 else task.split(ZigzagPositions(ranks, topology.coordinate["cp"]))
 
 
 def open_data(

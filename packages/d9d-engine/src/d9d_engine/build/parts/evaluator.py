@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from d9d_engine.build.assemble import Assembly
 from d9d_engine.build.first_pass.build import BuiltFirstPass
-from d9d_engine.build.parts.data import open_data
+from d9d_engine.build.parts.data import open_data, split_of
 from d9d_engine.build.parts.statistics import build_statistics
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.run.evaluation import EvaluationSet, Evaluator, likelihood_of
@@ -121,7 +121,12 @@ def build_set(
     if packs is None:
         stream = real = RealSamples(stream, chosen.where, limit)
         packs = -(-real.samples // job.batch.size)
-    prefetcher = DevicePrefetcher(stream, topology.device, waiting_for=topology.watchdog.waiting_for)
+    prefetcher = DevicePrefetcher(
+        stream,
+        topology.device,
+        waiting_for=topology.watchdog.waiting_for,
+        split=split_of(around.task, topology),
+    )
     return EvaluationSet(prefetcher, packs, name, statistics, first_pass, real)
 
 

@@ -48,6 +48,65 @@ def block_mask(documents: Tensor | None, length: int, window: int | None, device
     )
 
 
+def queries_block_mask(
+    documents: Tensor | None, queries: Tensor, length: int, window: int | None, device: torch.device
+) -> BlockMask:
+    """Mask of queries at some positions, and all keys; as :func:`block_mask`.
+
+    Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours.
+
+    Args:
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        queries: int64 [Q], their positions.
+        length: S.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+        device: device of queries and keys.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    places = queries.to(torch.int32)
+    of_keys = None if documents is None else documents.to(torch.int32)
+    of_queries = None if of_keys is None else of_keys[:, queries]
+
+    def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
+        place = places[query]
+        near = place >= key
+        if window is not None:
+            near = near & (place - key < window)
+        if of_keys is None or of_queries is None:
+            return near
+        return near & (of_queries[sample, query] == of_keys[sample, key])
+
+    keys = torch.arange(length, dtype=torch.int32, device=device)
+    first, last = _ranges(places[None])
+    start, end = _ranges(keys[None])  # [1, blocks]
+    farthest, nearest = last[:, :, None] - start[:, None], first[:, :, None] - end[:, None]  # [1, Q, K], of each pair
+    some, whole = farthest >= 0, nearest >= 0
+    if window is not None:
+        some, whole = some & (nearest < window), whole & (farthest < window)
+    if length % BLOCK:  # what lies behind the sample is not seen
+        whole = whole & (torch.arange(end.shape[1], device=device) < end.shape[1] - 1)
+    if of_keys is not None and of_queries is not None:
+        (low, high), (least, most) = _ranges(of_queries), _ranges(of_keys)  # [B, blocks]
+        some = some & (low[:, :, None] <= most[:, None]) & (least[:, None] <= high[:, :, None])
+        one, alike = low == high, least == most
+        whole = whole & (one[:, :, None] & alike[:, None]) & (low[:, :, None] == least[:, None])
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(len(queries), length),
+    )
+
+
+def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Least and greatest of [B, n] in each block, [B, blocks]."""
+    missing = -numbers.shape[1] % BLOCK
+    blocks = torch.cat([numbers, numbers[:, -1:].expand(-1, missing)], dim=1).view(len(numbers), -1, BLOCK)
+    return blocks.amin(-1), blocks.amax(-1)
+
+
 def visible_blocks(
     documents: Tensor | None, length: int, window: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:

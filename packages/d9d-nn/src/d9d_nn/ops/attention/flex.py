@@ -17,7 +17,7 @@ from d9d_core.extend import Decision, OpSignature
 from torch import Tensor
 
 from d9d_nn.ops.attention import sdpa
-from d9d_nn.ops.attention.block_mask import block_mask
+from d9d_nn.ops.attention.block_mask import block_mask, queries_block_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -110,6 +110,12 @@ class Flex:
         if documents is None and open_window and self._plain is not None:
             return None
         return block_mask(documents, length, None if open_window else self._window, device)
+
+    def prepare_queries(
+        self, documents: Tensor | None, queries: Tensor, length: int, device: torch.device
+    ) -> BlockMask:
+        """Make the block mask of queries at some positions, int64 [Q]; see :func:`queries_block_mask`."""
+        return queries_block_mask(None if self._of_one else documents, queries, length, self._window, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""

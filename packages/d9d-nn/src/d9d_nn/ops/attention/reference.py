@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 
-def visible(length: int, documents: Tensor | None, device: torch.device, window: int | None = None) -> Tensor:
+def visible(
+    length: int,
+    documents: Tensor | None,
+    device: torch.device,
+    window: int | None = None,
+    queries: Tensor | None = None,
+) -> Tensor:
     """Mask of the keys that a query sees: its own and earlier positions, in its document and window.
 
     Args:
@@ -24,10 +30,15 @@ def visible(length: int, documents: Tensor | None, device: torch.device, window:
         documents: int64 [B, S], number of the document of each token; ``None`` if a sample is one document.
         device: device of the result.
         window: number of positions that a query sees, its own included; ``None`` for all.
+        queries: int64 [Q], positions of the queries; ``None`` for all.
 
     Returns:
-        bool [S, S], or [B, S, S] with documents; ``[..., query, key]``. The diagonal is always true.
+        bool [Q, S], or [B, Q, S] with documents; ``[..., query, key]``. A query sees itself.
     """
+    if queries is not None:
+        behind = queries[:, None] - torch.arange(length, device=device)
+        near = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+        return near if documents is None else near & (documents[:, queries, None] == documents[:, None, :])
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
     if window is not None:
         seen = seen.triu_(1 - window)

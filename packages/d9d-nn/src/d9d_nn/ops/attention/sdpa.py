@@ -82,6 +82,12 @@ class Sdpa:
             return visible(length, None, device, self._window)
         return None
 
+    def prepare_queries(self, documents: Tensor | None, queries: Tensor, length: int, device: torch.device) -> Tensor:
+        """Make the mask of queries at some positions int64 [Q]: bool [B, 1, Q, S] with documents, else [Q, S]."""
+        if documents is not None and not self._of_one:
+            return visible(length, documents, device, self._window, queries)[:, None]
+        return visible(length, None, device, self._window, queries)
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
         groups = query.shape[2] // key.shape[2]

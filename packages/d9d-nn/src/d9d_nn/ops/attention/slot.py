@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from d9d_core.extend import OpSlot
+from d9d_core.extend import BuildError, ContextShare, OpSlot
 from torch import Tensor
 
 from d9d_nn.ops.attention.reference import attention
@@ -21,6 +21,8 @@ class AttentionSlot(OpSlot):
 
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
+    With ``prepare_queries(documents, queries, length, device) -> mask`` it can also attend from queries at some
+    positions, int64 [Q], as context parallelism by ``all_gather`` asks for.
 
     Args:
         query_heads: N.
@@ -40,6 +42,8 @@ class AttentionSlot(OpSlot):
             window=window,
         )
         self._prepare: Callable[[Tensor | None, int, torch.device], Any] = _documents
+        self._share: ContextShare | None = None
+        self._masks = True
 
     @property
     def mask_key(self) -> tuple[str, int | None]:
@@ -50,6 +54,21 @@ class AttentionSlot(OpSlot):
         """Replace the function that calls go to, and with it how masks are made."""
         super().bind(backend, function)
         self._prepare = getattr(function, "prepare", _documents)
+        self._check()
+
+    def see_queries(self, share: ContextShare) -> None:
+        """Make masks for a rank's own queries, and all keys.
+
+        Raises:
+            BuildError: a backend that was bound cannot attend from queries at some positions, also of one bound later.
+        """
+        self._share = share
+        if self.backend != "reference":
+            self._check()
+
+    def make_no_masks(self) -> None:
+        """Make masks no more: somebody else attends."""
+        self._masks = False
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Any:
         """Make the mask that calls take.
@@ -59,7 +78,20 @@ class AttentionSlot(OpSlot):
             length: S.
             device: device of queries and keys.
         """
-        return self._prepare(documents, length, device)
+        if not self._masks:
+            return None
+        if self._share is None:
+            return self._prepare(documents, length, device)
+        self._check()
+        queries = self._share.own(torch.arange(length, device=device).unsqueeze(0)).squeeze(0)
+        return self.function.prepare_queries(documents, queries, length, device)  # type: ignore[attr-defined]
+
+    def _check(self) -> None:
+        if self._share is not None and self._masks and not hasattr(self.function, "prepare_queries"):
+            raise BuildError(
+                f"kernels.attention: '{self.backend}' attends from all positions of a sample only, but ranks of cp "
+                "hold the queries of some; choose sdpa or flex, or another method of context_parallel, such as ulysses"
+            )
 
 
 def _documents(documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG001

@@ -1,0 +1,52 @@
+"""Tensor parallelism over several machines: known before a job starts, with what it will cost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from d9d_engine.build.communication.step import StepCollectives
+from d9d_engine.distributed.devices import count_devices
+
+MIB = 2**20
+
+
+def processes_of_node(device: str, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Number of processes on a machine: what the launcher says, else the devices here; ``None`` if neither is known.
+
+    Args:
+        device: as in the job file.
+        environ: environment with the launcher's ``LOCAL_WORLD_SIZE``.
+    """
+    given = environ.get("LOCAL_WORLD_SIZE", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    devices = count_devices(device)
+    return devices if devices > 1 else None
+
+
+def node_warning(tp: int, per_node: int | None, collectives: StepCollectives) -> str | None:
+    """Warning that ranks of ``tp`` are on several machines, with the bytes of a step; ``None`` if they are not.
+
+    Ranks are numbered along ``tp`` first, so that it lies within a machine if it divides the processes there.
+
+    Args:
+        tp: size of the axis.
+        per_node: processes of a machine; ``None`` if it is not known.
+        collectives: those of a step.
+    """
+    if per_node is None or tp == 1 or per_node % tp == 0:
+        return None
+    # Along tp alone: what is reduced over all ranks crosses machines anyway.
+    own = [entry.collective for entry in collectives.entries if entry.collective.group == "tp"]
+    calls = sum(one.count for one in own)
+    unknown = any(one.bytes is None for one in own)
+    size = sum((one.bytes or 0) * one.count for one in own)
+    bytes_ = "bytes that only the data tells" if unknown else f"{size / MIB:,.1f} MiB ({size:,} bytes)"
+    wider = "wider than" if tp > per_node else "no divisor of"
+    return (
+        f"mesh.tp is {tp}, {wider} the {per_node} processes of a node: {calls} calls with {bytes_} a step and rank "
+        "cross the network between nodes, and every layer waits for them; between nodes a link carries about a tenth "
+        "of what it does within one, so expect these calls to take several times as long; use a tp that divides "
+        f"{per_node}, and dp_shard, cp or pp for the rest"
+    )

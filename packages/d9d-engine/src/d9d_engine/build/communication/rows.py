@@ -1,0 +1,46 @@
+"""Rows of a table of collectives: those that differ in numbers of layers only are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from d9d_engine.build.communication.placements import without_numbers
+from d9d_engine.build.communication.step import Entry
+
+
+@dataclass
+class Row:
+    """Row of the table.
+
+    Attributes:
+        source: who communicates.
+        entry: the first collective of the row.
+        calls: calls of all of them.
+        what: their purpose, with ``*`` for numbers that differ.
+    """
+
+    source: str
+    entry: Entry
+    calls: int
+    what: str
+
+    def cells(self) -> Sequence[str]:
+        """Kind, mesh dimensions, number of ranks, calls, bytes of each and purpose."""
+        one = self.entry.collective
+        size = "?" if one.bytes is None else f"{'~' if one.approximate else ''}{one.bytes:,}"
+        calls = f"{'up to ' if one.at_most else ''}{self.calls}"
+        return one.kind, one.group, str(len(one.ranks)), calls, size, self.what
+
+
+def grouped(entries: Iterable[Entry]) -> Sequence[Row]:
+    """Rows of collectives, in the order of their first: same source, kind, ranks, bytes and pattern of the purpose."""
+    rows: dict[tuple[object, ...], Row] = {}
+    for entry in entries:
+        one = entry.collective
+        pattern = without_numbers(one.purpose)
+        key = (entry.source, one.kind, one.ranks, one.bytes, one.approximate, one.at_most, pattern)
+        row = rows.setdefault(key, Row(entry.source, entry, 0, one.purpose))
+        row.calls += one.count
+        row.what = row.what if row.what == one.purpose else pattern
+    return list(rows.values())

@@ -1,0 +1,322 @@
+"""Collectives of one training step on one rank, from declarations: nothing is run, and no process is started.
+
+Strategies declare their own (:attr:`d9d_core.protocols.strategy.Applied.collectives`); what stages send each other and
+what the loop itself reduces is known here. Not listed: evaluations, checkpoints, and what plugins do without saying so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.job import JobConfig
+from d9d_core.config.resolve import Selection
+from d9d_core.grid import AXES, Grid
+from d9d_core.plugin.records import StrategySpec
+from d9d_core.program.actions import (
+    Action,
+    Backward,
+    Forward,
+    InputBackward,
+    MicrobatchAction,
+    Program,
+    ReceiveActivation,
+    ReceiveGradient,
+    SendActivation,
+    SendGradient,
+    compute_parts,
+)
+from d9d_core.protocols.data import sample_lengths
+from d9d_core.protocols.first_pass import TwoPassTask
+from d9d_core.protocols.metric import Metric
+from d9d_core.protocols.optimizer import DeclaresCollectives, Optimizer
+from d9d_core.protocols.strategy import Collective, Kind, Pass, StepShape
+from d9d_core.protocols.task import OwnsMetrics, Task
+from d9d_core.tensors import wide_dtype
+from d9d_core.types import TensorSpec
+from torch import Tensor
+from torch import distributed as dist
+
+from d9d_engine.build.assemble import Assembly
+from d9d_engine.distributed.mesh import Topology
+from d9d_engine.distributed.packed_reduction import PackedReduction
+from d9d_engine.step.auxiliary_losses import AuxiliaryLosses, Tallies
+from d9d_engine.step.boundary import Boundaries
+from d9d_engine.step.checked_task import CheckedTask
+from d9d_engine.step.gradients import Gradients
+from d9d_engine.step.ownership import DATA_AXES
+from d9d_engine.step.tied import find_ties
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Collective of a step, and who makes it.
+
+    Attributes:
+        source: a strategy's name; or the part of the loop.
+        collective: the calls.
+    """
+
+    source: str
+    collective: Collective
+
+
+@dataclass(frozen=True)
+class StepCollectives:
+    """Collectives of a rank.
+
+    Attributes:
+        rank: number of the rank.
+        entries: those of a step.
+        logged: those of a log entry, which merge metrics.
+        unknown: what communicates, or may, without saying what; one line each.
+    """
+
+    rank: int
+    entries: Sequence[Entry]
+    logged: Sequence[Entry]
+    unknown: Sequence[str]
+
+    @property
+    def total(self) -> Mapping[str, tuple[int, int]]:
+        """Calls and bytes of each kind in a step; those of unknown size count as none."""
+        found: dict[str, tuple[int, int]] = {}
+        for entry in self.entries:
+            one = entry.collective
+            calls, size = found.get(one.kind, (0, 0))
+            found[one.kind] = (calls + one.count, size + (one.bytes or 0) * one.count)
+        return found
+
+
+def step_collectives(
+    job: JobConfig, selection: Selection, assembly: Assembly, topology: Topology, task: Task, optimizer: Optimizer
+) -> StepCollectives:
+    """List the collectives of a step on the rank of a topology. Collective over all ranks, for groups are made.
+
+    Args:
+        job: validated.
+        selection: its records.
+        assembly: this rank's stages, with all strategies applied.
+        topology: this process among others, simulated or not.
+        task: the job's task.
+        optimizer: the job's optimizer.
+    """
+    checked = CheckedTask(selection.task, task)
+    program = assembly.pipeline.program(topology.coordinate["pp"], job.microbatches)
+    shapes = {index: shape_of(job, assembly, program, index) for index in assembly.stages}
+    # First, because it settles in which format gradients add up, which strategies may reduce them in.
+    loop = list(_of_loop(job, assembly, topology, checked))
+    entries = [
+        *_of_strategies(assembly, shapes),
+        *_of_program(job, assembly, topology, program),
+        *loop,
+        *_of_optimizer(selection, optimizer),
+    ]
+    several = topology.world_size > 1
+    return StepCollectives(
+        topology.rank,
+        [entry for entry in entries if len(entry.collective.ranks) > 1],
+        list(_of_metrics(selection, topology, task)) if several else [],
+        list(_unknown(selection, assembly, task, optimizer)) if several else [],
+    )
+
+
+def shape_of(job: JobConfig, assembly: Assembly, program: Program, stage: int) -> StepShape:
+    """Shape of a step on one of a rank's stages."""
+    lengths = sample_lengths(job.data)
+    most = None if lengths is None else lengths.most
+    parameters = getattr(torch, job.precision.parameters)
+    autocast = job.precision.autocast
+    dtype = getattr(torch, autocast) if autocast else assembly.compute_dtype or parameters
+    return StepShape(
+        passes=tuple(
+            _PASSES[type(part)]
+            for action in program
+            for part in compute_parts(action)
+            if part.stage == stage and type(part) in _PASSES
+        ),
+        samples=job.microbatch_size * (1 if lengths is None else lengths.texts),
+        positions=None if most is None else most // job.mesh.cp,
+        itemsize=dtype.itemsize,
+        approximate=autocast is not None or (lengths is not None and lengths.fixed is None),
+    )
+
+
+_PASSES: Mapping[type[Action], Pass] = {
+    Forward: "forward",
+    Backward: "backward",
+    InputBackward: "input_backward",
+}
+
+
+def _of_strategies(assembly: Assembly, shapes: Mapping[int, StepShape]) -> Iterator[Entry]:
+    """Declared collectives; those of forwards in checkpointed blocks once more, as a recomputation."""
+    repeated = [
+        name
+        for chosen, applied in assembly.applied
+        if isinstance(chosen.spec, StrategySpec) and chosen.spec.anchor == "checkpointing"
+        for name in applied.modules
+    ]
+    for index, declared in assembly.communication.items():
+        for chosen, communication in declared:
+            if communication is None:
+                continue
+            for one in communication(shapes[index]):
+                yield Entry(chosen.spec.name, one)
+                if one.module is not None and any(f"{one.module}.".startswith(f"{name}.") for name in repeated):
+                    purpose = f"{one.purpose.removesuffix(', forward')}, recomputation"
+                    yield Entry(chosen.spec.name, replace(one, purpose=purpose, at_most=True))
+
+
+def _of_program(job: JobConfig, assembly: Assembly, topology: Topology, program: Program) -> Iterator[Entry]:
+    """Sends and receives between the stages of a pipeline: one call for each tensor."""
+    hosts = assembly.pipeline.hosts
+    line = Grid({axis: topology.sizes[axis] for axis in AXES}).group(topology.rank, ["pp"])
+    counted: dict[tuple[type[Action], int], int] = {}
+    for action in program:
+        if isinstance(action, MicrobatchAction) and type(action) in _TRANSFERS:
+            key = (type(action), action.stage)
+            counted[key] = counted.get(key, 0) + 1
+    lengths = sample_lengths(job.data)
+    for (kind, stage), count in counted.items():
+        way, other, gradients = _TRANSFERS[kind]
+        maker = min(stage, stage + other)  # the boundary behind this stage
+        ranks = tuple(sorted((topology.rank, line[hosts[stage + other]])))
+        what = f"{'gradients of ' if gradients else ''}outputs of stage {maker}"
+        unknown: dict[str, TensorSpec | None] = {"": None}
+        for name, spec in (handed_on(job, assembly, maker) or unknown).items():
+            if gradients and spec is not None and not spec.dtype.is_floating_point:
+                continue
+            size = None if spec is None else torch.Size(spec.shape).numel() * spec.dtype.itemsize
+            guess = lengths is None or lengths.fixed is None
+            text = what if spec is None else f"{what}: {name}"
+            yield Entry("pipeline", Collective(way, "pp", ranks, size, count, text, approximate=guess))
+
+
+#: Kind of call, the stage at the other end, and whether gradients travel.
+_TRANSFERS: Mapping[type[Action], tuple[Kind, int, bool]] = {
+    SendActivation: ("send", 1, False),
+    ReceiveActivation: ("receive", -1, False),
+    SendGradient: ("send", -1, True),
+    ReceiveGradient: ("receive", 1, True),
+}
+
+
+def handed_on(job: JobConfig, assembly: Assembly, stage: int) -> Mapping[str, TensorSpec] | None:
+    """Tensors that a stage hands to the next one; ``None`` if only the data tells."""
+    lengths = sample_lengths(job.data)
+    if lengths is None or lengths.most is None:
+        return None
+    spec = TensorSpec((job.microbatch_size * lengths.texts, lengths.most // job.mesh.cp), torch.int64)
+    try:
+        return Boundaries(assembly.outlines, assembly.compute_dtype).announced(stage, Unread(spec))
+    except Exception:  # what a microbatch has is up to the data, which is not read here
+        return None
+
+
+def _of_loop(job: JobConfig, assembly: Assembly, topology: Topology, task: CheckedTask) -> Iterator[Entry]:
+    """Collectives of the loop itself: weights of losses, gradients that no strategy reduces, totals, and tallies."""
+    if topology.world_size == 1:
+        return
+    world, data = tuple(range(topology.world_size)), topology.axes_group(*DATA_AXES)
+    samples = _ranks(data)
+    auxiliary = AuxiliaryLosses(assembly.stages, assembly.full_model, task)
+    terms = len(task.coefficients) + len(auxiliary.terms)
+    if task.late:
+        everywhere = _ranks(topology.axes_group("pp", *DATA_AXES))
+        yield _reduced("loss", "pp x data", everywhere, 4, "weight of the loss")
+    else:
+        yield _reduced("loss", "data", samples, 4 * terms, "weights of the loss terms")
+    accumulate = getattr(torch, job.gradients.accumulate) if job.gradients.accumulate else None
+    here = dict(assembly.model.named_parameters())
+    trained = {name: parameter for name, parameter in here.items() if name in assembly.trainable}
+    ties = find_ties(assembly.stages, assembly.shared, assembly.trainable, assembly.pipeline, topology, accumulate)
+    gradients = Gradients(
+        trained,
+        assembly.ownership,
+        topology,
+        reducers=assembly.reducers,
+        bucket_mib=job.gradients.bucket_mib,
+        accumulate=accumulate,
+        ties=ties,
+    )
+    for what, group, size in gradients.reductions():
+        ranks = _ranks(group)
+        yield _reduced("gradients", _dims(topology, ranks), ranks, size, what)
+    wide = wide_dtype(topology.device).itemsize
+    yield _reduced("totals", "world", world, (terms + 3) * wide, "loss terms, tokens, stop, gradient norm")
+    if job.gradient_clipping.p == float("inf"):
+        yield _reduced("totals", "world", world, wide, "maximum norm of gradients")
+    for size in Tallies(assembly.stages).adapted_bytes():
+        yield _reduced("tallies", "data", samples, size, "what modules adapt to")
+
+
+def _of_optimizer(selection: Selection, optimizer: Optimizer) -> Iterator[Entry]:
+    declared = optimizer.collectives() if isinstance(optimizer, DeclaresCollectives) else None
+    for one in declared or ():
+        yield Entry(selection.optimizer.spec.name, one)
+
+
+def _of_metrics(selection: Selection, topology: Topology, task: Task) -> Iterator[Entry]:
+    """Collectives of a log entry: states of all metrics, one all-reduce for each operation and format."""
+    metrics: list[Metric] = [instantiate(chosen, config) for chosen, config in selection.metrics]
+    metrics += task.metrics().values() if isinstance(task, OwnsMetrics) else ()
+    tensors: dict[str, Tensor] = {}
+    operations: dict[str, str] = {}
+    for number, metric in enumerate(metrics):
+        state = metric.state()
+        for key, reduction in metric.reductions.items():
+            tensors[f"{number}/{key}"], operations[f"{number}/{key}"] = state[key], reduction
+    group = _ranks(topology.axes_group("pp", *DATA_AXES))
+    if len(group) > 1:
+        for (operation, _), buffer in PackedReduction.of(tensors, operations, None).buffers.items():
+            yield _reduced("metrics", "pp x data", group, buffer.nbytes, f"{operation} of states")
+
+
+def _unknown(selection: Selection, assembly: Assembly, task: Task, optimizer: Optimizer) -> Iterator[str]:
+    """Parts of a job that may communicate and do not say what."""
+    silent = dict.fromkeys(
+        str(chosen.entry)
+        for declared in assembly.communication.values()
+        for chosen, communication in declared
+        if communication is None
+    )
+    for entry in silent:
+        yield f"strategy {entry} does not declare its collectives"
+    if isinstance(task, TwoPassTask):
+        yield f"task {selection.task.entry}: its first pass over the batch"
+    if not isinstance(optimizer, DeclaresCollectives) or optimizer.collectives() is None:
+        yield f"optimizer {selection.optimizer.entry} does not declare its collectives"
+
+
+def _reduced(source: str, group: str, ranks: tuple[int, ...], size: int, purpose: str) -> Entry:
+    return Entry(source, Collective("all_reduce", group, ranks, size, 1, purpose))
+
+
+def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    return (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _dims(topology: Topology, ranks: Iterable[int]) -> str:
+    """Base axes along which some ranks differ."""
+    grid = Grid({axis: topology.sizes[axis] for axis in AXES})
+    places = [grid.coordinate(rank) for rank in ranks]
+    return " x ".join(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+
+
+class Unread(Mapping[str, TensorSpec]):
+    """Microbatch of which only the size is known: it has any tensor, always of the same shape."""
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._spec
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0

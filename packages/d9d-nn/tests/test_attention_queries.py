@@ -1,0 +1,134 @@
+"""Attention from queries at some positions, and by a function in the place of a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import BuildError, OpSignature
+from d9d_nn.attention.core import AttentionCore
+from d9d_nn.attention.masks import prepare_masks
+from d9d_nn.ops.attention import flex, sdpa
+from d9d_nn.ops.attention.block_mask import BLOCK, queries_block_mask
+from d9d_nn.ops.attention.reference import attention, visible
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytestmark = [pytest.mark.smoke, pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")]
+CPU = torch.device("cpu")
+LENGTH = 300
+BUILDS: dict[str, Callable[[OpSignature], Any]] = {"sdpa": sdpa.build, "flex": flex.build}
+
+
+class Some:
+    """Share of two runs of positions, as ranks of cp have."""
+
+    ranks = 2
+    places = torch.cat([torch.arange(60, 150), torch.arange(230, 290)])
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor[:, self.places]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        raise AssertionError
+
+
+def packed(samples: int = 2) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 4, (samples, LENGTH), generator=generator).sort(dim=1).values
+
+
+def heads(count: int) -> Tensor:
+    return torch.randn(2, LENGTH, count, 16, generator=torch.Generator().manual_seed(count))
+
+
+def core(backend: str, window: int | None) -> AttentionCore:
+    made = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16, window=window)
+    made.see_queries(Some())
+    made.attention.bind(backend, BUILDS[backend](OpSignature("attention", "cpu", "float32", {"window": window})))
+    return made
+
+
+@pytest.mark.parametrize("backend", BUILDS)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("documents", [None, packed()], ids=["one document", "packed"])
+def test_queries_at_some_positions_see_what_they_see_among_all(
+    backend: str, window: int | None, documents: Tensor | None
+) -> None:
+    query, key, value = heads(4), heads(2), heads(2) + 1
+    expected = attention(query, key, value, documents, window=window)[:, Some.places]
+    layer = core(backend, window)
+    masks = prepare_masks([layer.attention], documents, LENGTH, CPU)
+    with torch.no_grad():
+        for given_documents in (masks, documents):
+            out = layer(query[:, Some.places], key, value, given_documents)
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@given(window=st.none() | st.integers(1, 400), start=st.integers(0, 200), few=st.booleans(), is_packed=st.booleans())
+def test_no_block_that_a_query_sees_is_left_out_of_a_block_mask(
+    window: int | None, start: int, few: bool, is_packed: bool
+) -> None:
+    places = torch.cat([torch.arange(start, start + (5 if few else 100)), torch.arange(210, 300)])
+    documents = packed() if is_packed else None
+    mask = queries_block_mask(documents, places, LENGTH, window, CPU)
+    seen = visible(LENGTH, documents, CPU, window, places).expand(2, -1, -1)
+    samples = mask.kv_num_blocks.shape[0]
+    for sample in range(samples):
+        for block in range(-(-len(places) // BLOCK)):
+            rows = seen[sample, block * BLOCK : (block + 1) * BLOCK]
+            listed = _listed(mask.kv_num_blocks, mask.kv_indices, sample, block)
+            whole = _listed(mask.full_kv_num_blocks, mask.full_kv_indices, sample, block)
+            assert not listed & whole
+            for column in range(-(-LENGTH // BLOCK)):
+                part = rows[:, column * BLOCK : (column + 1) * BLOCK]
+                assert column in listed | whole or not part.any()
+                assert column not in whole or part.all()
+
+
+def _listed(counts: Tensor | None, places: Tensor | None, sample: int, block: int) -> set[int]:
+    assert counts is not None
+    assert places is not None
+    return set(places[sample, 0, block, : int(counts[sample, 0, block])].tolist())
+
+
+def test_a_mask_of_all_queries_is_the_mask() -> None:
+    documents, everywhere = packed(), torch.arange(LENGTH)
+    for window in (None, 7):
+        for numbers in (None, documents):
+            whole = visible(LENGTH, numbers, CPU, window)
+            assert torch.equal(visible(LENGTH, numbers, CPU, window, everywhere), whole)
+
+
+def test_a_backend_that_attends_from_all_positions_only_is_refused() -> None:
+    made = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16)
+    made.see_queries(Some())
+    said = "kernels.attention: 'mine' attends from all positions of a sample only.*choose sdpa or flex.*ulysses"
+    with pytest.raises(BuildError, match=said):
+        made.attention.bind("mine", attention)
+    other = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16)
+    other.attention.bind("mine", attention)
+    with pytest.raises(BuildError, match=said):
+        other.see_queries(Some())
+
+
+def test_a_function_in_the_place_of_a_backend_gets_documents_and_window_and_no_mask_is_made() -> None:
+    made = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16, window=9)
+    given_to: list[Any] = []
+
+    def mine(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
+        given_to.extend([documents, window])
+        return query
+
+    made.attend_by(mine)
+    masks = prepare_masks([made.attention], packed(), LENGTH, CPU)
+    assert set(masks.prepared.values()) == {None}
+    query = heads(4)
+    assert made(query, heads(2), heads(2), masks) is query
+    assert torch.equal(given_to[0], packed())
+    assert given_to[1] == 9
+    assert made.op_slots() == {}
+    assert made.attention_heads() == (4, 2)

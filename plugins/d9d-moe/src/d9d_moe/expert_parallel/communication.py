@@ -1,0 +1,87 @@
+"""Collectives of expert parallelism in a step, from shapes and an even choice of experts.
+
+Which ranks a token travels to is up to the router, so sizes are what ranks would send if all experts were equally
+likely; how often they send is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from d9d_core.extend import Collective, Dispatcher, HasBanks, HasExperts, StepShape
+from torch import nn
+
+from d9d_moe.all_to_all.separate import SeparateDispatcher
+
+#: Bytes of a row count in the exchange of sizes.
+_COUNT = 8
+
+
+@dataclass(frozen=True)
+class ExpertCommunication:
+    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose tokens travel by all-to-all.
+
+    Attributes:
+        layers: layers with experts by qualified name, each with the dispatcher that it was given; one that has another
+            by now is left out, for it is no matter of this strategy any more.
+        experts: number of experts of each layer on all ranks.
+        ranks: numbers of the ranks of ``ep``.
+        split: ranks of ``tp``, which split the positions.
+    """
+
+    layers: Mapping[str, tuple[HasExperts, Dispatcher]]
+    experts: Mapping[str, int]
+    ranks: tuple[int, ...]
+    split: int
+
+    def __call__(self, step: StepShape) -> Iterator[Collective]:
+        """List the exchanges of all layers, forward and backward."""
+        for name, (layer, dispatcher) in self.layers.items():
+            if layer.dispatcher is dispatcher and len(self.ranks) > 1:
+                yield from self._of_layer(name, layer, step)
+
+    def _of_layer(self, name: str, layer: HasExperts, step: StepShape) -> Iterator[Collective]:
+        router = getattr(layer, "router", None)
+        chosen, limit = getattr(router, "top_k", None), getattr(router, "capacity", None)
+        features = features_of(layer)
+        rows = labels = weights = None
+        if chosen is not None:
+            separate = isinstance(layer.dispatcher, SeparateDispatcher)
+            travels = chosen if separate else rows_of_token(len(self.ranks), self.experts[name], chosen)
+            each, wide = 1 if separate else chosen, max(step.itemsize, 4)
+            rows = None if features is None else step.bytes_of(travels / self.split * features)
+            labels = step.bytes_of(travels / self.split * 2 * each, wide)
+            weights = step.bytes_of(travels / self.split * each, wide)
+        numbers = 2 if limit is None else 3
+        sizes = _COUNT * numbers * len(self.ranks)
+        yield Collective("all_to_all", "ep", self.ranks, sizes, step.forwards, f"row counts of {name}", name)
+        for what, size in (("tokens", rows), ("labels", labels), ("outputs", rows)):
+            yield self._exchange(size, step.forwards, f"{what} of {name}, forward", name)
+        for what, size in (("outputs", rows), ("tokens", rows), ("weights", weights)):
+            yield self._exchange(size, step.backwards, f"gradients of {what} of {name}, backward", None)
+
+    def _exchange(self, size: int | None, count: int, what: str, module: str | None) -> Collective:
+        return Collective("all_to_all", "ep", self.ranks, size, count, what, module, approximate=True)
+
+
+def rows_of_token(ranks: int, experts: int, chosen: int) -> float:
+    """Mean number of ranks that have some of the experts of a token, if all choices are equally likely.
+
+    Args:
+        ranks: they share the experts evenly.
+        experts: number of all experts.
+        chosen: experts of a token.
+    """
+    elsewhere = math.comb(experts - experts // ranks, chosen) / math.comb(experts, chosen)
+    return ranks * (1 - elsewhere)
+
+
+def features_of(layer: HasExperts) -> int | None:
+    """Features of a token as the experts of a layer see it; ``None`` if their banks do not say."""
+    for bank in layer.expert_banks().values():
+        for module in bank.modules():
+            if isinstance(module, HasBanks) and isinstance(module, nn.Module):
+                return next(iter(module.banks().values())).shape[1]
+    return None

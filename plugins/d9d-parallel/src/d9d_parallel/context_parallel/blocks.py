@@ -1,0 +1,163 @@
+"""Attention of a block of queries to a block of keys, with the logarithms of the sums that merge such blocks.
+
+Computed in float32 or wider, tile by tile of queries; only a tile's scores exist at once, in the backward too, which
+computes them again. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.
+
+Shapes: B samples, Q queries and T keys of the block, N query heads, K key/value heads (N = K * G), D features of a
+head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Scores that exist at once.
+TILE = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Block of the score matrix.
+
+    Attributes:
+        query, key: positions of the first query and of the first key.
+        documents: int64 [B, Q] and [B, T] of queries and keys; ``None`` if a sample is one document.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+    """
+
+    query: int
+    key: int
+    documents: tuple[Tensor, Tensor] | None = None
+    window: int | None = None
+
+    def is_seen(self, queries: int, keys: int) -> bool:
+        """Whether some query may see some key, as far as positions tell."""
+        near = self.window is None or self.query - (self.key + keys - 1) < self.window
+        return near and self.query + queries > self.key
+
+    def mask(self, rows: slice, keys: int, device: torch.device) -> Tensor | None:
+        """Mask of some queries, bool [B or 1, rows, T]; ``None`` if they see all keys."""
+        first, last = self.query + rows.start, self.query + rows.stop - 1
+        seen = None
+        if first < self.key + keys - 1 or (self.window is not None and last - self.key >= self.window):
+            places = torch.arange(self.key, self.key + keys, device=device)
+            behind = torch.arange(first, last + 1, device=device)[:, None] - places
+            seen = behind >= 0 if self.window is None else (behind >= 0) & (behind < self.window)
+        if self.documents is not None:
+            of_queries, of_keys = self.documents
+            alike = of_queries[:, rows, None] == of_keys[:, None]
+            return alike if seen is None else alike & seen
+        return None if seen is None else seen[None]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """Attention of a block by itself.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, T, K, D].
+        value: [B, T, K, D].
+        block: what is seen.
+
+    Returns:
+        Output [B, Q, N, D], and logarithm of the sum of exponentials of the seen scores [B, Q, N], minus infinity
+        where there is none; float32 or wider.
+    """
+    wide_key, wide_value = _wide(key), _wide(value)
+    outs, sums = [], []
+    for rows in _tiles(query, key):
+        scores = _scores(query[:, rows], wide_key, block.mask(rows, key.shape[1], query.device))  # [B, K, G, Q, T]
+        total = scores.logsumexp(dim=-1)
+        probabilities = (scores - _finite(total).unsqueeze(-1)).exp()
+        outs.append(torch.einsum("bkgqt,btkd->bqkgd", probabilities, wide_value).flatten(2, 3))
+        sums.append(total.permute(0, 3, 1, 2).flatten(2))
+    return torch.cat(outs, dim=1), torch.cat(sums, dim=1)
+
+
+def attend_backward(
+    query: Tensor, key: Tensor, value: Tensor, block: Block, grad: Tensor, total: Tensor, delta: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values by one block of a larger attention.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, T, K, D].
+        value: [B, T, K, D].
+        block: what is seen.
+        grad: gradient of the larger attention's output, [B, Q, N, D].
+        total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
+        delta: product of output and gradient, summed over features, [B, Q, N].
+
+    Returns:
+        Gradients of query, key and value, float32 or wider.
+    """
+    wide_key, wide_value = _wide(key), _wide(value)
+    of_key, of_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
+    of_query = []
+    groups = query.shape[2] // key.shape[2]
+    for rows in _tiles(query, key):
+        scores = _scores(query[:, rows], wide_key, block.mask(rows, key.shape[1], query.device))
+        total_here, delta_here = (_by_head(of[:, rows], groups) for of in (total, delta))  # [B, K, G, Q]
+        probabilities = (scores - _finite(total_here).unsqueeze(-1)).exp()
+        out, asked = (_by_group(of[:, rows], groups) for of in (grad, query))  # [B, Q, K, G, D]
+        of_value += torch.einsum("bkgqt,bqkgd->btkd", probabilities, out)
+        of_scores = torch.einsum("bqkgd,btkd->bkgqt", out, wide_value) - delta_here.unsqueeze(-1)
+        of_scores *= probabilities / math.sqrt(query.shape[3])
+        of_query.append(torch.einsum("bkgqt,btkd->bqkgd", of_scores, wide_key).flatten(2, 3))
+        of_key += torch.einsum("bkgqt,bqkgd->btkd", of_scores, asked)
+    return torch.cat(of_query, dim=1), of_key, of_value
+
+
+def merge(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the attention of the same queries to two sets of keys.
+
+    Args:
+        out: [B, Q, N, D], wide.
+        total: [B, Q, N]; minus infinity of a query without keys.
+        other: as ``out``, of the other keys.
+        of_other: as ``total``.
+
+    Returns:
+        Output and logarithm of the sum for both.
+    """
+    both = torch.logaddexp(total, of_other)
+    mine, theirs = ((of - _finite(both)).exp().unsqueeze(-1) for of in (total, of_other))
+    return out * mine + other * theirs, both
+
+
+def _tiles(query: Tensor, key: Tensor) -> Iterator[slice]:
+    queries = query.shape[1]
+    size = max(1, min(queries, TILE // max(1, query.shape[0] * query.shape[2] * key.shape[1])))
+    for start in range(0, queries, size):
+        yield slice(start, min(start + size, queries))
+
+
+def _scores(query: Tensor, wide_key: Tensor, mask: Tensor | None) -> Tensor:
+    """Scaled scores [B, K, G, Q, T], minus infinity where nothing is seen."""
+    asked = _by_group(query, query.shape[2] // wide_key.shape[2])
+    scores = torch.einsum("bqkgd,btkd->bkgqt", asked, wide_key) / math.sqrt(query.shape[3])
+    return scores if mask is None else scores.masked_fill_(~mask[:, None, None], -math.inf)
+
+
+def _by_group(heads: Tensor, groups: int) -> Tensor:
+    """[B, Q, N, D] as [B, Q, K, G, D], wide."""
+    return _wide(heads).reshape(*heads.shape[:2], -1, groups, heads.shape[3])
+
+
+def _by_head(rows: Tensor, groups: int) -> Tensor:
+    """[B, Q, N] as [B, K, G, Q]."""
+    return rows.reshape(*rows.shape[:2], -1, groups).permute(0, 2, 3, 1)
+
+
+def _finite(total: Tensor) -> Tensor:
+    """Zero in the place of minus infinity, so that a query without keys has probabilities of zero."""
+    return total.masked_fill(total == -math.inf, 0)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

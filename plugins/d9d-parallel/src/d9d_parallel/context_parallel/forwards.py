@@ -1,0 +1,92 @@
+"""Forwards of attention cores whose inputs are a rank's own positions.
+
+Each takes the place of ``core.forward``. They are classes and no closures: deep copies of a core keep their own masks.
+
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.extend import BuildError, ContextShare
+from d9d_engine.extend import ZigzagPositions
+from torch import Tensor, nn
+
+from d9d_parallel.context_parallel.share import exchange
+from d9d_parallel.ranks import Ranks
+
+
+class GatheredKeys:
+    """Forward with a rank's own queries, and gathered keys and values (method ``all_gather``).
+
+    Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2: keys and values of grouped heads are few, and masks of
+    any kind are those of one process.
+
+    Args:
+        core: takes queries at some positions.
+        share: of this rank.
+    """
+
+    def __init__(self, core: nn.Module, share: ContextShare) -> None:
+        self.forward: Callable[..., Tensor] = core.forward
+        self.share = share
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None) -> Tensor:
+        """Compute attention [B, S / R, N, D] of queries of that shape; keys and values are [B, S / R, K, D]."""
+        both = self.share.gather(torch.cat([key, value], dim=2))
+        key, value = both.chunk(2, dim=2)
+        return self.forward(query, key, value, documents)
+
+
+class ExchangedHeads:
+    """Forward with some heads of all positions, in the place of all heads of some (method ``ulysses``).
+
+    Jacobs et al. 2023, "DeepSpeed Ulysses", section 3. Fewer key/value heads than ranks travel to several of them;
+    their gradients add up.
+
+    Args:
+        core: any attention core.
+        ranks: of ``cp``.
+    """
+
+    def __init__(self, core: nn.Module, ranks: Ranks) -> None:
+        self.forward: Callable[..., Tensor] = core.forward
+        self.ranks = ranks
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, documents: Any = None) -> Tensor:
+        """Compute attention [B, S / R, N, D] of queries of that shape; keys and values are [B, S / R, K, D].
+
+        Raises:
+            BuildError: the ranks can neither share the heads nor repeat them.
+        """
+        size = self.ranks.size
+        check_heads(query.shape[2], key.shape[2], size)
+        if key.shape[2] < size:  # rank r gets head r * K // R
+            key, value = (heads.repeat_interleave(size // key.shape[2], dim=2) for heads in (key, value))
+        parts = [torch.stack(heads.chunk(size, dim=2)) for heads in (query, key, value)]  # [R, B, S / R, N / R, D]
+        counts = [part.shape[3] for part in parts]
+        whole = ZigzagPositions.joined(exchange(torch.cat(parts, dim=3), self.ranks))
+        mixed = self.forward(*torch.split(whole, counts, dim=2), documents)
+        back = exchange(ZigzagPositions.parted(mixed, size), self.ranks)
+        return back.movedim(0, 2).flatten(2, 3)
+
+
+def check_heads(query_heads: int, key_value_heads: int, ranks: int) -> None:
+    """Refuse heads that ranks cannot share.
+
+    Raises:
+        BuildError: the ranks do not divide the query heads, or can neither share nor repeat the key/value heads.
+    """
+    problem = ""
+    if query_heads % ranks:
+        problem = f"does not divide the {query_heads} query heads"
+    elif key_value_heads % ranks and ranks % key_value_heads:
+        problem = f"neither divides the {key_value_heads} key/value heads nor is a multiple of them"
+    if problem:
+        raise BuildError(
+            f"strategy 'context_parallel': method ulysses shares heads over {ranks} ranks of cp, which {problem} of a "
+            "rank; choose another cp, or method all_gather, which does not split heads"
+        )

@@ -1,0 +1,136 @@
+"""Strategy ``context_parallel``.
+
+Each rank of ``cp`` has two chunks of every sample's positions (:class:`~d9d_engine.distributed.positions`), and all but
+attention looks at one position at a time. Where a module looks at more, such as a router with a loss on the balance of
+samples, it has the trait :class:`~d9d_core.extend.SeesContext`. Parameters are whole on all ranks, and the gradient on
+each is a partial sum: ``fsdp`` and its kind reduce it over ``cp``, too, and what they leave out the loop sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from d9d_core.extend import (
+    Applied,
+    BuildError,
+    ContextParallelizable,
+    SeesContext,
+    SharesAttention,
+    SplitsContext,
+    Topology,
+    modules_with,
+)
+from torch import nn
+
+from d9d_parallel.context_parallel.config import ContextParallelConfig
+from d9d_parallel.context_parallel.forwards import ExchangedHeads, GatheredKeys, check_heads
+from d9d_parallel.context_parallel.ring import RingAttention
+from d9d_parallel.context_parallel.share import ContextPositions
+from d9d_parallel.ranks import Ranks
+
+
+class ContextParallel:
+    """Strategy that lets each rank of ``cp`` compute its own positions of each sample."""
+
+    def __init__(self, config: ContextParallelConfig) -> None:
+        self._config = config
+
+    def apply(self, stage: nn.Module, topology: Topology) -> Applied:
+        """Replace the forwards of attention cores, in place. Collective over all ranks.
+
+        Raises:
+            BuildError: the stage or a core cannot be split, or ranks cannot share the heads.
+        """
+        group = topology.axes_group("cp")
+        assert group is not None  # there is a mesh
+        share = ContextPositions(Ranks(group))
+        if not isinstance(stage, SplitsContext):
+            raise BuildError(
+                f"strategy '{self._config.name}' splits positions, but {type(stage).__name__} lacks split_context(); "
+                "see d9d_core.extend.SplitsContext"
+            )
+        stage.split_context(share)
+        changed, meeting = [""], self._meeting(topology, share)
+        for name, owner in modules_with(stage, ContextParallelizable).items():
+            assert isinstance(owner, ContextParallelizable)
+            for core_name, core in owner.attention_cores().items():
+                whole = f"{name}.{core_name}" if name else core_name
+                self._core(whole, core, meeting)
+                changed.append(whole)
+        for name, module in modules_with(stage, SeesContext).items():
+            assert isinstance(module, SeesContext)
+            module.see_context(share)
+            changed.append(name)
+        notes = () if meeting.ring is None else ("attention: computed by the ring, in PyTorch, and by no kernel",)
+        return Applied(modules=tuple(changed), notes=notes)
+
+    def _meeting(self, topology: Topology, share: ContextPositions) -> _Meeting:
+        """Who exchanges what in attention. Collective over all ranks."""
+        method, inner, tp = self._config.method, self._config.head_ranks, topology.sizes["tp"]
+        if method == "ulysses":
+            return _Meeting(tp, heads=share.all_ranks)
+        if method == "ring":
+            return _Meeting(tp, ring=share.all_ranks)
+        if inner is None:
+            return _Meeting(tp, keys=share)
+        if share.ranks % inner or inner == share.ranks:
+            raise BuildError(
+                f"strategy '{self._config.name}': head_ranks is {inner}, but mesh.cp is {share.ranks}; choose a "
+                "smaller divisor, or method ulysses, where all ranks swap heads"
+            )
+        neighbours = [range(first, first + inner) for first in range(0, share.ranks, inner)]
+        rings = [range(first, share.ranks, inner) for first in range(inner)]
+        heads, ring = (_ranks(topology, positions) for positions in (neighbours, rings))
+        return _Meeting(tp, heads=heads, ring=ring)
+
+    def _core(self, name: str, core: nn.Module, meeting: _Meeting) -> None:
+        if isinstance(core, SharesAttention):
+            if meeting.heads is not None:
+                query_heads, key_value_heads = (max(1, heads // meeting.tp) for heads in core.attention_heads())
+                check_heads(query_heads, key_value_heads, meeting.heads.size)
+            if meeting.ring is not None:
+                core.attend_by(RingAttention(meeting.ring))
+            elif meeting.keys is not None:
+                core.see_queries(meeting.keys)
+        elif meeting.ring is not None or meeting.keys is not None:
+            raise BuildError(
+                f"strategy '{self._config.name}': the attention core '{name}' computes whole samples only; use method "
+                "ulysses, or see d9d_core.extend.SharesAttention"
+            )
+        if meeting.heads is not None:
+            _replace(core, ExchangedHeads(core, meeting.heads))
+        if meeting.keys is not None:
+            _replace(core, GatheredKeys(core, meeting.keys))
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Meeting of ranks in attention.
+
+    Attributes:
+        tp: ranks that have other heads.
+        heads: ranks that swap positions for heads.
+        ring: ranks between which keys and values go round. With both, what ranks with the same heads then have is in
+            zigzag order again, of fewer and longer chunks.
+        keys: share whose keys and values are gathered.
+    """
+
+    tp: int
+    heads: Ranks | None = None
+    ring: Ranks | None = None
+    keys: ContextPositions | None = None
+
+
+def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:
+    """Ranks of this rank's part of ``cp``. Collective over all ranks, which ask for the groups of all parts."""
+    own, mine = topology.coordinate["cp"], None
+    for part in parts:
+        group = topology.positions_group("cp", part)
+        mine = group if own in part else mine
+    assert mine is not None  # there is a mesh, and the parts are all of it
+    return Ranks(mine)
+
+
+def _replace(core: nn.Module, forward: ExchangedHeads | GatheredKeys) -> None:
+    core.forward = forward

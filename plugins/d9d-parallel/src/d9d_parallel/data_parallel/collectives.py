@@ -1,0 +1,159 @@
+"""Collectives of FSDP2's units in a step: gathered parameters and reduced gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from d9d_core.extend import Collective, Pass, StepShape, Topology
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Unit of FSDP2: parameters that are gathered and reduced together.
+
+    Attributes:
+        name: qualified name of its module.
+        parameters: those of the unit by name, with the shape that this rank had before the unit was made.
+        view: view of the mesh that it is sharded over.
+        dims: dimensions of the view: shards, or replicas and shards.
+        reshards: whether its whole parameters are freed after the forward; a number gathers among that many ranks in
+            the backward.
+        prefetches: whether the job says which units are gathered ahead in its backward.
+        even: whether ranks share parameters evenly, in whatever dimension; otherwise dimension 0 is padded.
+    """
+
+    name: str
+    parameters: Mapping[str, torch.Size]
+    view: str
+    dims: tuple[str, ...]
+    reshards: bool | int
+    prefetches: bool = False
+    even: bool = False
+
+
+@dataclass(frozen=True)
+class FsdpCommunication:
+    """Communication (:class:`d9d_core.extend.Communication`) of a stage whose units FSDP2 wraps.
+
+    Attributes:
+        stage: with all units.
+        topology: topology of this rank.
+        units: units that have parameters, in the order in which their forwards end.
+        defer: reductions that wait for the last microbatch.
+        param_dtype: format of gathered parameters, if not their own.
+        reduce_dtype: format of reductions, if not that of the gradients.
+    """
+
+    stage: nn.Module
+    topology: Topology
+    units: Sequence[Unit]
+    defer: Literal["nothing", "all_reduce", "everything"]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+    def __call__(self, step: StepShape) -> Iterator[Collective]:
+        """List the all-gathers, reduce-scatters and all-reduces of all units."""
+        times = times_gathered(step.passes, self.units)
+        for unit, (forward, backward) in zip(self.units, times, strict=True):
+            yield from self._gathers(unit, forward, backward)
+            yield from self._reductions(unit, step)
+
+    def _gathers(self, unit: Unit, forward: int, backward: int) -> Iterator[Collective]:
+        shards, what = self._ranks(unit, unit.dims[-1]), f"parameters of {unit.name or 'the rest'}"
+        if len(shards) == 1:
+            return
+        size = self._bytes(unit, len(shards), gradients=False)
+        if forward:
+            yield Collective("all_gather", unit.dims[-1], shards, size, forward, f"{what}, forward")
+        if not backward:
+            return
+        if unit.reshards is True or not unit.reshards:
+            yield Collective("all_gather", unit.dims[-1], shards, size, backward, f"{what}, backward")
+        elif unit.reshards > 1:
+            first = shards.index(self.topology.rank) // unit.reshards * unit.reshards
+            near = shards[first : first + unit.reshards]
+            group = f"{unit.reshards} ranks of {unit.dims[-1]}"
+            # What each of them keeps is padded, so sizes may be a little larger.
+            yield Collective("all_gather", group, near, size, backward, f"{what}, backward", approximate=True)
+
+    def _reductions(self, unit: Unit, step: StepShape) -> Iterator[Collective]:
+        if not any(self.stage.get_parameter(name).requires_grad for name in unit.parameters):
+            return
+        shards, what = self._ranks(unit, unit.dims[-1]), f"gradients of {unit.name or 'the rest'}"
+        late = step.split_backward or self.defer == "everything"
+        size = self._bytes(unit, len(shards), gradients=True)
+        if len(shards) > 1:
+            count = 1 if late else step.backwards
+            yield Collective("reduce_scatter", unit.dims[-1], shards, size, count, what)
+        if len(unit.dims) > 1 and len(replicas := self._ranks(unit, unit.dims[0])) > 1:
+            count = 1 if late or self.defer == "all_reduce" else step.backwards
+            yield Collective("all_reduce", unit.dims[0], replicas, size // len(shards), count, what)
+
+    def _ranks(self, unit: Unit, dim: str) -> tuple[int, ...]:
+        return self.topology.grid(unit.view).group(self.topology.rank, [dim])
+
+    def _bytes(self, unit: Unit, shards: int, *, gradients: bool) -> int:
+        total = 0
+        for name, shape in unit.parameters.items():
+            parameter = self.stage.get_parameter(name)
+            if gradients and not parameter.requires_grad:
+                continue
+            rows = shape[0] if unit.even else -(-shape[0] // shards) * shards
+            dtype = self.param_dtype or parameter.dtype
+            if gradients:
+                dtype = self.reduce_dtype or parameter.grad_dtype or parameter.dtype
+            total += rows * shape[1:].numel() * dtype.itemsize
+        return total
+
+
+class _State:
+    """State of a unit in the simulation of a step.
+
+    Attributes:
+        whole: its parameters are gathered.
+        forward, backward: all-gathers so far.
+        indices: places in the order of forwards that no backward has come to.
+    """
+
+    def __init__(self) -> None:
+        self.whole = False
+        self.forward = self.backward = 0
+        self.indices: list[int] = []
+
+
+def times_gathered(passes: Sequence[Pass], units: Sequence[Unit]) -> list[tuple[int, int]]:
+    """Count how often the parameters of each unit are gathered in a step: in forwards and in backwards.
+
+    They are freed after each backward, and after each forward if the unit ``reshards``; otherwise what comes next finds
+    them whole. Beside that, FSDP2 gathers in the backward of a unit the one whose forward came before, and it notes
+    forwards until the last backward. So with several microbatches the first unit asks for the last one of an earlier
+    forward: nothing if that is the stage's own, which is whole, but one call too many if all parameters are in blocks.
+
+    Args:
+        passes: of the stage, in order.
+        units: in the order in which their forwards end.
+    """
+    states, order = [_State() for _ in units], list[_State]()
+    for one in passes:
+        if one == "forward":
+            for unit, state in zip(units, states, strict=True):
+                state.forward += not state.whole
+                state.whole = not unit.reshards
+                state.indices.append(len(order))
+                order.append(state)
+            continue
+        for unit, state in zip(reversed(units), reversed(states), strict=True):
+            state.backward += not state.whole
+            state.whole = True
+            if not unit.prefetches and state.indices and (index := state.indices.pop()):
+                before = order[index - 1]
+                before.backward += not before.whole
+                before.whole = True
+            state.whole = not unit.name  # the stage's own are freed last
+        for unit, state in zip(units, states, strict=True):
+            state.whole = state.whole and bool(unit.name)
+    return [(state.forward, state.backward) for state in states]

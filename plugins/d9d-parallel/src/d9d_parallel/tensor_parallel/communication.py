@@ -1,0 +1,76 @@
+"""Collectives of tensor parallelism in a step: those of each module that was split, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from d9d_core.extend import Collective, CommunicatesAlone, StepShape
+from torch import nn
+
+Exchange = Literal["all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Module whose forward exchanges positions of hidden states.
+
+    Attributes:
+        module: qualified name.
+        forward: collective of its forward.
+        backward: collective of the gradient, if there is one.
+        features: features of the hidden states; ``None`` if the module does not say.
+    """
+
+    module: str
+    forward: Exchange
+    backward: Exchange | None
+    features: int | None
+
+
+@dataclass
+class TensorCommunication:
+    """Communication (:class:`d9d_core.extend.Communication`) of a stage that is split over ``tp``.
+
+    Attributes:
+        stage: stage with the sites.
+        ranks: numbers of the ranks of ``tp``.
+        sites: modules that exchange hidden states, in the order of registration.
+        alone: modules that communicate by themselves, by qualified name.
+    """
+
+    stage: nn.Module
+    ranks: tuple[int, ...]
+    sites: list[Site] = field(default_factory=list)
+    alone: dict[str, CommunicatesAlone] = field(default_factory=dict)
+
+    def __call__(self, step: StepShape) -> Iterator[Collective]:
+        """List the collectives of all sites; where layers are frozen, some of the backward may be left out."""
+        known = [site.features for site in self.sites if site.features is not None]
+        frozen = any(not parameter.requires_grad for parameter in self.stage.parameters())
+        if len(self.ranks) == 1:
+            return
+        for site in self.sites:
+            features = site.features or (known[0] if known else None)
+            size = None if features is None else step.bytes_of(features)
+            what = f"hidden states at {site.module or 'the model'}"
+            yield Collective(
+                site.forward, "tp", self.ranks, size, step.forwards, f"{what}, forward", site.module, step.approximate
+            )
+            if site.backward is not None:
+                yield Collective(
+                    site.backward,
+                    "tp",
+                    self.ranks,
+                    size,
+                    step.backwards,
+                    f"{what}, backward",
+                    approximate=step.approximate,
+                    at_most=frozen,
+                )
+        for name, module in self.alone.items():
+            for kind, size in module.forward_collectives(step):
+                yield Collective(
+                    kind, "tp", self.ranks, size, step.forwards, f"inside {name}, forward", name, step.approximate
+                )

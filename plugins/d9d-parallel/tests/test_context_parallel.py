@@ -1,0 +1,280 @@
+"""Attention over ranks that share the positions of samples, by every method, and what the strategy refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from d9d_core.extend import BuildError, ContextShare
+from d9d_core.plugin import Registry, ViewSpec
+from d9d_core.testing import Mesh
+from d9d_engine.api import Topology
+from d9d_parallel.context_parallel import blocks
+from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge
+from d9d_parallel.context_parallel.config import ContextParallelConfig
+from d9d_parallel.context_parallel.forwards import check_heads
+from d9d_parallel.context_parallel.strategy import ContextParallel
+from d9d_testing.world import RankFailedError, World
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch import distributed as dist
+
+VIEWS = {e.spec.key: e.spec for e in Registry.of().entries("view") if isinstance(e.spec, ViewSpec)}
+LENGTH = 32
+PACKED = [[0] * 5 + [1] * 1 + [2] * 13 + [3] * 13, [0] * 20 + [1] * 12]
+METHODS: dict[str, dict[str, Any]] = {
+    "ulysses": {"method": "ulysses"},
+    "all_gather": {"method": "all_gather"},
+    "ring": {"method": "ring"},
+    "hybrid": {"method": "hybrid", "head_ranks": 2},
+}
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Scores of all pairs at once."""
+    heads = query.shape[2] // key.shape[2]
+    key, value = (tensor.repeat_interleave(heads, dim=2) for tensor in (key, value))
+    scores = torch.einsum("bqnd,btnd->bnqt", query, key) / math.sqrt(query.shape[3])
+    return torch.einsum("bnqt,btnd->bqnd", scores.masked_fill(~seen, -math.inf).softmax(-1), value)
+
+
+class Core(nn.Module):
+    """Attention core of its own kind: it makes its mask in each call."""
+
+    def __init__(self, query_heads: int, key_value_heads: int, window: int | None) -> None:
+        super().__init__()
+        self.heads, self.window = (query_heads, key_value_heads), window
+        self.share: ContextShare | None = None
+        self.function: Callable[..., Tensor] | None = None
+
+    def attention_heads(self) -> tuple[int, int]:
+        return self.heads
+
+    def see_queries(self, share: ContextShare) -> None:
+        self.share = share
+
+    def attend_by(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        if self.function is not None:
+            return self.function(query, key, value, documents, self.window)
+        places = torch.arange(key.shape[1]).unsqueeze(0)
+        queries = places if self.share is None else self.share.own(places)
+        behind = queries[0][:, None] - places[0]
+        seen = (behind >= 0) & (behind < (self.window or key.shape[1]))
+        if documents is not None:
+            of_queries = documents if self.share is None else self.share.own(documents)
+            seen = (seen & (of_queries[:, :, None] == documents[:, None]))[:, None]
+        return attention(query, key, value, seen)
+
+
+class Stage(nn.Module):
+    """Stage with one core, which is all that looks across positions."""
+
+    def __init__(self, core: nn.Module) -> None:
+        super().__init__()
+        self.core = core
+        self.share: ContextShare | None = None
+
+    def attention_cores(self) -> Mapping[str, nn.Module]:
+        return {"core": self.core}
+
+    def split_context(self, share: ContextShare) -> None:
+        self.share = share
+
+
+def topology(**mesh: int) -> Topology:
+    sizes = Mesh(**mesh).sizes()
+    return Topology(sizes=sizes, rank=dist.get_rank(), world_size=dist.get_world_size(), views=VIEWS)
+
+
+def tensors(query_heads: int, key_value_heads: int) -> list[Tensor]:
+    """Queries, keys, values and a gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (query_heads, key_value_heads, key_value_heads, query_heads)
+    return [torch.randn(2, LENGTH, count, 8, generator=generator, dtype=torch.float64) for count in counts]
+
+
+def compared(settings: dict[str, Any], cases: list[tuple[int, int, int | None, list[list[int]] | None]]) -> list[float]:
+    """Largest differences of output and gradients to those of one process, relative to numbers above one."""
+    found = []
+    for query_heads, key_value_heads, window, packed in cases:
+        documents = None if packed is None else torch.tensor(packed)
+        stage = Stage(Core(query_heads, key_value_heads, window))
+        whole = [tensor.requires_grad_() for tensor in tensors(query_heads, key_value_heads)[:3]]
+        grad = tensors(query_heads, key_value_heads)[3]
+        expected = stage.core(*whole, documents)
+        expected.backward(grad)
+        applied = ContextParallel(ContextParallelConfig(**settings)).apply(stage, topology(cp=dist.get_world_size()))
+        assert applied.modules == ("", "core")
+        assert stage.share is not None
+        own = stage.share.own
+        mine = [own(tensor.detach()).requires_grad_() for tensor in whole]
+        out = stage.core(*mine, documents)
+        out.backward(own(grad))
+        pairs = [(out.detach(), own(expected.detach()))]
+        pairs += [(one.grad, own(other.grad)) for one, other in zip(mine, whole, strict=True)]
+        found.append(max(((one - other).abs().max() / other.abs().max().clamp(min=1)).item() for one, other in pairs))
+    return found
+
+
+CASES = [
+    (8, 4, None, None),
+    (8, 2, None, PACKED),
+    (4, 1, 5, PACKED),
+    (4, 4, 11, None),
+    (4, 1, 1, None),
+]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "ulysses"), (2, "all_gather"), (2, "ring"), (4, "hybrid")])
+def test_attention_and_its_gradients_are_those_of_one_process(ranks: int, name: str) -> None:
+    for differences in World(ranks).run(compared, METHODS[name], CASES):
+        assert max(differences) < 1e-12, differences
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["ulysses", "all_gather", "ring"])
+def test_attention_over_four_ranks_is_that_of_one_process(name: str) -> None:
+    for differences in World(4).run(compared, METHODS[name], CASES):
+        assert max(differences) < 1e-12, differences
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("tile", [1, 40, 2**20])
+@pytest.mark.parametrize("window", [None, 6, 20])
+def test_blocks_of_keys_merge_to_the_whole(monkeypatch: pytest.MonkeyPatch, tile: int, window: int | None) -> None:
+    monkeypatch.setattr(blocks, "TILE", tile)
+    query, key, value, grad = (tensor.requires_grad_() for tensor in tensors(4, 2))
+    documents = torch.tensor(PACKED)
+    expected = Core(4, 2, window)(query, key, value, documents)
+    expected.backward(grad)
+    out, total = torch.zeros_like(query), torch.full(query.shape[:3], -math.inf, dtype=query.dtype)
+    cuts = [(start, start + 8) for start in range(0, LENGTH, 8)]
+    made = {(a, b): Block(0, a, (documents, documents[:, a:b]), window) for a, b in cuts}
+    with torch.no_grad():
+        for (a, b), block in made.items():
+            out, total = merge(out, total, *attend(query, key[:, a:b], value[:, a:b], block))
+        delta = (grad * out).sum(-1)
+        for (a, b), block in made.items():
+            parts = attend_backward(query, key[:, a:b], value[:, a:b], block, grad, total, delta)
+            torch.testing.assert_close(parts[1], key.grad[:, a:b])  # type: ignore[index]
+            torch.testing.assert_close(parts[2], value.grad[:, a:b])  # type: ignore[index]
+            query.grad -= parts[0]  # type: ignore[operator]
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(query.grad, torch.zeros_like(query), atol=1e-12, rtol=0)
+
+
+@pytest.mark.smoke
+def test_blocks_that_nobody_sees_are_known_by_their_positions() -> None:
+    assert not Block(query=0, key=8).is_seen(8, 8)
+    assert Block(query=8, key=8).is_seen(8, 8)
+    assert Block(query=8, key=0, window=2).is_seen(8, 8)
+    assert not Block(query=9, key=0, window=2).is_seen(8, 8)
+    assert Block(query=8, key=0).mask(slice(0, 8), 8, torch.device("cpu")) is None
+
+
+def rounded() -> float:
+    """Largest difference of a ring's output in a context that computes in bfloat16, on float32 inputs."""
+    stage = Stage(Core(4, 2, None))
+    whole = [tensor.float() for tensor in tensors(4, 2)[:3]]
+    expected = stage.core(*whole, None)
+    ContextParallel(ContextParallelConfig(method="ring")).apply(stage, topology(cp=2))
+    assert stage.share is not None
+    own = stage.share.own
+    with torch.autocast("cpu", torch.bfloat16):
+        out = stage.core(*(own(tensor) for tensor in whole), None)
+    return (out - own(expected)).abs().max().item()
+
+
+def test_a_ring_merges_in_float32_where_products_are_to_be_in_bfloat16() -> None:
+    assert max(World(2).run(rounded)) < 1e-5
+
+
+# --- what is refused
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("query_heads", "key_value_heads", "ranks"), [(8, 2, 4), (8, 8, 4), (6, 2, 2), (4, 1, 4)])
+def test_heads_that_ranks_can_share_or_repeat_pass(query_heads: int, key_value_heads: int, ranks: int) -> None:
+    check_heads(query_heads, key_value_heads, ranks)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("query_heads", "key_value_heads", "ranks", "said"),
+    [(6, 2, 4, "does not divide the 6 query heads"), (12, 3, 2, "nor is a multiple of them")],
+)
+def test_heads_that_ranks_cannot_share_are_refused(
+    query_heads: int, key_value_heads: int, ranks: int, said: str
+) -> None:
+    with pytest.raises(BuildError, match=f"{said}.*or method all_gather"):
+        check_heads(query_heads, key_value_heads, ranks)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "hybrid"}, "method hybrid needs head_ranks"),
+        ({"method": "ring", "head_ranks": 2}, "head_ranks has no effect with method ring"),
+        ({"method": "hybrid", "head_ranks": 1}, "greater than or equal to 2"),
+        ({"method": "rings"}, "'ulysses', 'all_gather', 'ring' or 'hybrid'"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises((ValidationError, ValueError), match=said):
+        ContextParallelConfig(**settings)
+
+
+def apply(settings: dict[str, Any], kind: str) -> None:
+    plain = nn.Module()
+    stage: nn.Module = {
+        "no stage": lambda: nn.Linear(2, 2),
+        "plain core": lambda: Stage(plain),
+        "heads": lambda: Stage(Core(6, 3, None)),
+        "core": lambda: Stage(Core(4, 2, None)),
+    }[kind]()
+    ContextParallel(ContextParallelConfig(**settings)).apply(stage, topology(cp=dist.get_world_size()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        ("no stage", {"method": "ring"}, r"Linear lacks split_context\(\)"),
+        ("plain core", {"method": "ring"}, "the attention core 'core' computes whole samples only"),
+        ("heads", {"method": "ulysses"}, "neither divides the 3 key/value heads nor is a multiple of them"),
+        ("core", {"method": "hybrid", "head_ranks": 2}, "head_ranks is 2, but mesh.cp is 2"),
+    ],
+)
+def test_stages_that_cannot_be_split_are_refused(kind: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(RankFailedError, match=said):
+        World(2).run(apply, settings, kind)
+
+
+def test_a_core_that_knows_nothing_of_it_gets_some_heads_of_all_positions() -> None:
+    World(2).run(plain_core)
+
+
+def plain_core() -> None:
+    seen = SimpleNamespace()
+
+    class Plain(nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor) -> Tensor:
+            seen.shapes = [tuple(tensor.shape) for tensor in (query, key, value, documents)]
+            seen.query = query
+            return query
+
+    stage = Stage(Plain())
+    ContextParallel(ContextParallelConfig(method="ulysses")).apply(stage, topology(cp=2))
+    assert stage.share is not None
+    query, key, value, _ = tensors(4, 1)
+    own = [stage.share.own(tensor) for tensor in (query, key, value)]
+    torch.testing.assert_close(stage.core(*own, torch.tensor(PACKED)), own[0])
+    assert seen.shapes == [(2, LENGTH, 2, 8), (2, LENGTH, 1, 8), (2, LENGTH, 1, 8), (2, LENGTH)]
+    torch.testing.assert_close(seen.query, query.chunk(2, dim=2)[dist.get_rank()])

@@ -1,0 +1,76 @@
+"""Faults of context parallelism: in what ranks that share the positions of samples exchange, and in who has which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from d9d_engine.api import Job
+from d9d_nn.causal_lm import task
+from d9d_nn.ops.attention.sdpa import Sdpa
+from d9d_parallel.context_parallel import ring, share
+from torch import Tensor
+from torch import distributed as dist
+
+from seeded_faults.seeding import Patch
+
+
+def skipped_turn(_job: Job, patch: Patch) -> None:
+    """Each rank of a ring leaves out the keys of the one before it."""
+    blocks = ring.Plan.blocks
+
+    def fewer(self: ring.Plan, source: int) -> Iterator[Any]:
+        return iter(()) if source == (self.ranks.rank - 1) % self.ranks.size else blocks(self, source)
+
+    patch.setattr(ring.Plan, "blocks", fewer)
+
+
+def leaking_document(_job: Job, patch: Patch) -> None:
+    """Queries of gathered keys see the document before their own."""
+    prepare = Sdpa.prepare_queries
+
+    def leaking(self: Sdpa, documents: Tensor | None, *given: Any) -> Tensor:
+        return prepare(self, None if documents is None else documents // 2, *given)
+
+    patch.setattr(Sdpa, "prepare_queries", leaking)
+
+
+def leaking_document_in_a_ring(_job: Job, patch: Patch) -> None:
+    """Keys of other ranks are seen whatever document they are of."""
+    blocks = ring.Plan.blocks
+
+    def open_to_all(self: ring.Plan, source: int) -> Iterator[Any]:
+        return blocks(self if source == self.ranks.rank else replace(self, documents=None), source)
+
+    patch.setattr(ring.Plan, "blocks", open_to_all)
+
+
+def unsplit_positions(_job: Job, patch: Patch) -> None:
+    """Each rank takes the position ids of a sample's first positions, whichever it has."""
+    own = task.own_positions
+
+    def first(microbatch: Any, of: Any) -> Any:
+        part = own(microbatch, of)
+        length = part["tokens"].shape[1]
+        return {**part, "positions": microbatch["positions"][:, :length]} if of.ranks > 1 else part
+
+    patch.setattr(task, "own_positions", first)
+
+
+def own_gradient_of_gathered_keys(_job: Job, patch: Patch) -> None:
+    """Gradients of gathered keys and values are cut, not summed."""
+    patch.setattr(share, "dist", _Cut(share.dist))
+
+
+class _Cut:
+    """torch.distributed, but a reduce-scatter gives each rank its own part."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def reduce_scatter_tensor(self, out: Tensor, parts: Tensor, group: Any) -> None:
+        out.copy_(parts.chunk(dist.get_world_size(group))[dist.get_rank(group)].view_as(out))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
