@@ -127,6 +127,17 @@ def test_tensor_parallelism_shares_activations_and_exchanges_them() -> None:
     assert shared.time.parts["tensor parallelism"] > 0
 
 
+def test_context_parallelism_shares_activations_and_sums_gradients() -> None:
+    alone, shared = prediction(DENSE), prediction(DENSE, mesh={"cp": 2}, parallel=["compile", "context_parallel"])
+    assert 2 * shared.memory.activations == pytest.approx(alone.memory.activations, rel=0.01)
+    assert shared.memory.parameters == alone.memory.parameters
+    assert shared.time.parts["context parallelism"] > 0
+    assert shared.time.parts["data parallelism"] > 0  # nothing hides the sum of gradients
+    sections = {"mesh": {"cp": 2, "dp_replicate": 2}, "parallel": ["compile", "context_parallel", "replicate"]}
+    replicas = prediction(DENSE, **sections)
+    assert 2 * replicas.memory.parameters == alone.memory.parameters  # replicate shards over cp
+
+
 # --- d9d check --------------------------------------------------------------------------------------------------------
 
 
@@ -136,9 +147,10 @@ def test_tensor_parallelism_shares_activations_and_exchanges_them() -> None:
         {},
         {"mesh": {"tp": 2, "dp_shard": 2}, "parallel": ["tensor_parallel", "fsdp"]},
         {"mesh": {"pp": 2}, "pipeline": "1f1b", "batch": {"size": 4, "microbatch": 1}},
+        {"mesh": {"cp": 2, "dp_replicate": 2}, "parallel": ["context_parallel", "replicate"]},
         {"precision": {"parameters": "float32"}},
     ],
-    ids=["one", "tp, fsdp", "pp", "float32"],
+    ids=["one", "tp, fsdp", "pp", "cp, replicate", "float32"],
 )
 def test_what_is_stored_is_what_the_plan_on_the_meta_device_counts(sections: dict[str, Any]) -> None:
     from d9d_engine.api import Job

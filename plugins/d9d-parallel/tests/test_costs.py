@@ -11,8 +11,7 @@ from d9d_parallel.data_parallel.config import FsdpConfig, ReplicateConfig
 def test_resharding_gathers_parameters_for_forward_and_backward() -> None:
     assert sharded(FsdpConfig()).gathers == "twice"
     assert sharded(FsdpConfig(reshard_after_forward=False)).gathers == "once"
-    assert sharded(FsdpConfig()).shards
-    assert not replicated(ReplicateConfig()).shards
+    assert replicated(ReplicateConfig()).gathers == "once"
 
 
 def test_what_waits_for_the_last_microbatch_is_said() -> None:

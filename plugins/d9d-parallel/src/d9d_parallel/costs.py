@@ -20,8 +20,8 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate``: FSDP2 with shards of the whole, which it copies for the forward."""
-    return _data_parallel(config, StrategyCost(gathers="once", reduces="each"))
+    """Effect of ``replicate``: FSDP2 with shards over ``cp`` alone, gathered or copied once for forward and backward."""
+    return _data_parallel(config, StrategyCost(shards=True, gathers="once", reduces="each"))
 
 
 def sharded(config: ShardedConfig) -> StrategyCost:

@@ -266,11 +266,14 @@ class TimeModel:
     def _ends(self) -> float:
         """Time of what no computation hides: the first gather and the last reduction, of parameters outside blocks.
 
-        Reductions that wait for the last microbatch are hidden behind its backward alone.
+        Reductions that wait for the last microbatch are hidden behind its backward alone. Where no strategy reduces
+        gradients, they are summed over ``cp`` after the last backward.
         """
-        effect = self._effect
+        effect, cp = self._effect, axis_group(self._layout.mesh, "cp")
         if effect.gathers == "never":
-            return 0.0
+            width = self._workload.gradient_width
+            sizes = (width * self._numbers(stage.blocks) for stage in self._stages)
+            return max(seconds("all_reduce", size, cp, self._device) for size in sizes)
         outside = [block for block in self._stages[0].blocks if not block.is_block]
         exposed = self._gather(outside)[0] + sum(self._reduce(outside)[:2])
         longest = 0.0
