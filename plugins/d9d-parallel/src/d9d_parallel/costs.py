@@ -20,7 +20,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2}
 
 
 def replicated(config: ReplicateConfig) -> StrategyCost:
-    """Effect of ``replicate``: FSDP2 with shards over ``cp`` alone, gathered or copied once for forward and backward."""
+    """Effect of ``replicate``: FSDP2 with shards over ``cp`` alone, gathered once for forward and backward."""
     return _data_parallel(config, StrategyCost(shards=True, gathers="once", reduces="each"))
 
 
