@@ -311,10 +311,8 @@ def special_pipelines() -> list[Piped]:
     fsdp_ep, replicate_ep = EXPERT_LAYOUTS[5], EXPERT_LAYOUTS[2]
     checkpointed = Layout("fsdp 2", {"dp_shard": 2}, ["fsdp", "activation_checkpointing"])
     experts_checkpointed = Layout(fsdp_ep.name, fsdp_ep.mesh, [*fsdp_ep.parallel, "activation_checkpointing"])
-    tp, fsdp_tp = LAYOUTS[6], LAYOUTS[10]
-    tp_ep = EXPERT_LAYOUTS[13]
-    cp, cp_tp = LAYOUTS[12], LAYOUTS[20]
-    fsdp_cp_ep = EXPERT_LAYOUTS[21]
+    tp, fsdp_tp, tp_ep = LAYOUTS[6], LAYOUTS[10], EXPERT_LAYOUTS[13]
+    cp, cp_tp, fsdp_cp_ep = LAYOUTS[12], LAYOUTS[20], EXPERT_LAYOUTS[21]
     router = ('metrics=["router"]',)
     experts: dict[str, Any] = {"model": DEEP_EXPERTS, "overrides": router}
     return [

@@ -34,7 +34,7 @@ def print_plan(job: Job, plan: Plan, predicted: Sequence[str] = ()) -> None:
     parts = (memory.parameters, memory.gradients, memory.optimizer)
     table.add_row(
         "memory",
-        f"{memory.total / GIB:.3f} GiB without activations{' on the first rank' if job.pipeline else ''} "
+        f"{memory.total / GIB:.3f} GiB without activations{_rank_of(job, plan)} "
         "(parameters {:.3f}, gradients {:.3f}, optimizer {:.3f}".format(*(part / GIB for part in parts))
         + (f", frozen model {memory.frozen / GIB:.3f})" if memory.frozen else ")"),
     )
@@ -134,6 +134,12 @@ def print_communication(console: Console, job: Job, plan: Plan) -> None:
     console.print("  not listed: evaluations, and what checkpoints communicate", highlight=False)
     for line in found.unknown:
         console.print(Text.assemble(("  not listed: ", "yellow"), line))
+
+
+def _rank_of(job: Job, plan: Plan) -> str:
+    """Rank that numbers are about, where ranks differ."""
+    rank = plan.collectives.rank
+    return f" on rank {rank}" if rank else " on the first rank" if job.pipeline else ""
 
 
 def print_kernel(console: Console, choice: KernelChoice) -> None:
