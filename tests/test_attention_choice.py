@@ -74,6 +74,24 @@ def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
     assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
 
 
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_ranks_that_hold_the_queries_of_some_positions_get_a_backend_that_attends_from_them(
+    small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("d9d_flash_attention.rules.capability", lambda: 9)  # of a GPU that prefers FlashAttention 4
+    job = small_job(
+        data=DOCUMENTS,
+        device="cuda",
+        model=MODEL,
+        precision={"parameters": "bfloat16"},
+        mesh={"cp": 2},
+        parallel=[{"name": "context_parallel", "method": method}],
+    )
+    status, out, err = d9d("explain", str(job), "--world-size", "2")
+    assert status == 0, err
+    assert ("attention: flex (d9d-nn" in out) == (method == "all_gather")
+
+
 @pytest.mark.parametrize(("data", "refused"), [(DOCUMENTS, True), (TEXT, False)], ids=["documents", "text"])
 def test_a_forward_on_packed_data_is_refused_where_kernels_expect_samples_of_one_document(
     small_job: Write, data: dict[str, Any], refused: bool

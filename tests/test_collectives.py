@@ -194,6 +194,25 @@ def test_lengths_that_ranks_cannot_share_are_refused_before_data_is_read(
         assert said in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("mesh", "data", "said"),
+    [
+        ({"cp": 2}, {"sequence_length": 30}, "mesh.cp: 2 ranks have two chunks of positions each"),
+        ({"cp": 4}, {"name": "documents", "sequence_length": 36, "pad_multiple": 4}, "mesh.cp: 4 ranks"),
+        ({"cp": 2, "tp": 4}, {"sequence_length": 28}, "strategy 'tensor_parallel' splits positions over 4 ranks"),
+    ],
+    ids=["packed", "padded", "tp"],
+)
+def test_lengths_that_ranks_of_cp_cannot_share_are_refused_before_data_is_read(
+    small_job: Callable[..., Path], d9d: D9d, tmp_path: Path, mesh: Mapping[str, int], data: dict[str, Any], said: str
+) -> None:
+    strategies = ["context_parallel", *(["tensor_parallel"] if "tp" in mesh else [])]
+    values = {"name": "text", "sources": [str(tmp_path / "corpus")]} | data
+    status, _, err = d9d("check", str(small_job(mesh=mesh, parallel=strategies, data=values)))
+    assert status == 2
+    assert said in " ".join(err.split())
+
+
 def test_explain_shows_placements_and_collectives(small_job: Callable[..., Path], d9d: D9d) -> None:
     path = small_job(
         mesh={"dp_shard": 2, "tp": 2},

@@ -310,3 +310,10 @@ def test_the_stand_in_of_four_takes_what_the_library_takes(libraries: Mapping[in
         assert set(ours) <= set(theirs)
         without_default = [key for key, one in ours.items() if one.default is inspect.Parameter.empty]
         assert list(theirs)[: len(without_default)] == without_default
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_queries_of_some_positions_are_refused(number: int) -> None:
+    decision = getattr(rules, f"supports_{number}")(signature(own_queries=True))
+    assert not decision.accept
+    assert "attends from all positions of a sample, but ranks of cp hold the queries of some" in decision.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
@@ -357,17 +358,20 @@ def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> No
     lengths = sample_lengths(job.data)
     if lengths is None or not isinstance(job, JobConfig):
         return  # an inference makes one pass, whose last lengths are others
+    multiple, context = lengths.multiple, job.mesh.cp
+    # Ranks of cp have two chunks of each sample, see d9d_engine.distributed.positions.
+    steps = {f"mesh.cp: {context} ranks have two chunks of positions each": 2 * context if context > 1 else 1}
     for chosen, outcome in applied:
-        ranks, multiple = outcome.sequence_ranks, lengths.multiple
-        if multiple % ranks == 0:
-            continue
-        near = " or ".join(map(str, near_multiples(multiple, ranks)))
-        what = "sequence_length" if lengths.fixed else "pad_multiple"
-        raise JobError(
-            f"{chosen.where}: strategy '{chosen.spec.name}' splits positions over {ranks} ranks, but those of a "
-            f"microbatch are {'' if lengths.fixed else 'multiples of '}{multiple} (data.{what}); use {near}, or other "
-            "sizes of the mesh"
+        whose = f"{chosen.where}: strategy '{chosen.spec.name}' splits positions over {outcome.sequence_ranks} ranks"
+        steps[f"{whose}{f', those of each of {context} ranks of cp' * (context > 1)}"] = (
+            outcome.sequence_ranks * context
         )
+    for who, step in steps.items():
+        if multiple % step:
+            near = " or ".join(map(str, near_multiples(multiple, math.lcm(*steps.values()))))
+            are, name = ("", "sequence_length") if lengths.fixed else ("multiples of ", "pad_multiple")
+            text = f"those of a microbatch are {are}{multiple} (data.{name}); use {near}, or other sizes of the mesh"
+            raise JobError(f"{who}, but {text}")
 
 
 def dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -51,6 +51,8 @@ def supports(signature: OpSignature) -> Decision:
         skips = "the data packs documents: skips what lies outside of them"
     elif window is not None:
         skips = f"skips what lies outside of windows of {window}"
+    elif signature.documents is False:
+        skips = "ranks of cp hold the queries of some positions: skips keys that lie behind them"
     else:
         skips = "skips what lies outside of documents where microbatches have them, which the data does not say"
     reason = f"{skips}, with no mask of S x S; compiled in the first step"
@@ -62,7 +64,8 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def _skips(signature: OpSignature) -> bool:
-    return signature.documents is not False or signature.static.get("window") is not None
+    facts = signature.static
+    return signature.documents is not False or facts.get("window") is not None or facts.get("own_queries", False)
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:
