@@ -50,7 +50,7 @@ LAYERS = {
         {"compat", "figures", "process_env", "sparklines"},
         {"supervision"},
         {"distributed"},
-        {"checkpoint", "profiling", "sleep", "subscribers", "trackers"},
+        {"checkpoint", "planner", "profiling", "sleep", "subscribers", "trackers"},
         {"step"},
         {"run"},
         {"build"},

@@ -75,7 +75,7 @@ def test_queries_of_some_positions_get_flex_on_all_stages(explained: Any, data: 
     assert chosen.startswith("attention: flex (d9d-nn")
     assert chosen.endswith("at layers.0.attention.core.attention, layers.1.attention.core.attention")
     assert "accepts, priority 15" in flex
-    assert "so it reads a mask of them x S" in sdpa
+    assert "queries of some positions make it read a mask" in sdpa
 
 
 def test_a_ring_leaves_no_stage_a_backend(explained: Any) -> None:
@@ -88,6 +88,24 @@ def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
     chosen, flex, _ = explained(TEXT, device="cpu", precision={"parameters": "float32"})
     assert chosen.startswith("attention: sdpa (d9d-nn")
     assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+def test_ranks_that_hold_the_queries_of_some_positions_get_a_backend_that_attends_from_them(
+    small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr("d9d_flash_attention.rules.capability", lambda: 9)  # of a GPU that prefers FlashAttention 4
+    job = small_job(
+        data=DOCUMENTS,
+        device="cuda",
+        model=MODEL,
+        precision={"parameters": "bfloat16"},
+        mesh={"cp": 2},
+        parallel=[{"name": "context_parallel", "method": method}],
+    )
+    status, out, err = d9d("explain", str(job), "--world-size", "2")
+    assert status == 0, err
+    assert ("attention: flex (d9d-nn" in out) == (method == "all_gather")
 
 
 @pytest.mark.parametrize(("data", "refused"), [(DOCUMENTS, True), (TEXT, False)], ids=["documents", "text"])

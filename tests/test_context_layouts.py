@@ -198,6 +198,21 @@ def build(values: dict[str, Any], plugins: list[str]) -> None:
     job.build(lambda _: None, topology_here(job)).train()
 
 
+def test_lengths_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
+    said = refused(table, tmp_path, layout("ring"), data=data, steps=1)
+    assert "mesh.cp: 2 ranks have two chunks of positions each, but those of a microbatch are 26" in said
+    assert "(data.sequence_length); use 24 or 28, or other sizes of the mesh" in said
+
+
+def test_positions_that_ranks_of_tp_cannot_share_further_are_refused(table: ModuleType, tmp_path: Path) -> None:
+    data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
+    one = layout("all_gather", "tensor_parallel", tp=4)
+    said = refused(table, tmp_path, one, data=data, steps=1)
+    assert "splits positions over 4 ranks, those of each of 2 ranks of cp, but those of a microbatch are 20" in said
+    assert "(data.sequence_length); use 16 or 24" in said
+
+
 def test_lengths_that_no_plan_sees_are_refused_with_their_first_batch(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
     said = refused(table, tmp_path, layout("ring"), evaluation={"every": 1, "sets": {"odd": data}}, steps=1)

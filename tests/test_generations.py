@@ -188,6 +188,7 @@ def test_output_is_the_same_bytes_in_every_layout(values: Callable[..., dict[str
             assert output_of(job).read_bytes() == output_of(alone).read_bytes(), name
 
 
+@pytest.mark.thorough
 def test_ranks_that_split_positions_continue_by_a_number_of_tokens_that_they_do_not_divide(
     values: Callable[..., dict[str, Any]],
 ) -> None:

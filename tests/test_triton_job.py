@@ -73,3 +73,28 @@ def test_explain_says_why_compiled_blocks_leave_the_kernel_out(small_job: Write,
     assert lines[at].endswith(", compiled")
     assert "triton accepts, priority 0, taken by name only: inductor" in " ".join(lines[at : at + 6])
     assert any(line == "rms_norm: triton (d9d-triton 0.1.0) at norm.rms_norm" for line in lines)
+
+
+@pytest.mark.parametrize(("offload", "backend"), [(False, "triton"), (True, "reference")])
+def test_kernels_of_a_gpu_are_left_out_where_gradients_live_in_the_host_s_memory(
+    small_job: Write, d9d: D9d, offload: bool, backend: str
+) -> None:
+    fsdp = {"name": "fsdp", "offload": offload}
+    status, out, err = d9d("explain", str(small_job(device="cuda", mesh={"dp_shard": 2}, parallel=[fsdp])))
+    assert status == 0, err
+    lines = [line.strip() for line in out.splitlines()]
+    for op in ("adamw", "gradient_power"):
+        assert any(line.startswith(f"{op}: {backend} ") for line in lines)
+
+
+@pytest.mark.parametrize("part", ["rms_norm", "rope"])
+def test_head_norms_and_rotations_are_apart_where_the_job_names_a_backend_of_one(
+    small_job: Write, d9d: D9d, part: str
+) -> None:
+    chosen = {}
+    for kernels in ({}, {part: "reference"}):
+        status, out, err = d9d("explain", str(small_job(device="cuda", kernels=kernels)))
+        assert status == 0, err
+        (line,) = (line.split()[1] for line in out.splitlines() if line.strip().startswith("normed_rope: "))
+        chosen[len(kernels)] = line
+    assert chosen == {0: "triton", 1: "reference"}

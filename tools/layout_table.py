@@ -376,8 +376,7 @@ def run_pipelines(
 
 
 def main() -> None:
-    """Write the tables into the page."""
-    text = PAGE.read_text("utf-8")
+    """Write the tables into the page, each as soon as it is measured."""
     tables: dict[str, tuple[tuple[str, str], Callable[[Path], list[Row]]]] = {
         "dense": (DENSE_MARKS, run),
         "experts": (EXPERT_MARKS, run_experts),
@@ -391,9 +390,9 @@ def main() -> None:
         if failed:
             raise SystemExit("\n".join(map(str, failed)))
         table = render_merged(rows) if name == "pipelines" else render(rows)
-        text = f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}"
+        text = PAGE.read_text("utf-8")  # another tool may have written its tables meanwhile
+        PAGE.write_text(f"{text.split(begin)[0]}{begin}\n{table}\n{end}{text.split(end)[1]}", "utf-8")
         print(f"{len(rows)} rows in {PAGE.relative_to(ROOT)}, torch {torch.__version__}")
-    PAGE.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

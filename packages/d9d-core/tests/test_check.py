@@ -8,6 +8,8 @@ from typing import Any
 import d9d_testing.toy.plugin as toy
 import pytest
 from d9d_core.cli.check import check_job
+from d9d_core.cli.options import bytes_of
+from d9d_core.errors import JobError
 from d9d_core.job import JobFile
 from d9d_core.plugin import JobCheckSpec, Ref, Registry, hookimpl
 from d9d_core.plugin.policy import FOUNDATION
@@ -42,3 +44,24 @@ def test_the_length_of_a_run_is_said_as_far_as_it_is_known(capsys: pytest.Captur
     assert "3 steps" in capsys.readouterr().out
     check_job(JobFile.from_values({**JOB, "steps": None, "epochs": 2}, registry=registry()), None)
     assert "epochs: 2; the number of steps follows from the data, which was not read" in capsys.readouterr().out
+
+
+def test_memory_is_refused_where_nothing_predicts_it() -> None:
+    with pytest.raises(JobError, match="--memory: nothing installed predicts the memory of a job; pip install"):
+        check_job(JobFile.from_values(JOB, registry=registry()), None, 80 * 2**30)
+
+
+def test_a_check_that_wants_it_gets_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    check_job(JobFile.from_values(JOB, registry=registry(memory=True)), None, 12345)
+    assert "None 12345" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("text", "size"), [("80GiB", 80 << 30), ("141GB", 141 * 10**9), ("1.5 TiB", 3 << 39)])
+def test_sizes_are_read_with_their_unit(text: str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["80", "GiB", "-1GiB", "0GB", "80gib", "1e3GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(JobError, match="is no size; write a number with GiB or GB behind it"):
+        bytes_of(text)

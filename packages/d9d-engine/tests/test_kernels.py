@@ -173,6 +173,34 @@ def test_a_backend_asked_for_by_name_is_taken(registry: Registry) -> None:
     assert [c.backend for c in choose(registry, Square(16), square="reference")] == ["reference"]
 
 
+class Fused(Square):
+    """With an op that contains another."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.op = OpSlot("square", torch.square, parts=["product"], width=width)
+
+
+@pytest.mark.parametrize(
+    ("requests", "taken"),
+    [
+        ({}, "wide"),
+        ({"product": "reference"}, "reference"),
+        ({"product": "anything"}, "reference"),
+        ({"square": "wide", "product": "reference"}, "wide"),
+    ],
+)
+def test_an_op_leaves_its_parts_to_a_job_that_asks_for_a_backend_of_one(
+    registry: Registry, requests: dict[str, str], taken: str
+) -> None:
+    model = Fused(8)
+    (choice,) = bind_kernels(model.named_modules(), registry, requests, "cpu", "float32", lambda _: ())
+    assert choice.backend == model.op.backend == taken
+    if requests and taken == "reference":
+        assert choice.considered["wide"].priority == 0
+        assert "the job asks for kernels.product, an op that this one contains" in choice.considered["wide"].reason
+
+
 def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error(registry: Registry) -> None:
     with pytest.raises(BuildError, match=r"kernels.square: 'wide' \(acme\) cannot run here: needs width >= 8, not 4"):
         choose(registry, Square(4), square="wide")

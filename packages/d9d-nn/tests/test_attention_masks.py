@@ -155,6 +155,7 @@ def gradients(tower: Tower, loss: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in tower.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["reference", "sdpa"])
 def test_compiled_layers_take_shared_masks_in_one_graph(backend: str) -> None:
     plain, compiled = Tower(WINDOWS["mixed"], backend), Tower(WINDOWS["mixed"], backend)

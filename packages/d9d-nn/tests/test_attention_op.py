@@ -308,6 +308,7 @@ def test_a_pinned_kernel_takes_features_that_lie_apart(spread: Callable[[Tensor]
     assert_close_values(FLASH.build(cuda())(query, key, value, None), attention(*parts))
 
 
+@pytest.mark.thorough
 def test_a_pinned_kernel_compiles_into_one_graph() -> None:
     query, key, value = heads(2, 5, 4), heads(2, 5, 2, seed=1), heads(2, 5, 2, seed=2)
     function = FLASH.build(cuda())  # torch has a flash kernel for the CPU too

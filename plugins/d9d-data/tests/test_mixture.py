@@ -152,12 +152,14 @@ def test_worker_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     suite.test_worker_processes_change_nothing(tmp_path)
 
 
+@pytest.mark.thorough
 class TestPartsThatEnd(OverParts):
     workers = None
     config: ClassVar = {"parts": [{"epochs": 0.2, "data": DOCUMENTS}, {"weight": 2, "epochs": 1, "data": CHAT}]}
     other: ClassVar = {"parts": [{"epochs": 0.3, "data": DOCUMENTS}, {"weight": 2, "epochs": 1, "data": CHAT}]}
 
 
+@pytest.mark.thorough
 class TestMixtureOfMixtures(OverParts):
     workers = None
     config: ClassVar = {

@@ -62,6 +62,7 @@ def files_of(cache: Path) -> dict[str, bytes]:
     return {str(path.relative_to(entry)): path.read_bytes() for path in entry.rglob("*") if path.is_file()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokenizer", ["bytes", {"bpe": 300}])
 def test_shards_and_workers_have_no_say_in_the_result(
     mixed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any

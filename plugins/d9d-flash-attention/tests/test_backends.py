@@ -288,7 +288,7 @@ def test_queries_of_some_positions_are_refused_by_the_answer_and_never_fail_a_jo
         assert choice.considered[name].accept is not some
         chosen.append(choice.backend)
         if some:
-            assert "attends from all positions of a sample, and ranks of cp hold" in choice.considered[name].reason
+            assert "attends from all positions of a sample, but ranks of cp hold" in choice.considered[name].reason
             assert core.attention.prepare(None, 8, torch.device("cpu")) is not None
             with pytest.raises(BuildError, match=f"kernels.attention: '{name}'.*cannot run here: .*all positions"):
                 bind_kernels(
@@ -355,3 +355,10 @@ def test_the_stand_in_of_four_takes_what_the_library_takes(libraries: Mapping[in
         assert set(ours) <= set(theirs)
         without_default = [key for key, one in ours.items() if one.default is inspect.Parameter.empty]
         assert list(theirs)[: len(without_default)] == without_default
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_queries_of_some_positions_are_refused(number: int) -> None:
+    decision = getattr(rules, f"supports_{number}")(signature(own_queries=True))
+    assert not decision.accept
+    assert "attends from all positions of a sample, but ranks of cp hold the queries of some" in decision.reason

@@ -52,6 +52,7 @@ class _Suite(KernelSuite):
         return Op(lambda static: OpSlot("grouped_linear", grouped_linear, **static), calls, invoke_plainly)
 
 
+@pytest.mark.thorough
 class TestEmulated(_Suite):
     target = "grouped_linear.fp8_emulated"
 

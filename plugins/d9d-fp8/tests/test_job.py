@@ -123,6 +123,7 @@ def test_ranks_learn_what_one_process_does(world: Any, tmp_path: Path, axis: str
             torch.testing.assert_close(tensor, alone[name], rtol=1e-2, atol=2e-3)
 
 
+@pytest.mark.thorough
 def test_shares_of_tensor_parallelism_are_as_near_to_full_precision_as_whole_layers(world: Any, tmp_path: Path) -> None:
     """Not to the same numbers: scales of a share are finer."""
     plain, alone = weights(train(tmp_path / "plain", parallel=[])), weights(train(tmp_path / "alone"))
@@ -132,6 +133,7 @@ def test_shares_of_tensor_parallelism_are_as_near_to_full_precision_as_whole_lay
         assert 0 < off < 1.5 * (alone[name] - exact).norm(), name
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 def test_blocks_are_compiled_with_it_in_one_graph(tmp_path: Path) -> None:

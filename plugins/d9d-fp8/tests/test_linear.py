@@ -113,6 +113,7 @@ def test_autocast_decides_the_dtype_as_it_does_for_any_linear_layer() -> None:
     assert out.dtype == torch.bfloat16
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.smoke
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11

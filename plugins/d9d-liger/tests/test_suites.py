@@ -13,16 +13,19 @@ class Interpreted(KernelSuite):
     dtypes = ("float32", "float16")
 
 
+@pytest.mark.thorough
 class TestRmsNorm(Interpreted):
     target = "rms_norm.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"}, {"features": 65537})
 
 
+@pytest.mark.thorough
 class TestSiluMul(Interpreted):
     target = "silu_mul.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"})
 
 
+@pytest.mark.thorough
 class TestRope(Interpreted):
     target = "rope.liger"
     refused = ({"dtype": "int8"}, {"dtype": "float64"}, {"device": "cpu"})

@@ -33,6 +33,7 @@ def test_experts_of_another_format_than_their_inputs_are_refused(parallel: list[
         job.plan()
 
 
+@pytest.mark.thorough
 class TestWithFsdp(_Spread):
     beside = ("fsdp",)
     meshes = ({"dp_shard": 2, "ep": 2},)

@@ -74,6 +74,7 @@ def test_parameter_names_and_module_tree_stay(make_model) -> None:
     assert list(plain.state_dict()) == list(changed.state_dict())
 
 
+@pytest.mark.thorough
 def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
     def saved_elements(model: nn.Module) -> int:
         saved = 0
@@ -95,6 +96,7 @@ def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
     assert saved_elements(changed) < saved_elements(plain)
 
 
+@pytest.mark.thorough
 def test_saved_operators_run_once_in_compiled_blocks_too(make_model, loss_and_gradients) -> None:
     def calls(*save: str) -> int:
         torch.compiler.reset()

@@ -129,6 +129,7 @@ def test_in_every_layout_the_library_reads_the_same_adapter_and_computes_what_th
         assert (adapted - plain).abs().max() > 0.01
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", METHODS)
 def test_what_the_library_saves_starts_a_run_that_computes_the_same_and_merges_from_its_checkpoint(
     base: Path, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch

@@ -66,6 +66,7 @@ class TestStackWithParametersOfTheModel(PeftSuite):
     config: ClassVar = {"methods": [LORA_OF_THE_REST, {"name": "full_tune", "match": ["layers.1*"]}]}
 
 
+@pytest.mark.thorough
 class TestFullTune(PeftSuite):
     plugin = "d9d_peft.plugin"
     target = "full_tune"

@@ -50,6 +50,7 @@ class TestGPipe(Ours):
         return microbatches
 
 
+@pytest.mark.thorough
 class TestLoopedBfs(Ours):
     target = "looped_bfs"
     settings: ClassVar = ({}, {"stages_per_rank": 3})

@@ -313,6 +313,7 @@ def test_costs_are_read_from_text() -> None:
     assert Costs.parse("") == Costs()
 
 
+@pytest.mark.thorough
 def test_a_thousand_ranks_are_simulated() -> None:
     step = simulate(one_forward_one_backward(1024, 64))
     assert step.makespan == pytest.approx(3 * (64 + 1023))

@@ -16,6 +16,10 @@ class TestQwen3(ModelSuite):
     # Of two layers; what writes to the residual stream is divided by sqrt(2 x 2).
     initial_std: ClassVar = {"*.[qkv]_proj.weight": 0.02, "*.o_proj.weight": 0.01, "*.down_proj.weight": 0.01}
 
+    @pytest.mark.thorough
+    def test_every_data_parallel_layout_computes_the_same(self, config: Any) -> None:
+        super().test_every_data_parallel_layout_computes_the_same(config)
+
 
 class TestQwen3Tied(ModelSuite):
     plugin = "d9d_qwen3.plugin"

@@ -107,6 +107,7 @@ def test_bfloat16_parameters_are_updated_to_within_their_rounding(
         torch.testing.assert_close(found, expected, rtol=3 / 128, atol=5e-3, msg=lambda t, name=name: f"{name}: {t}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
 def test_stochastic_rounding_draws_the_noise_of_the_reference(device: str, state_dtype: str) -> None:

@@ -320,6 +320,7 @@ def test_a_head_takes_its_ranks_from_the_same_pass() -> None:
     assert_close_values(found["token_loss"], expected["token_loss"])
 
 
+@pytest.mark.thorough
 @AHEAD
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_compiled_graph_is_whole_and_computes_the_same_bits(keep: bool, ahead: bool) -> None:

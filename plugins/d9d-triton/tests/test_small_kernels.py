@@ -132,11 +132,11 @@ def test_normed_rope_agrees_with_float64(
     assert_near(found, exact, *dtypes)
 
 
-@pytest.mark.parametrize("heads", [(40, 3), (2, 40)])
+@pytest.mark.parametrize("heads", [(5, 1), (1, 5)])
 def test_more_heads_than_a_program_takes_are_taken_by_several(
     monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(normed_rope, "_PAIRS", 16)
+    monkeypatch.setattr(normed_rope, "_PAIRS", 8)
     query, key = normal(1, 2, heads[0], 8), normal(1, 2, heads[1], 8, seed=1)
     inputs = query, key, normal(8, seed=2), normal(8, seed=3)
     angles = cos_sin(1, 2, 4)

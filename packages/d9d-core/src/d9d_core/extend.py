@@ -22,6 +22,7 @@ Everything a component itself needs is here; importing this module imports no to
 | log of a run | ``RunLog``, ``LogsValues`` |
 | subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
+| costs | ``Share``, ``StageCost`` of ``BlockCost`` of ``OpCost``, ``StrategyCost``, ``OptimizerCost``, ``StageTimes`` |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
 :mod:`d9d_weights`.
@@ -108,6 +109,17 @@ from d9d_core.program.actions import (
     count_stages,
     forward_only,
     single_stage,
+)
+from d9d_core.program.costs import (
+    BlockCost,
+    Exchange,
+    ModelCosts,
+    OpCost,
+    OptimizerCost,
+    Share,
+    StageCost,
+    StageTimes,
+    StrategyCost,
 )
 from d9d_core.program.deadlock import awaited, find_deadlock
 from d9d_core.program.index import ProgramIndex
@@ -272,6 +284,7 @@ __all__ = [
     "Arrival",
     "AveragesWeights",
     "Backward",
+    "BlockCost",
     "BuildError",
     "CheckpointError",
     "CheckpointSaved",
@@ -306,6 +319,7 @@ __all__ = [
     "EvaluationEnds",
     "EvaluationStarts",
     "EventsReady",
+    "Exchange",
     "FinishesTraining",
     "FirstPass",
     "Forward",
@@ -347,14 +361,17 @@ __all__ = [
     "Microbatch",
     "MicrobatchAction",
     "ModelConfig",
+    "ModelCosts",
     "ModelPlanned",
     "ModelReady",
     "Named",
     "NonFiniteError",
     "ObservesOnDemand",
+    "OpCost",
     "OpSignature",
     "OpSlot",
     "Optimizer",
+    "OptimizerCost",
     "OptimizerReady",
     "OptimizerStepEnds",
     "OptimizerStepStarts",
@@ -397,6 +414,7 @@ __all__ = [
     "SendGradient",
     "SequenceShare",
     "SeriesName",
+    "Share",
     "SharesAttention",
     "SleepEnds",
     "SleepStarts",
@@ -406,9 +424,11 @@ __all__ = [
     "SplitsSequence",
     "SplitsVocabulary",
     "Stage",
+    "StageCost",
     "StageInputs",
     "StageMetric",
     "StageRunner",
+    "StageTimes",
     "StartsFromWeights",
     "State",
     "StatefulSubscriber",
@@ -420,6 +440,7 @@ __all__ = [
     "StepStarts",
     "StepState",
     "Strategy",
+    "StrategyCost",
     "Subscriber",
     "Subscribes",
     "SwitchesOff",

@@ -7,7 +7,7 @@ the compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,11 +57,14 @@ class OpSlot:
     Args:
         op: name of the op.
         reference: its PyTorch reference, which runs on every device.
+        parts: ops that the module calls in its place where no backend is bound. A job that names a backend of one of
+            them, and none of this op, gets the parts.
         static: what a backend needs to know to decide.
     """
 
-    def __init__(self, op: str, reference: Callable[..., Any], **static: Any) -> None:
+    def __init__(self, op: str, reference: Callable[..., Any], *, parts: Collection[str] = (), **static: Any) -> None:
         self.op = op
+        self.parts = tuple(parts)
         self.static = static
         self.backend = "reference"
         self._function = reference

@@ -136,6 +136,7 @@ def d9d_job_checks() -> Iterator[JobCheckSpec]:
         summary="Model, strategies, kernels and memory, without a GPU.",
         requires=TORCH,
         run=Ref("d9d_engine.cli.plan:check_plan"),
+        memory=True,
     )
 
 
@@ -165,6 +166,11 @@ def d9d_commands() -> Iterator[CommandSpec]:
         summary="Show what a job does, part by part, and why.",
         requires=TORCH,
         app=Ref("d9d_engine.cli.plan:explain_app"),
+    )
+    yield CommandSpec(
+        name="plan",
+        summary="Find the layout of a job that fits and is fastest, without a GPU.",
+        app=Ref("d9d_engine.planner.command:app"),
     )
     yield CommandSpec(
         name="verify",

@@ -102,8 +102,8 @@ def _refusal(library: Library, signature: OpSignature, major: int | None) -> str
         return f"{library.name} needs one of {', '.join(_FLOATS)}, the model is {signature.dtype}"
     if not signature.static.get("causal", True):
         return "computes causal attention only"
-    if signature.static.get("some_queries"):
-        return f"{library.name} attends from all positions of a sample, and ranks of cp hold the queries of some"
+    if signature.static.get("own_queries"):
+        return f"{library.name} attends from all positions of a sample, but ranks of cp hold the queries of some"
     # A laptop that checks a job for a cluster sees no GPU, and trusts.
     if major is not None and major not in library.capabilities:
         known = " or ".join(f"{number}.x" for number in library.capabilities)

@@ -17,30 +17,35 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         summary="Adam, with decoupled weight decay or without, fused.",
         config=Ref("d9d_optim.optimizer.config:AdamConfig"),
         build=Ref("d9d_optim.optimizer.adam:Adam"),
+        cost=Ref("d9d_optim.costs:adam"),
     )
     yield OptimizerSpec(
         name="adamw",
         summary="Adam with decoupled weight decay, fused.",
         config=Ref("d9d_optim.optimizer.config:AdamWConfig"),
         build=Ref("d9d_optim.optimizer.adamw:AdamW"),
+        cost=Ref("d9d_optim.costs:adam"),
     )
     yield OptimizerSpec(
         name="sgd",
         summary="Stochastic gradient descent with momentum, fused.",
         config=Ref("d9d_optim.optimizer.config:SGDConfig"),
         build=Ref("d9d_optim.optimizer.sgd:SGD"),
+        cost=Ref("d9d_optim.costs:sgd"),
     )
     yield OptimizerSpec(
         name="lion",
         summary="Lion: steps by the sign of an average of gradients.",
         config=Ref("d9d_optim.optimizer.config:LionConfig"),
         build=Ref("d9d_optim.optimizer.lion:Lion"),
+        cost=Ref("d9d_optim.costs:one_moment"),
     )
     yield OptimizerSpec(
         name="stochastic_adamw",
         summary="AdamW of bfloat16 weights that are rounded stochastically, without a float32 copy.",
         config=Ref("d9d_optim.optimizer.config:StochasticAdamWConfig"),
         build=Ref("d9d_optim.optimizer.stochastic_adamw:StochasticAdamW"),
+        cost=Ref("d9d_optim.costs:two_moments"),
     )
     yield OptimizerSpec(
         name="muon",
@@ -53,6 +58,7 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         summary="AdamW that averages its weights instead of lowering the learning rate.",
         config=Ref("d9d_optim.optimizer.config:ScheduleFreeConfig"),
         build=Ref("d9d_optim.optimizer.schedule_free:ScheduleFree"),
+        cost=Ref("d9d_optim.costs:two_moments"),
     )
     yield OptimizerSpec(
         name="torch",

@@ -20,6 +20,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         summary="Keeps only the inputs of blocks and computes the rest again in the backward: less memory, more time.",
         config=Ref("d9d_parallel.activation_checkpointing.config:ActivationCheckpointingConfig"),
         build=Ref("d9d_parallel.activation_checkpointing.strategy:ActivationCheckpointing"),
+        cost=Ref("d9d_parallel.costs:checkpointed"),
         requires=frozenset({"model:blocks"}),
         anchor="checkpointing",
     )
@@ -28,6 +29,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         summary="Compiles each block with torch.compile.",
         config=Ref("d9d_parallel.compile.config:CompileConfig"),
         build=Ref("d9d_parallel.compile.strategy:Compile"),
+        cost=Ref("d9d_parallel.costs:compiled"),
         requires=frozenset({"model:blocks"}),
         anchor="compile",
     )
@@ -59,6 +61,8 @@ def d9d_strategies() -> Iterator[StrategySpec]:
             summary=summary,
             config=Ref(f"d9d_parallel.data_parallel.config:{name.capitalize()}Config"),
             build=Ref(f"d9d_parallel.data_parallel.strategy:{name.capitalize()}"),
+            cost=Ref(f"d9d_parallel.costs:{'replicated' if name == 'replicate' else 'sharded'}"),
+            alternatives=Ref("d9d_parallel.costs:alternatives"),
             requires=frozenset({"model:blocks"}),
             conflicts=frozenset({f"strategy:{other}" for other in _DATA_PARALLEL - {name}}),
             anchor="data",

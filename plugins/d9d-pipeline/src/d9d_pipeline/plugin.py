@@ -8,6 +8,7 @@ from d9d_core.plugin import CommandSpec, Ref, ScheduleSpec, hookimpl
 
 D9D_API = 1
 _HANDLERS = Ref("d9d_pipeline.runtime.handlers:handlers")
+_SIMULATE = Ref("d9d_pipeline.simulator.seconds:seconds")
 
 
 @hookimpl
@@ -19,6 +20,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:GPipeConfig"),
         build=Ref("d9d_pipeline.build:build_gpipe"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
     yield ScheduleSpec(
         name="looped_bfs",
@@ -26,6 +28,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:LoopedBfsConfig"),
         build=Ref("d9d_pipeline.build:build_looped_bfs"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
     yield ScheduleSpec(
         name="1f1b",
@@ -33,6 +36,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:OneForwardOneBackwardConfig"),
         build=Ref("d9d_pipeline.build:build_1f1b"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
     yield ScheduleSpec(
         name="interleaved_1f1b",
@@ -40,6 +44,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:InterleavedConfig"),
         build=Ref("d9d_pipeline.build:build_interleaved_1f1b"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
     yield ScheduleSpec(
         name="zb1p",
@@ -47,6 +52,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:Zb1pConfig"),
         build=Ref("d9d_pipeline.build:build_zb1p"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
     yield ScheduleSpec(
         name="zero_bubble_v",
@@ -54,6 +60,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:ZeroBubbleVConfig"),
         build=Ref("d9d_pipeline.build:build_zero_bubble_v"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
     yield ScheduleSpec(
         name="dual_pipe_v",
@@ -61,6 +68,7 @@ def d9d_schedules() -> Iterator[ScheduleSpec]:
         config=Ref("d9d_pipeline.config:DualPipeVConfig"),
         build=Ref("d9d_pipeline.build:build_dual_pipe_v"),
         handlers=_HANDLERS,
+        simulate=_SIMULATE,
     )
 
 

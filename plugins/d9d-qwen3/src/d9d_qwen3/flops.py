@@ -18,7 +18,7 @@ def training_flops_per_token(config: AnyQwen3Config, sequence_length: int) -> fl
     heads, the count is that of a step that trains them all.
     """
     matmul_parameters = layer_parameters(config) + head_parameters(config, sequence_length)
-    keys = sum(_keys(config.window(layer), sequence_length) for layer in range(config.num_layers))
+    keys = sum(keys_of(config.window(layer), sequence_length) for layer in range(config.num_layers))
     return 6.0 * matmul_parameters + 12.0 * config.num_attention_heads * config.head_dim * keys
 
 
@@ -45,7 +45,7 @@ def _feed_forward(config: AnyQwen3Config) -> int:
     return dense * 3 * config.intermediate_size + (config.num_layers - dense) * active
 
 
-def _keys(window: int | None, sequence_length: int) -> float:
+def keys_of(window: int | None, sequence_length: int) -> float:
     """Number of keys that one token sees on average in a layer."""
     # The triangle of causal attention, without the smaller one that lies beyond the window.
     beyond = max(sequence_length - (window or sequence_length), 0)

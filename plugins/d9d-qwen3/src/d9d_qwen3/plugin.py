@@ -33,6 +33,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         build=Ref("d9d_qwen3.model:Qwen3"),
         hugging_face=Ref("d9d_qwen3.hugging_face.dense:Qwen3HuggingFace"),
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
+        cost=Ref("d9d_qwen3.costs:stage_cost"),
         tiny=Ref("d9d_qwen3.config:tiny"),
         provides=_PROVIDES,
     )
@@ -43,6 +44,7 @@ def d9d_models() -> Iterable[ModelSpec]:
         build=Ref("d9d_qwen3.model:Qwen3"),
         hugging_face=Ref("d9d_qwen3.hugging_face.moe:Qwen3MoeHuggingFace"),
         flops=Ref("d9d_qwen3.flops:training_flops_per_token"),
+        cost=Ref("d9d_qwen3.costs:stage_cost"),
         tiny=Ref("d9d_qwen3.moe_config:tiny"),
         provides=_PROVIDES
         | {"model:adapts", "model:banks", "model:layout_dependent", "model:experts", "model:losses", "model:tallies"},

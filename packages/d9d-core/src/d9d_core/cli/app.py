@@ -16,10 +16,12 @@ from d9d_core.cli.options import (
     AsJson,
     Files,
     JobPath,
+    Memory,
     NoPlugins,
     Overrides,
     Strict,
     WorldSize,
+    bytes_of,
     discover_plugins,
     load_job,
     say,
@@ -75,6 +77,7 @@ def root(
 def check(
     job: JobPath,
     world_size: WorldSize = None,
+    memory: Memory = None,
     overrides: Overrides = [],  # noqa: B006 - typer reads the default
     plugin: Files = [],  # noqa: B006
     no_plugins: NoPlugins = False,
@@ -84,7 +87,9 @@ def check(
     from d9d_core.cli.check import check_job
     from d9d_core.job import JobFile
 
-    check_job(load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size), world_size)
+    size = bytes_of(memory)
+    file = load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=world_size)
+    check_job(file, world_size, size)
 
 
 @app.command()

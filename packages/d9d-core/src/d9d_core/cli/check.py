@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from d9d_core.cli.output import console_for, length_of, mesh_line
+from d9d_core.errors import JobError
 from d9d_core.job import JobFile
 from d9d_core.plugin.capabilities import missing_modules
 from d9d_core.plugin.entries import plugin_error, shown
@@ -14,11 +15,16 @@ from d9d_core.plugin.records import JobCheckSpec
 from d9d_core.plugin.ref import FOREIGN_FAILURES
 
 
-def check_job(job: JobFile, world_size: int | None) -> None:
+def check_job(job: JobFile, world_size: int | None, memory: int | None = None) -> None:
     """Check a job as far as the installed packages can, and say what was not checked.
 
+    Args:
+        job: the job.
+        world_size: number of processes; by default, what the mesh needs.
+        memory: bytes of a device's memory that the job must fit into, if the user named any.
+
     Raises:
-        D9dError: the job cannot run.
+        D9dError: the job cannot run, or nothing here can tell whether it fits.
     """
     console = console_for()
     resolution = job.check(world_size)
@@ -26,6 +32,9 @@ def check_job(job: JobFile, world_size: int | None) -> None:
     checks = job.registry.entries("job check")
     if not any(entry.origin.distribution in FOUNDATION for entry in checks):
         left_out["Model, strategies, kernels and memory, without a GPU."] = "d9d-engine"
+    specs = [entry.spec for entry in checks]
+    if memory is not None and not any(isinstance(spec, JobCheckSpec) and spec.memory for spec in specs):
+        raise JobError("--memory: nothing installed predicts the memory of a job; pip install d9d-engine")
     for entry in checks:
         assert isinstance(entry.spec, JobCheckSpec)
         if missing := missing_modules(entry.spec):
@@ -35,7 +44,7 @@ def check_job(job: JobFile, world_size: int | None) -> None:
             run = entry.spec.run.load()
         except FOREIGN_FAILURES as error:
             raise plugin_error(f"job check {entry}: {entry.spec.run} failed to load: {shown(error)}", error) from error
-        run(job, world_size)
+        run(job, world_size, *([memory] if entry.spec.memory else []))
     if not left_out:
         return
     table = Table(box=None, show_header=False)

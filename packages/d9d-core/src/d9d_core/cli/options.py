@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from d9d_core.errors import JobError
 from d9d_core.plugin.policy import PluginPolicy
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ Files = Annotated[
 ]
 NoPlugins = Annotated[bool, typer.Option("--no-plugins", help="Load no installed plugin.")]
 Strict = Annotated[bool, typer.Option("--strict-plugins", help="Any problem with any plugin is an error.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory of a device that the job must fit into, such as 80GiB or 141GB."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -35,6 +41,20 @@ def command_app(name: str, help_text: str) -> typer.Typer:
     return typer.Typer(
         name=name, help=help_text, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False
     )
+
+
+def bytes_of(text: str | None) -> int | None:
+    """Bytes that a size such as ``80GiB`` or ``141GB`` stands for; ``None`` for none.
+
+    Raises:
+        JobError: it is no size.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?(MB|GB|TB|MiB|GiB|TiB)", text.strip())
+    if found is None or not float(found[1]):
+        raise JobError(f"--memory: {text!r} is no size; write a number with GiB or GB behind it, such as 80GiB")
+    return int(float(found[1]) * (1024 if "i" in found[2] else 1000) ** (" MGT".index(found[2][0]) + 1))
 
 
 def policy_of(files: list[Path], no_plugins: bool, strict: bool) -> PluginPolicy:

@@ -56,7 +56,7 @@ def edit(before: BaseJob, after: BaseJob) -> str:
     for section in _SECTIONS:
         old, new = getattr(before, section), getattr(after, section)
         if old != new:
-            text = yaml.safe_dump(_written(new), default_flow_style=True, sort_keys=False, width=10_000)
+            text = yaml.safe_dump(written(new), default_flow_style=True, sort_keys=False, width=10_000)
             lines.append(f"{section}: {text.splitlines()[0]}")  # a scalar's document ends with a line of dots
     return "\n".join(lines)
 
@@ -162,14 +162,14 @@ def _divided(batch: Batch, **sizes: int) -> Batch:
     return Batch.model_validate({**batch.model_dump(), **sizes})
 
 
-def _written(value: Any) -> Any:
+def written(value: Any) -> Any:
     """Value as a job file has it: without defaults, and a component without settings as its name."""
     if isinstance(value, Mesh):
         sizes: dict[str, Any] = {axis: size for axis, size in value.sizes().items() if size > 1}
         axis = "dp_shard" if "dp_shard" in sizes else "dp_replicate"
         return sizes | ({axis: "auto"} if axis in sizes else {})
     if isinstance(value, list):
-        return [_written(item) for item in value]
+        return [written(item) for item in value]
     if isinstance(value, PluginConfig):
         fields = speakable(value.model_dump(mode="json", exclude_defaults=True)) | {"name": value.selector}
         return value.selector if len(fields) == 1 else fields

@@ -115,11 +115,14 @@ class ModelSpec(ConfiguredSpec):
     Attributes:
         hugging_face: a :class:`d9d_weights.hugging_face.format.HuggingFaceFormat`, for export and import.
         flops: ``(config, sequence_length) -> float``, training FLOPs per token (forward and backward).
+        cost: ``(config, stage: Stage, share: Share) -> StageCost``, imported without torch, for ``d9d plan``; see
+            :class:`d9d_core.extend.ModelCosts`.
         tiny: ``() -> config``, a configuration that runs in milliseconds on a CPU, for tests and ``d9d verify``.
     """
 
     hugging_face: Ref | None = None
     flops: Ref | None = None
+    cost: Ref | None = None
     tiny: Ref
 
 
@@ -131,11 +134,17 @@ class StrategySpec(ConfiguredSpec):
         anchor: the point in :data:`ANCHORS` it belongs to.
         position: before, at or after that anchor.
         axes: mesh axes it makes use of, if they have more than one rank.
+        cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` changes no cost but what
+            the axes do.
+        alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan`` tries
+            where a step has several microbatches.
     """
 
     anchor: str
     position: Literal["before", "at", "after"] = "at"
     axes: Set[str] = frozenset()
+    cost: Ref | None = None
+    alternatives: Ref | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,9 +162,12 @@ class ScheduleSpec(ConfiguredSpec):
     Attributes:
         handlers: ``(config, executor: Executor) -> Mapping[type[Action], Handler]`` for the actions that core does not
             run: ``Ref("d9d_pipeline.runtime.handlers:handlers")`` runs all of those that core defines.
+        simulate: ``(programs, times: StageTimes) -> float``, seconds of a step, imported without torch, for ``d9d
+            plan``: ``Ref("d9d_pipeline.simulator.seconds:seconds")`` simulates any schedule.
     """
 
     handlers: Ref | None = None
+    simulate: Ref | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +234,14 @@ class PeftSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec(ConfiguredSpec):
-    """An optimizer. ``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``."""
+    """An optimizer. ``build(config, parameters: Mapping[str, nn.Parameter]) -> Optimizer``.
+
+    Attributes:
+        cost: ``(config, width: int) -> OptimizerCost`` of a parameter of so many bytes, imported without torch, for
+            ``d9d plan``.
+    """
+
+    cost: Ref | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,9 +291,12 @@ class JobCheckSpec(Spec):
     Attributes:
         run: function of the :class:`~d9d_core.job.JobFile` and the number of processes (``None``: what the mesh needs).
             It prints what it found and raises :class:`~d9d_core.errors.D9dError` if the job cannot run.
+        memory: whether ``run`` has a third argument: bytes of a device's memory that the job must fit into, or
+            ``None`` if the user named none (``d9d check --memory``).
     """
 
     run: Ref
+    memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

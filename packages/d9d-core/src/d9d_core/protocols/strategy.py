@@ -197,7 +197,6 @@ class Applied:
             of the error if no other stage has it either.
         sequence_ranks: ranks that positions of hidden states are split over, also where stages hand them on; the model
             is a :class:`~d9d_core.protocols.model.SplitsSequence`.
-        context_chunks: equal parts that positions of samples are cut into, of which each rank of ``cp`` has as many.
         cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
             step begins; a job whose layout breaks that is refused.
         notes: lines for ``d9d explain``, such as what was left as it is, and why.
@@ -214,7 +213,6 @@ class Applied:
     on_host: frozenset[str] = frozenset()
     unmatched: Mapping[str, str] = field(default_factory=dict)
     sequence_ranks: int = 1
-    context_chunks: int = 1
     cuda_graphs: bool = False
     notes: tuple[str, ...] = ()
     collectives: Communication | None = None

@@ -327,7 +327,6 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         compute_dtype=next((o.compute_dtype for o in outcomes if o.compute_dtype is not None), None),
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
         sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
-        context_chunks=max(outcome.context_chunks for outcome in outcomes),
         cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
     )

@@ -57,8 +57,9 @@ def bind_kernels(
 ) -> list[KernelChoice]:
     """Choose a kernel for every op slot and bind it.
 
-    Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0. A
-    slot may refuse what a backend built, and the next one is asked.
+    Without a request, the accepting backend with the highest priority is taken, and the reference if none is above 0;
+    the reference, too, if a request is for a part of the op, which would have no effect otherwise. A slot may refuse
+    what a backend built; then the next one is asked.
 
     Args:
         holders: objects that may have op slots, and their names: the modules of a model, or an optimizer.
@@ -88,7 +89,7 @@ def bind_kernels(
     choices = []
     for (op, inside, _), same in groups.items():
         signature = OpSignature(op, device, dtype, same[0][1].static, inside[0], documents, inside[1])
-        choices.append(_bind(registry, requested.get(op), same, signature, judge, deterministic))
+        choices.append(_bind(registry, requested, same, signature, judge, deterministic))
     return choices
 
 
@@ -116,16 +117,21 @@ def _is_inside(name: str, modules: Collection[str]) -> bool:
 
 def _bind(
     registry: Registry,
-    requested: str | None,
+    requests: Mapping[str, str],
     same: list[tuple[str, OpSlot]],
     signature: OpSignature,
     judge: Judgement,
     deterministic: bool,
 ) -> KernelChoice:
     sites = tuple(dict.fromkeys(site for site, _ in same))
+    requested = requests.get(signature.op)
     asked = requested is not None
     offers = [e for e in registry.entries("kernel") if isinstance(e.spec, KernelSpec) and e.spec.op == signature.op]
     answers = {entry: _ask(entry, signature, judge, deterministic) for entry in offers}
+    parts = [part for part in same[0][1].parts if part in requests]
+    if parts and not asked:
+        text = f"the job asks for kernels.{parts[0]}, an op that this one contains"
+        answers = {entry: Decision(one.accept, text, 0) if one.accept else one for entry, one in answers.items()}
     if requested is not None:
         chosen = find_kernel(registry, signature.op, requested)
         if chosen is not None and not answers[chosen].accept:

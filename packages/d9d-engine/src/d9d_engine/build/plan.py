@@ -204,7 +204,8 @@ def choose_optimizer(
         [("optimizer", optimizer), ("gradient_clipping", norm)],
         registry,
         job.kernels,
-        topology.device.type,
+        # Kernels of a GPU read no gradients and states that live in the host's memory.
+        "cpu" if assembly.on_host else topology.device.type,
         job.precision.parameters,
         judge.verdicts,
         job.deterministic,

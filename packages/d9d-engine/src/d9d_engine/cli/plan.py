@@ -13,16 +13,23 @@ from d9d_engine.job import Job
 explain_app = command_app("explain", "Show what a job does, part by part, and why.")
 
 
-def check_plan(file: JobFile, world_size: int | None) -> None:
+def check_plan(file: JobFile, world_size: int | None, memory: int | None) -> None:
     """Plan a job and print the numbers of the plan.
 
+    Args:
+        file: the job.
+        world_size: number of processes; by default, what the mesh needs.
+        memory: bytes of a device's memory that the job must fit into; any if absent.
+
     Raises:
-        D9dError: the job cannot run.
+        D9dError: the job cannot run, or does not fit.
     """
     from d9d_engine.cli.report import print_plan  # imports torch, which a wrong job never needs
+    from d9d_engine.planner.check import predicted
 
     job = Job.of(file)
-    print_plan(job, job.plan(world_size))
+    plan = job.plan(world_size)
+    print_plan(job, plan, predicted(job, memory))
 
 
 @explain_app.command()

@@ -61,7 +61,12 @@ class GroupedQueryAttention(nn.Module):
         )
         self.rope = OpSlot("rope", rope, head_dim=head_dim)
         self.normed_rope = OpSlot(
-            "normed_rope", normed_rope, head_dim=head_dim, query_heads=query_heads, key_heads=key_value_heads
+            "normed_rope",
+            normed_rope,
+            parts=("rms_norm", "rope"),
+            head_dim=head_dim,
+            query_heads=query_heads,
+            key_heads=key_value_heads,
         )
 
     def op_slots(self) -> Mapping[str, OpSlot]:

@@ -154,7 +154,9 @@ def _reference_problems(entry: Entry) -> Iterator[str]:
         except (ImportError, AttributeError) as error:
             yield f"{entry}: {field}={reference} does not load: {error!r}"
             continue
-        if field in ("build", "supports", "tiny", "run", "flops") and not callable(value):
+        if field in ("build", "supports", "tiny", "run", "flops", "cost", "alternatives", "simulate") and not callable(
+            value
+        ):
             yield f"{entry}: {field}={reference} is a {type(value).__name__}, which cannot be called"
 
 

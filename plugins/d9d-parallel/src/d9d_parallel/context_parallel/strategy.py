@@ -73,7 +73,6 @@ class ContextParallel:
             notes.append("attention: computed by the ring, in PyTorch, and by no kernel")
         return Applied(
             modules=tuple(changed),
-            context_chunks=2 * share.ranks,
             notes=tuple(notes),
             collectives=communication,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from d9d_core.config.job import BaseJob, JobConfig
 from d9d_core.errors import JobError
@@ -22,23 +22,17 @@ def check_lengths(job: BaseJob, applied: Sequence[tuple[Chosen, Applied]]) -> No
     lengths = sample_lengths(job.data)
     if lengths is None or not isinstance(job, JobConfig):
         return  # an inference makes one pass, whose last lengths are others
-    multiple, cuts = lengths.multiple, list(_cuts(job.mesh.cp, applied))
-    for chosen, parts, how in cuts:
-        if multiple % parts == 0:
-            continue
-        near = " or ".join(map(str, near_multiples(multiple, math.lcm(*(others for _, others, _ in cuts)))))
-        what = "sequence_length" if lengths.fixed else "pad_multiple"
-        raise JobError(
-            f"{chosen.where}: strategy '{chosen.spec.name}' splits positions {how}, but those of a microbatch are "
-            f"{'' if lengths.fixed else 'multiples of '}{multiple} (data.{what}); use {near}, or other sizes of the "
-            "mesh"
-        )
-
-
-def _cuts(cp: int, applied: Sequence[tuple[Chosen, Applied]]) -> Iterator[tuple[Chosen, int, str]]:
-    """Strategies that split positions, the number of equal parts that a sample is cut into then, and how, in words."""
+    multiple, context = lengths.multiple, job.mesh.cp
+    # Ranks of cp have two chunks of each sample, see d9d_engine.distributed.positions.
+    steps = {f"mesh.cp: {context} ranks have two chunks of positions each": 2 * context if context > 1 else 1}
     for chosen, outcome in applied:
-        if (chunks := outcome.context_chunks) > 1:
-            yield chosen, chunks, f"into {chunks} chunks, {chunks // cp} for each of {cp} ranks"
-        if (ranks := outcome.sequence_ranks) > 1:
-            yield chosen, ranks * cp, f"over {ranks} ranks" + (f", on each of {cp} ranks of cp" if cp > 1 else "")
+        whose = f"{chosen.where}: strategy '{chosen.spec.name}' splits positions over {outcome.sequence_ranks} ranks"
+        steps[f"{whose}{f', those of each of {context} ranks of cp' * (context > 1)}"] = (
+            outcome.sequence_ranks * context
+        )
+    for who, step in steps.items():
+        if multiple % step:
+            near = " or ".join(map(str, near_multiples(multiple, math.lcm(*steps.values()))))
+            are, name = ("", "sequence_length") if lengths.fixed else ("multiples of ", "pad_multiple")
+            text = f"those of a microbatch are {are}{multiple} (data.{name}); use {near}, or other sizes of the mesh"
+            raise JobError(f"{who}, but {text}")

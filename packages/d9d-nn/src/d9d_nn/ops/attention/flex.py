@@ -53,11 +53,11 @@ def supports(signature: OpSignature) -> Decision:
     elif window is not None:
         skips = f"skips what lies outside of windows of {window}"
     elif signature.documents is False:
-        skips = "queries are those of some positions, for which sdpa would read a mask: skips what lies behind them"
+        skips = "ranks of cp hold the queries of some positions: skips keys that lie behind them"
     else:
         skips = "skips what lies outside of documents where microbatches have them, which the data does not say"
     reason = f"{skips}, with no mask of S x S; compiled in the first step"
-    if window is None and not signature.static.get("some_queries"):
+    if window is None and not signature.static.get("own_queries"):
         reason += "; a microbatch without documents runs as with sdpa"
     if head_dim > _WIDEST_HEAD:
         return Decision(accept=True, reason=f"{reason}; nobody tried head_dim above {_WIDEST_HEAD}")
@@ -65,8 +65,8 @@ def supports(signature: OpSignature) -> Decision:
 
 
 def _skips(signature: OpSignature) -> bool:
-    masked = signature.static.get("window") is not None or bool(signature.static.get("some_queries"))
-    return signature.documents is not False or masked
+    facts = signature.static
+    return signature.documents is not False or facts.get("window") is not None or facts.get("own_queries", False)
 
 
 def build(signature: OpSignature) -> Callable[..., Tensor]:

@@ -25,11 +25,12 @@ def supports(signature: OpSignature) -> Decision:
         )
     if not signature.static.get("causal", True):
         return Decision(accept=False, reason="computes causal attention only")
-    if signature.static.get("some_queries"):
-        masks = "queries are those of some positions, so it reads a mask of them x S"
-        masks += ", per sample with documents" * (not of_one(signature))
-    elif signature.static.get("window") is not None:
+    if signature.static.get("window") is not None:
         masks = "a window makes it read a mask of S x S" + (", per sample with documents" * (not of_one(signature)))
+    elif signature.static.get("own_queries"):
+        masks = "queries of some positions make it read a mask" + (
+            ", per sample with documents" * (not of_one(signature))
+        )
     elif of_one(signature):
         masks = "samples are of one document, so it reads no mask"
     else:

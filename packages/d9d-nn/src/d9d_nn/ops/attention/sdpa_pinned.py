@@ -67,8 +67,8 @@ class PinnedKernel:
             )
         if signature.static.get("window") is not None and not self.masks:
             return f"a window needs a mask, and {self.name} reads none"
-        if signature.static.get("some_queries") and not self.masks:
-            return f"queries of some positions, as ranks of cp have them, need a mask, and {self.name} reads none"
+        if signature.static.get("own_queries") and not self.masks:
+            return f"ranks of cp hold the queries of some positions, which needs a mask, and {self.name} reads none"
         if signature.documents and not self.masks:
             return f"the data packs documents, which needs a mask, and {self.name} reads none"
         return None

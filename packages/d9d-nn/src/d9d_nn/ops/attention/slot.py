@@ -22,8 +22,8 @@ class AttentionSlot(OpSlot):
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
     With ``prepare_queries(documents, queries, length, device) -> mask`` it can also attend from queries at some
-    positions, int64 [Q], as context parallelism by ``all_gather`` asks for: the slot's ``static`` then has
-    ``some_queries``, so that a backend that cannot may refuse.
+    positions, int64 [Q], as context parallelism by ``all_gather`` asks for. The static fact ``own_queries`` is then
+    true, so that a backend without it can refuse.
 
     Args:
         query_heads: N.
@@ -74,7 +74,7 @@ class AttentionSlot(OpSlot):
             BuildError: a backend that was bound cannot attend from queries at some positions, also of one bound later.
         """
         self._share = share
-        self.static = {**self.static, "some_queries": True}
+        self.static = {**self.static, "own_queries": True}
         if self.backend != "reference":
             self._check(self.backend, self.function)
 

@@ -1,0 +1,207 @@
+"""Cost descriptions of models, strategies, optimizers and schedules, from which layouts are planned. Imports no torch.
+
+A model describes the blocks of a pipeline stage, each as a list of ops: FLOPs, bytes that move between the device's
+memory and its processors, and bytes that the backward needs. All numbers are those of one rank and one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol
+
+from d9d_core.program.actions import Program
+
+#: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
+OpKind = Literal["product", "grouped_product", "attention", "memory"]
+#: Collectives, and the transfer between two ranks.
+Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Share of one rank in the work on one microbatch.
+
+    Attributes:
+        samples: samples of the microbatch.
+        length: positions of a whole sample.
+        tensor, context, experts: sizes of the axes ``tp``, ``cp`` and ``ep``.
+        width: bytes of a number of the activations.
+        compiled: blocks are compiled, so that elementwise ops are fused.
+        memory: bytes of the device, for ops that keep more where there is more.
+    """
+
+    samples: int
+    length: int
+    tensor: int = 1
+    context: int = 1
+    experts: int = 1
+    width: int = 2
+    compiled: bool = False
+    memory: float = 80 * 2**30
+
+    @property
+    def tokens(self) -> float:
+        """Positions of the microbatch that this rank sees, those that it shares with other ranks of ``tp`` included."""
+        return self.samples * self.length / self.context
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """Cost of an op.
+
+    Attributes:
+        name: of the op, for tables.
+        kind: what it is bound by.
+        flops, backward_flops: operations of forward and backward; a multiply and an add are two.
+        traffic, backward_traffic: bytes read and written.
+        kept: bytes kept from the forward for the backward.
+    """
+
+    name: str
+    kind: OpKind
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    traffic: float = 0.0
+    backward_traffic: float = 0.0
+    kept: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Collective inside a block, for which its computation waits.
+
+    Attributes:
+        operation: which one.
+        axis: mesh axis of its ranks.
+        size: bytes: of the gathered tensor, of the one before a reduce-scatter or all-reduce, or of all that one rank
+            sends.
+    """
+
+    operation: Operation
+    axis: str
+    size: float
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """Cost of a block, or of several blocks that are alike.
+
+    Attributes:
+        name: for tables.
+        ops: its ops.
+        parameters: parameters on this rank before data parallelism shards them.
+        expert_parameters: further ones, of experts, which the view ``expert`` of the mesh spreads.
+        input: bytes of its input, which is all that activation checkpointing keeps.
+        workspace: further bytes at the peak of its backward.
+        exchanges, backward_exchanges: collectives of forward and backward.
+        count: number of such blocks in the stage.
+        is_block: it is a block of the trait ``model:blocks``, which strategies recompute, compile and shard one by one;
+            embeddings and heads are not.
+    """
+
+    name: str
+    ops: tuple[OpCost, ...]
+    parameters: int = 0
+    expert_parameters: int = 0
+    input: float = 0.0
+    workspace: float = 0.0
+    exchanges: tuple[Exchange, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+    count: int = 1
+    is_block: bool = True
+
+    @property
+    def kept(self) -> float:
+        """Bytes that the ops of one of the blocks keep for the backward."""
+        return sum(op.kept for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Cost of a pipeline stage.
+
+    Attributes:
+        blocks: in the order of the forward.
+        boundary: bytes of what it sends to the next stage for a microbatch; 0 for the last.
+    """
+
+    blocks: tuple[BlockCost, ...]
+    boundary: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyCost:
+    """Effect of a strategy on the cost of a job.
+
+    Attributes:
+        shards: parameters, gradients and optimizer state are sharded over the data-parallel view of the mesh.
+        gathers: whole parameters in the format of computation exist beside those that the optimizer updates: never,
+            from the forward of their block to its backward, or for both of them anew.
+        reduces: when gradients are reduced over data-parallel ranks: beside the backward of each microbatch; of each
+            one to shards, and of the last one over replicas; or beside that of the last one, whole up to then.
+        compute_width, reduce_width: bytes of a number of parameters in computation, and of gradients in reductions.
+        offloads: parameters, gradients and optimizer state are in the host's memory.
+        compiled: blocks are compiled.
+        recomputed: part of the blocks that the backward computes again.
+    """
+
+    shards: bool = False
+    gathers: Literal["never", "once", "twice"] = "never"
+    reduces: Literal["never", "each", "replicas_last", "last"] = "never"
+    compute_width: int | None = None
+    reduce_width: int | None = None
+    offloads: bool = False
+    compiled: bool = False
+    recomputed: float = 0.0
+
+    def __or__(self, other: StrategyCost) -> StrategyCost:
+        """Effect of both: what the other one leaves as it is by default stays as here."""
+        default = StrategyCost()
+        changed = {f.name: getattr(other, f.name) for f in fields(other)}
+        return replace(self, **{name: value for name, value in changed.items() if value != getattr(default, name)})
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCost:
+    """Cost of an optimizer for each parameter.
+
+    Attributes:
+        state: bytes of its state.
+        traffic: bytes that an update reads and writes, gradient and parameter included.
+    """
+
+    state: float
+    traffic: float
+
+
+class ModelCosts(Protocol):
+    """Protocol of :attr:`d9d_core.plugin.ModelSpec.cost`."""
+
+    def __call__(self, config: object, stage: object, share: Share) -> StageCost:
+        """Cost of a :class:`~d9d_core.extend.Stage` of the model.
+
+        Raises:
+            BuildError: the share cannot be, such as of heads that ``tp`` does not divide.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Times of the stages of a pipeline for one microbatch, in seconds.
+
+    Attributes:
+        forward, backward: stage -> time; the backward is a whole one.
+        weight: stage -> the part of the backward that weight gradients take.
+        transfer: time of one tensor from one rank to another.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    weight: Sequence[float]
+    transfer: float = 0.0
+
+
+#: Signature of :attr:`d9d_core.plugin.ScheduleSpec.simulate`: seconds of a step of the programs of all ranks.
+Simulate = Callable[[Sequence[Program], StageTimes], float]

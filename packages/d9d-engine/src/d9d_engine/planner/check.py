@@ -1,0 +1,128 @@
+"""Prediction of a job for ``d9d check``, and ways out for one that does not fit its devices. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from d9d_core.errors import D9dError, JobError
+from d9d_core.job import JobFile
+from d9d_core.layout.mend import edit
+
+from d9d_engine.planner.device import Device
+from d9d_engine.planner.layout import Layout
+from d9d_engine.planner.options import divisors
+from d9d_engine.planner.prediction import Prediction
+from d9d_engine.planner.report import largest, memory_line
+from d9d_engine.planner.search import search
+from d9d_engine.planner.workload import Workload
+
+_GIB = 2**30
+_SHOWN = 3
+#: Factors on the number of devices that are tried.
+_MORE_DEVICES = (2, 4, 8)
+#: Device whose rates count where a way out is priced, and whose memory where nobody named any.
+_DEVICE = "h200"
+
+
+def predicted(job: JobFile, memory: int | None) -> list[str]:
+    """Lines about the predicted memory of a job; where nothing can be predicted, why.
+
+    Args:
+        job: the job.
+        memory: bytes of a device's memory that it must fit into; any if absent.
+
+    Raises:
+        JobError: it does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
+    """
+    device = Device.named(_DEVICE)
+    if memory is not None:
+        device = device.model_copy(update={"memory_gib": memory / 2**30})
+    try:
+        workload = Workload(job, job.registry, job.views())
+        prediction = Prediction(workload, Layout.of(job), device)
+        lines = [memory_line(prediction)]
+    except D9dError as error:
+        if memory is not None:
+            raise
+        return [f"not predicted: {error}"]
+    if memory is not None:
+        check_memory(prediction)
+    return [*lines, *_wide(prediction), *workload.notes]
+
+
+def _wide(prediction: Prediction) -> list[str]:
+    """Warning of tensor parallelism that crosses machines, with its price."""
+    tensor, device = prediction.layout.mesh.tp, prediction.device
+    if tensor <= device.node:
+        return []
+    time = prediction.time
+    part = time.parts["tensor parallelism"] / time.total
+    return [
+        f"warning: mesh.tp is {tensor}, wider than a machine of {device.node} devices: its collectives are predicted "
+        f"to take {part:.0%} of a step of {time.total:.3g} s; use tp {device.node} or less, and cp or pp for the rest"
+    ]
+
+
+def check_memory(prediction: Prediction) -> None:
+    """Refuse a job that does not fit.
+
+    Raises:
+        JobError: it does not; the text has the cheapest ways out, with what they are predicted to cost.
+    """
+    if prediction.fits:
+        return
+    memory, device = prediction.memory, prediction.device
+    text = (
+        f"this job needs {memory.needed / _GIB:.1f} GiB on a device ({largest(prediction)}), which has "
+        f"{device.memory / _GIB:.1f} GiB"
+    )
+    ways = ways_out(prediction)
+    if not ways:
+        raise JobError(
+            f"{text}; no layout on up to {_MORE_DEVICES[-1]} times as many devices fits: take a smaller model"
+        )
+    lines = [f"{number}. {_way(prediction, way)}" for number, way in enumerate(ways, 1)]
+    raise JobError("\n".join([f"{text}; the cheapest ways out:", *lines]))
+
+
+def ways_out(prediction: Prediction) -> list[Prediction]:
+    """Layouts that fit, by their device time for a step: next to the job's own, else of as many devices or more."""
+    found = [near for near in _nearby(prediction) if _works(near)]
+    devices = prediction.layout.mesh.world_size
+    for factor in (1, *_MORE_DEVICES):
+        if len(found) >= _SHOWN:
+            break
+        ranked = search(prediction.workload, devices * factor, prediction.device).ranked
+        found += [one for one in ranked[:_SHOWN] if _works(one)]
+    found.sort(key=lambda way: way.time.total * way.layout.mesh.world_size)
+    return found[:_SHOWN]
+
+
+def _way(job: Prediction, way: Prediction) -> str:
+    """A way out in words: its price and the edit of the job file."""
+    devices = way.layout.mesh.world_size
+    slower = way.time.total / job.time.total - 1
+    here = f"{slower:+.0%} time a step" if devices == job.layout.mesh.world_size else f"{devices} devices"
+    lines = edit(job.workload.job, way.layout.on(job.workload.job)).replace("\n", "\n   ")
+    return f"{way.time.total:.3g} s a step ({here}), {way.memory.needed / _GIB:.1f} GiB:\n   {lines}"
+
+
+def _works(prediction: Prediction) -> bool:
+    try:
+        return prediction.fits and prediction.time.total > 0
+    except D9dError:
+        return False
+
+
+def _nearby(prediction: Prediction) -> Iterator[Prediction]:
+    """Layouts next to one: blocks recomputed, smaller microbatches, or both."""
+    layout, workload = prediction.layout, prediction.workload
+    options = workload.options
+    smaller = [size for size in divisors(layout.microbatch) if size < layout.microbatch]
+    recomputes = workload.strategy(layout).recomputed > 0
+    for recomputing in [[]] if recomputes else [[], *options.recomputing]:
+        for microbatch in [*smaller, layout.microbatch]:
+            if recomputing or microbatch != layout.microbatch:
+                parallel = (*recomputing, *layout.parallel)
+                yield replace(prediction, layout=replace(layout, parallel=parallel, microbatch=microbatch))

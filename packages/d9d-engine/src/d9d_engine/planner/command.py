@@ -1,0 +1,144 @@
+"""``d9d plan``: the search for a layout, printed and written into a job file. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from d9d_core.cli.options import (
+    Files,
+    JobPath,
+    Memory,
+    NoPlugins,
+    Overrides,
+    Strict,
+    bytes_of,
+    command_app,
+    load_job,
+    say,
+)
+from d9d_core.cli.output import console_for
+from d9d_core.errors import D9dError, JobError
+from d9d_core.job import JobFile
+from d9d_core.layout.mend import written
+from rich.text import Text
+
+from d9d_engine.planner.device import Device
+from d9d_engine.planner.prediction import Prediction
+from d9d_engine.planner.report import largest, memory_line, plan_table, time_line
+from d9d_engine.planner.search import Found, search
+from d9d_engine.planner.workload import Workload
+
+app = command_app("plan", "Find the layout of a job that fits and is fastest, without a GPU.")
+_GIB = 2**30
+
+
+@app.command()
+def plan(
+    job: JobPath,
+    gpus: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Devices; by default, as many as the mesh.")
+    ] = None,
+    memory: Memory = None,
+    gpu: Annotated[str, typer.Option(metavar="NAME|FILE", help="h100, h200, b200, or a file of rates.")] = "h200",
+    top: Annotated[int, typer.Option(metavar="K", min=1, help="Layouts to print.")] = 10,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure this machine's device, write its rates into a new file, use them."),
+    ] = None,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the job with the fastest layout into a new file.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006 - typer reads the default
+    plugin: Files = [],  # noqa: B006
+    no_plugins: NoPlugins = False,
+    strict_plugins: Strict = False,
+) -> None:
+    """Rank meshes, strategies, schedules and microbatches of a job by their predicted time."""
+    loaded = load_job(JobFile, job, overrides, plugin, no_plugins, strict_plugins, world_size=gpus)
+    for option, file in (("--write", write), ("--calibrate", calibrate)):
+        if file is not None and file.exists():
+            raise JobError(f"{option}: {file} exists; name another file, or remove it")
+    rates = Device.named(gpu)
+    if calibrate is not None:
+        rates = _calibrated(loaded.device, rates, calibrate)
+    device = with_memory(rates, bytes_of(memory))
+    workload = Workload(loaded, loaded.registry, loaded.views())
+    devices = gpus or loaded.mesh.world_size
+    found = search(workload, devices, device)
+    ranked = accepted(found, loaded, top)
+    if not ranked:
+        raise JobError(_nothing(found, devices, device, loaded))
+    console = console_for()
+    console.print(plan_table(found, ranked))
+    console.print(f"* no other layout is both faster and smaller; {found.legal:,} layouts were compared")
+    console.print(f"1: {time_line(ranked[0])}")
+    console.print(f"1: memory {memory_line(ranked[0])}")
+    for note in workload.notes:
+        say(f"note: {note}")
+    if write is not None:
+        write.write_text(job_text(loaded, ranked[0]), "utf-8")
+        console.print(Text.assemble(("written", "green"), f": {write}, with layout 1"))
+
+
+def _calibrated(name: str, rates: Device, file: Path) -> Device:
+    """Device of this machine, measured and written into a file."""
+    from d9d_engine.distributed.devices import choose_device  # imports torch, which no plan needs
+    from d9d_engine.planner.calibrate import calibrated
+
+    device, measured = calibrated(choose_device(name), rates)
+    file.write_text(yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False), "utf-8")
+    say(f"measured on this machine: {', '.join(measured)}; all else is as of --gpu; written: {file}")
+    return device
+
+
+def with_memory(device: Device, memory: int | None) -> Device:
+    """Device with so many bytes of memory, if any are named."""
+    return device if memory is None else device.model_copy(update={"memory_gib": memory / _GIB})
+
+
+def accepted(found: Found, job: JobFile, most: int) -> list[Prediction]:
+    """The fastest layouts, and then those that save memory, that pass the checks of a job."""
+    chosen: list[Prediction] = []
+    for prediction in [*found.ranked[: 4 * most], *found.pareto]:
+        if prediction in chosen:
+            continue
+        laid_out = prediction.layout.on(job).use(job.registry)
+        try:
+            laid_out.check(prediction.layout.mesh.world_size)
+        except D9dError:
+            continue
+        chosen.append(prediction)
+        if len(chosen) == most:
+            break
+    return sorted(chosen, key=lambda prediction: prediction.time.total)
+
+
+def job_text(job: JobFile, prediction: Prediction) -> str:
+    """Text of the job file with another layout; values stay as they were, comments do not."""
+    laid_out = prediction.layout.on(job)
+    values = {**job.source.document.values}
+    for section in ("mesh", "batch", "parallel"):
+        values[section] = written(getattr(laid_out, section))
+    values["mesh"] = {axis: size for axis, size in prediction.layout.mesh.sizes().items() if size > 1}
+    values.pop("pipeline", None)
+    if laid_out.pipeline is not None:
+        values["pipeline"] = written(laid_out.pipeline)
+    predicted = f"{prediction.time.total:.3g} s a step, {prediction.memory.needed / _GIB:.1f} GiB"
+    return f"# Layout by d9d plan; predicted: {predicted}.\n" + yaml.safe_dump(values, sort_keys=False, width=120)
+
+
+def _nothing(found: Found, devices: int, device: Device, job: JobFile) -> str:
+    """Why nothing fits, in words."""
+    if found.smallest is None:
+        return (
+            f"no layout on {devices} devices is legal: batch.size {job.batch.size} and the model's heads, layers and "
+            "experts must be divisible by their axes; change the batch or the number of devices"
+        )
+    need, smallest = found.smallest.memory.needed / _GIB, found.smallest.layout
+    return (
+        f"no layout on {devices} devices fits into {device.memory / _GIB:.1f} GiB; the smallest, {smallest}, needs "
+        f"{need:.1f} GiB ({largest(found.smallest)}); take more devices, or a smaller batch or model"
+    )

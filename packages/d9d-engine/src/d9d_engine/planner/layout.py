@@ -1,0 +1,102 @@
+"""Layouts that are compared: mesh, strategies, schedule and microbatch of a job. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from d9d_core.config.base import PluginConfig
+from d9d_core.config.job import BaseJob, Mesh
+from d9d_core.grid import AXES, Grid
+from d9d_core.plugin.records import ViewSpec
+
+from d9d_engine.planner.network import Group
+
+AnyJob = TypeVar("AnyJob", bound=BaseJob)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of a job.
+
+    Attributes:
+        mesh: sizes of its axes.
+        parallel: configs of its strategies.
+        pipeline: config of its schedule.
+        size: samples of a step.
+        microbatch: samples of a forward on one rank.
+    """
+
+    mesh: Mesh
+    parallel: tuple[PluginConfig, ...]
+    pipeline: PluginConfig | None
+    size: int
+    microbatch: int
+
+    @classmethod
+    def of(cls, job: BaseJob) -> Layout:
+        """Layout of a job."""
+        return cls(job.mesh, tuple(job.parallel), job.pipeline, job.batch.size, job.microbatch_size)
+
+    @property
+    def microbatches(self) -> int:
+        """Forward passes of a step on one rank."""
+        return self.size // self.mesh.data_parallel_size // self.microbatch
+
+    def on(self, job: AnyJob) -> AnyJob:
+        """The job with this layout."""
+        batch = job.batch.model_copy(update={"size": self.size, "microbatch": self.microbatch})
+        changed: dict[str, Any] = {
+            "mesh": self.mesh,
+            "parallel": list(self.parallel),
+            "pipeline": self.pipeline,
+            "batch": batch,
+        }
+        return job.model_copy(update=changed)
+
+    def __str__(self) -> str:
+        axes = [f"{axis}={size}" for axis, size in self.mesh.sizes().items() if size > 1]
+        names = [config.selector for config in self.parallel if config.selector != "compile"]
+        schedule = [] if self.pipeline is None else [self.pipeline.selector]
+        return f"{' '.join(axes) or 'one device'}, {' '.join([*names, *schedule]) or 'no strategy'}"
+
+
+def axis_group(mesh: Mesh, axis: str) -> Group:
+    """Group of the ranks along a base axis or ``ep``."""
+    sizes = mesh.sizes()
+    inner = AXES[AXES.index(axis) + 1 :] if axis in AXES else ()
+    return Group(sizes[axis], math.prod(sizes[name] for name in inner))
+
+
+def view_group(mesh: Mesh, view: ViewSpec, dim: str) -> Group:
+    """Group of the ranks along a dimension of a view."""
+    grid = Grid.of_view(view, mesh.sizes())
+    names = list(grid.sizes)
+    return Group(grid.sizes[dim], math.prod(grid.sizes[name] for name in names[names.index(dim) + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class DataGroups:
+    """Groups over which parameters are sharded and gradients reduced.
+
+    Attributes:
+        shards, replicas: of parameters that all tokens use.
+        expert_shards, expert_replicas: of experts.
+    """
+
+    shards: Group
+    replicas: Group
+    expert_shards: Group
+    expert_replicas: Group
+
+    @classmethod
+    def of(cls, mesh: Mesh, views: Mapping[str, ViewSpec]) -> DataGroups:
+        """Groups of a mesh."""
+        dense, expert = views["dense"], views["expert"]
+        shards, replicas = (view_group(mesh, dense, dim) for dim in ("fsdp", "dp_replicate"))
+        if mesh.ep == 1:  # experts are sharded with everything else
+            return cls(shards, replicas, shards, replicas)
+        spread = (view_group(mesh, expert, dim) for dim in ("expert_fsdp", "expert_replicate"))
+        return cls(shards, replicas, *spread)

@@ -1,0 +1,223 @@
+"""Predicted memory of each pipeline rank. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
+
+from d9d_engine.planner.layout import Layout
+from d9d_engine.planner.live import Moment
+from d9d_engine.planner.workload import Workload
+
+#: Bytes outside of the allocator: the driver's context and kernels of libraries; and buffers of each communicator.
+_CONTEXT = 0.7 * 2**30
+_COMMUNICATOR = 0.25 * 2**30
+#: Part of what is allocated that lies in gaps between allocations.
+_FRAGMENTATION = 0.04
+#: Blocks whose whole parameters exist at once: the present one, and the next one on its way.
+_GATHERED_BLOCKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Predicted memory of a rank at its peak, in bytes.
+
+    Attributes:
+        parameters, gradients, optimizer: of this rank's shards.
+        activations: kept for backwards, of all microbatches in flight, the inputs of recomputed blocks included.
+        logits: the part of them that the heads keep.
+        workspace: temporary tensors of the backward at the peak.
+        communication: whole parameters and gradients on their way.
+        outside: driver, libraries and communicators, which the allocator does not see.
+        fragmentation: allowance for gaps.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    workspace: float
+    communication: float
+    outside: float
+    fragmentation: float
+
+    @property
+    def allocated(self) -> float:
+        """Peak that the allocator reports."""
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.logits
+            + self.workspace
+            + self.communication
+        )
+
+    @property
+    def needed(self) -> float:
+        """Memory that the device must have."""
+        return self.allocated + self.outside + self.fragmentation
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Numbers of parameters on a rank: of whole ones, and of its shards."""
+
+    whole: float
+    shards: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Bytes that a stage keeps for a microbatch, those of its logits, and its parameters."""
+
+    kept: float
+    logits: float
+    weights: _Weights
+
+
+class MemoryModel:
+    """Memory of the ranks of a layout.
+
+    Args:
+        workload: the job.
+        layout: its layout.
+        stages: costs of its stages.
+    """
+
+    def __init__(self, workload: Workload, layout: Layout, stages: list[StageCost]) -> None:
+        self._workload, self._layout, self._stages = workload, layout, stages
+        self._effect: StrategyCost = workload.strategy(layout)
+        self._groups = workload.groups(layout)
+        self._sums: dict[int, _Sums] = {}
+
+    def ranks(self) -> list[Memory]:
+        """Memory of each pipeline rank."""
+        hosts = self._workload.hosts(self._layout)
+        held = [[stage for stage, host in enumerate(hosts) if host == rank] for rank in range(self._layout.mesh.pp)]
+        return [
+            max((self._at(moment, stages) for moment in moments), key=lambda memory: memory.needed)
+            for moments, stages in zip(self._workload.moments(self._layout), held, strict=True)
+        ]
+
+    def least(self) -> float:
+        """Bytes that some rank needs whatever the schedule is: if each rank has one stage and one microbatch."""
+        load, on_device = self._workload, 0.0 if self._effect.offloads else 1.0
+        each = (load.parameter_width + load.optimizer.state) * on_device
+        return max(
+            self._number(stage).shards * each + self._communication([stage]) + self._kept(stage)
+            for stage in range(len(self._stages))
+        )
+
+    def _at(self, moment: Moment, stages: list[int]) -> Memory:
+        """Memory at the fullest point of the backward that begins."""
+        effect, load = self._effect, self._workload
+        shards = sum(self._number(stage).shards for stage in stages)
+        whole = sum(self._number(stage).whole for stage in stages)
+        on_device = 0.0 if effect.offloads else 1.0
+        kept = sum(count * self._kept(stage) for stage, count in moment.held)
+        logits = sum(count * self._logits(stage) for stage, count in moment.held)
+        graded = sum(self._number(stage).shards for stage in stages if stage in moment.graded)
+        point = self._fullest(moment, graded * load.gradient_width * on_device)
+        copies = whole * load.compute_width(effect) if load.job.precision.autocast else 0.0
+        parts = {
+            "parameters": shards * load.parameter_width * on_device,
+            "optimizer": shards * load.optimizer.state * on_device,
+            "gradients": point.gradients,
+            "activations": kept - logits - point.released_activations,
+            "logits": logits - point.released_logits,
+            "workspace": point.workspace + copies,
+            "communication": self._communication(stages),
+        }
+        outside = _CONTEXT + _COMMUNICATOR * sum(size > 1 for size in self._layout.mesh.sizes().values())
+        return Memory(**parts, outside=outside, fragmentation=_FRAGMENTATION * sum(parts.values()))
+
+    def _fullest(self, moment: Moment, graded: float) -> _Point:
+        """Fullest point of a stage's backward: at its heads, at its last block, or at its first block."""
+        blocks = self._stages[moment.stage].blocks
+        new = 0.0 if moment.stage in moment.graded else self._gradients(moment.stage)
+        points = [_Point(graded, 0.0, 0.0, blocks[-1].workspace if not blocks[-1].is_block else 0.0)]
+        layers = [block for block in blocks if block.is_block]
+        ends = [block for block in blocks if not block.is_block]
+        logits = self._logits(moment.stage)
+        heads = sum(self._block_kept(block) for block in ends) - logits
+        if layers:
+            largest = max(layers, key=self._working)
+            part = self._numbers(ends[-1:]).shards * self._workload.gradient_width
+            points.append(_Point(graded + min(part, new), heads, logits, self._working(largest)))
+        points.append(_Point(graded + new, self._kept(moment.stage) - logits, logits, 0.0))
+        return max(points, key=lambda point: point.total)
+
+    def _working(self, block: BlockCost) -> float:
+        """Temporary bytes of a block's backward: of one that is recomputed, everything that it would have kept."""
+        again = block.kept if self._effect.recomputed else 0.0
+        return block.workspace + again
+
+    def _sum(self, stage: int) -> _Sums:
+        """Sums over the blocks of a stage; most stages are alike."""
+        cost = self._stages[stage]
+        if id(cost) not in self._sums:
+            self._sums[id(cost)] = _Sums(
+                sum(self._block_kept(block) * block.count for block in cost.blocks),
+                sum(op.kept for block in cost.blocks for op in block.ops if op.name == "head"),
+                self._numbers(cost.blocks),
+            )
+        return self._sums[id(cost)]
+
+    def _kept(self, stage: int) -> float:
+        return self._sum(stage).kept
+
+    def _block_kept(self, block: BlockCost) -> float:
+        part = self._effect.recomputed if block.is_block else 0.0
+        return (1 - part) * block.kept + part * block.input
+
+    def _logits(self, stage: int) -> float:
+        return self._sum(stage).logits
+
+    def _gradients(self, stage: int) -> float:
+        return 0.0 if self._effect.offloads else self._number(stage).shards * self._workload.gradient_width
+
+    def _number(self, stage: int) -> _Weights:
+        return self._sum(stage).weights
+
+    def _numbers(self, blocks: tuple[BlockCost, ...] | list[BlockCost]) -> _Weights:
+        """Numbers of whole parameters and of shards of blocks."""
+        dense = sum(block.parameters * block.count for block in blocks)
+        experts = sum(block.expert_parameters * block.count for block in blocks)
+        if not self._effect.shards:
+            return _Weights(dense + experts, dense + experts)
+        groups = self._groups
+        return _Weights(dense + experts, dense / groups.shards.size + experts / groups.expert_shards.size)
+
+    def _communication(self, stages: list[int]) -> float:
+        """Bytes of whole parameters beside their shards, of whole gradients, and of tensors between stages."""
+        effect, width = self._effect, self._workload.compute_width(self._effect)
+        blocks = [block for stage in stages for block in self._stages[stage].blocks]
+        between = 2 * max(self._stages[stage].boundary for stage in stages) if self._layout.mesh.pp > 1 else 0.0
+        if effect.gathers == "never":
+            return between
+        whole = sum((block.parameters + block.expert_parameters) * block.count for block in blocks)
+        largest = max((block.parameters + block.expert_parameters for block in blocks if block.is_block), default=0)
+        root = sum(block.parameters for block in blocks if not block.is_block)
+        gathered = whole if effect.gathers == "once" else root + _GATHERED_BLOCKS * largest
+        waits = effect.reduces == "last" and self._layout.microbatches > 1
+        reduced = (whole if waits else max(largest, root)) * (effect.reduce_width or width)
+        return between + gathered * width + reduced
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Point of a backward: gradients so far, activations that were freed since it began, and temporary bytes."""
+
+    gradients: float
+    released_activations: float
+    released_logits: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        """What decides which point is the fullest one."""
+        return self.gradients + self.workspace - self.released_activations - self.released_logits

@@ -1,0 +1,110 @@
+"""Strategies and schedules that a search for layouts may use. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+
+from d9d_core.config.base import PluginConfig
+from d9d_core.config.job import JobConfig, Mesh
+from d9d_core.config.lookup import load_config
+from d9d_core.errors import D9dError
+from d9d_core.layout.check import covers, strategies_for
+from d9d_core.plugin.records import StrategySpec
+from d9d_core.plugin.registry import Registry
+from pydantic import ValidationError
+
+#: Points of the application of strategies that a layout is about; strategies of other points stay as the job has them.
+_OF_LAYOUTS = {"tensor", "context", "expert", "checkpointing", "data"}
+
+
+class Options:
+    """Strategies and schedules that a search may use."""
+
+    def __init__(self, job: JobConfig, registry: Registry) -> None:
+        self._job, self._registry = job, registry
+        own = {config.selector: config for config in job.parallel}
+        self._own = own
+        self._configs: dict[tuple[str, str], PluginConfig | None] = {}
+        specs = {name: registry.find("strategy", name).spec for name in own}
+        self.kept = [
+            config
+            for name, config in own.items()
+            if not (isinstance(spec := specs[name], StrategySpec) and spec.anchor in _OF_LAYOUTS)
+        ]
+        self.recomputing = [
+            [config]
+            for entry in registry.entries("strategy")
+            if isinstance(entry.spec, StrategySpec)
+            and entry.spec.anchor == "checkpointing"
+            and (config := self._config("strategy", entry.spec.key)) is not None
+        ]
+        self.schedules = self._schedules()
+        self._by_axis = {axis: self._ready(axis) for axis in ("tp", "cp", "ep")}
+        self._settings: dict[frozenset[str], list[PluginConfig]] = {}
+        self._data = [*self._ready("dp_shard"), *self._ready("dp_replicate")]
+
+    def _ready(self, axis: str) -> list[StrategySpec]:
+        """Strategies for an axis: the job's own first, and others only if they need no further library."""
+        specs = strategies_for(axis, self._registry)
+        own = [spec for spec in specs if spec.key in self._own]
+        needy = [spec for spec in specs if any(token.startswith("import:") for token in spec.requires)]
+        return own or [spec for spec in specs if spec not in needy]
+
+    def strategies(self, axis: str) -> list[StrategySpec]:
+        """Strategies for an axis."""
+        return self._by_axis[axis]
+
+    def expert_groups(self, mesh: Mesh) -> list[int]:
+        """Legal numbers of expert groups on a mesh."""
+        experts = getattr(self._job.model, "num_experts", None)
+        if not isinstance(experts, int) or not self._by_axis["ep"]:
+            return [1]
+        return [ep for ep in divisors(experts) if covers(ep, mesh)]
+
+    def parallel(self, mesh: Mesh) -> list[list[PluginConfig]]:
+        """Strategies that use the axes of a mesh, in several settings; none if some axis has no strategy."""
+        used = [axis for axis in ("tp", "cp", "ep") if mesh.sizes()[axis] > 1]
+        found = [self._config("strategy", self._by_axis[axis][0].key) for axis in used]
+        inner = [config for config in found if config is not None]
+        if len(inner) < len(used):
+            return []
+        needed = frozenset(axis for axis in ("dp_shard", "dp_replicate") if mesh.sizes()[axis] > 1)
+        if not needed:
+            return [inner]
+        return [[*inner, config] for config in self._data_parallel(needed)]
+
+    def _data_parallel(self, needed: frozenset[str]) -> list[PluginConfig]:
+        """Settings of the strategy for data-parallel axes: the job's own first, and one that uses no further axis."""
+        if needed not in self._settings:
+            fitting = [spec for spec in self._data if needed <= spec.axes]
+            fitting.sort(key=lambda spec: (len(spec.axes - needed), spec.key not in self._own))
+            config = self._config("strategy", fitting[0].key) if fitting else None
+            others = fitting[0].alternatives if fitting else None
+            more = others.load()(config) if config is not None and others is not None else ()
+            self._settings[needed] = [] if config is None else [config, *more]
+        return self._settings[needed]
+
+    def _schedules(self) -> list[PluginConfig | None]:
+        own = self._job.pipeline
+        names = [entry.spec.key for entry in self._registry.entries("schedule")]
+        found = [own if own is not None and own.selector == name else self._config("schedule", name) for name in names]
+        # Numbers of layers that a job gives to stages fit no other number of stages.
+        found = [None if config is None else config.model_copy(update={"layers": None}) for config in found]
+        return [config for config in found if config is not None]
+
+    def _config(self, kind: str, name: str) -> PluginConfig | None:
+        """Config of a name, always the same object; ``None`` if it cannot do without settings."""
+        if kind == "strategy" and name in self._own:
+            return self._own[name]
+        if (kind, name) not in self._configs:
+            try:
+                self._configs[kind, name] = load_config(self._registry.find(kind, name))(name=name)
+            except (D9dError, ValidationError):
+                self._configs[kind, name] = None
+        return self._configs[kind, name]
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors of a number, ascending."""
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return sorted({*small, *(number // count for count in small)})

@@ -1,0 +1,87 @@
+"""Tables of predictions. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from d9d_engine.planner.prediction import Prediction
+from d9d_engine.planner.search import Found
+
+_GIB = 2**30
+
+
+def memory_line(prediction: Prediction) -> str:
+    """Predicted memory of the fullest rank in one line."""
+    memory = prediction.memory
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "temporary": memory.workspace,
+        "communication": memory.communication,
+        "driver and gaps": memory.outside + memory.fragmentation,
+    }
+    shown = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size >= 0.05 * _GIB)
+    rank = ""
+    if len(prediction.ranks) > 1:
+        at = prediction.ranks.index(memory)
+        least = min(other.needed for other in prediction.ranks)
+        rank = f" on pipeline rank {at}, {least / _GIB:.1f} on the emptiest"
+    return f"{memory.needed / _GIB:.1f} GiB{rank} ({shown})"
+
+
+def largest(prediction: Prediction) -> str:
+    """The largest parts of a prediction's memory in words."""
+    memory = prediction.memory
+    parts = {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "activations": memory.activations,
+        "logits": memory.logits,
+        "communication": memory.communication,
+    }
+    names = sorted(parts, key=lambda name: -parts[name])[:3]
+    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
+
+
+def time_line(prediction: Prediction) -> str:
+    """Predicted time of a step in one line."""
+    time = prediction.time
+    parts = ", ".join(
+        f"{name} {taken / time.total:.0%}" for name, taken in time.parts.items() if taken > 0.01 * time.total
+    )
+    return f"{time.total:.3g} s, {prediction.tokens_per_second:,.0f} tokens/s on each device ({parts})"
+
+
+def plan_table(found: Found, rows: Sequence[Prediction]) -> Table:
+    """Table of layouts, the fastest first; those of the Pareto front of time and memory are marked."""
+    front = {id(prediction) for prediction in found.pareto}
+    table = Table(box=None, header_style="bold")
+    for name in ("", "seconds", "tokens/s", "GiB", "", "mesh", "strategies", "microbatch", "bound by"):
+        table.add_column(name, justify="right" if name in ("", "seconds", "tokens/s", "GiB") else "left")
+    for number, prediction in enumerate(rows, 1):
+        layout = prediction.layout
+        mesh, _, strategies = str(layout).partition(", ")
+        table.add_row(
+            str(number),
+            f"{prediction.time.total:.3f}",
+            f"{prediction.tokens_per_second:,.0f}",
+            f"{prediction.memory.needed / _GIB:.1f}",
+            "*" if id(prediction) in front else "",
+            mesh,
+            strategies,
+            f"{layout.microbatches} x {layout.microbatch}",
+            _bound(prediction),
+        )
+    return table
+
+
+def _bound(prediction: Prediction) -> str:
+    """What limits a layout: what takes its time, and its memory if that is nearly full."""
+    full = prediction.memory.needed / prediction.device.memory
+    return prediction.time.bound + (f", memory {full:.0%} full" if full > 0.9 else "")

@@ -1,0 +1,161 @@
+"""Search of all legal layouts of a job: meshes, strategies, schedules, microbatches. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from d9d_core.config.job import MAX_MICROBATCHES, Mesh
+from d9d_core.errors import D9dError
+
+from d9d_engine.planner.device import Device
+from d9d_engine.planner.layout import Layout
+from d9d_engine.planner.options import Options, divisors
+from d9d_engine.planner.prediction import Prediction
+from d9d_engine.planner.workload import Workload
+
+#: Largest sizes that are tried.
+_MOST_STAGES, _MOST_CONTEXT, _MOST_MICROBATCH = 32, 64, 16
+#: Layouts among which the fastest ones are certain, and the most whose schedules are looked at.
+_CERTAIN, _EXAMINED = 20, 400
+#: Largest microbatch of layouts that are looked at to save memory.
+_SMALL = 2
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search.
+
+    Attributes:
+        ranked: those that fit, the fastest first.
+        legal: number of layouts that the model and its schedules allow.
+        smallest: the one that needs least memory, whether it fits or not; ``None`` if none is legal.
+    """
+
+    ranked: Sequence[Prediction]
+    legal: int
+    smallest: Prediction | None
+
+    @property
+    def pareto(self) -> list[Prediction]:
+        """Those of which no other one is both faster and smaller."""
+        front: list[Prediction] = []
+        for prediction in self.ranked:
+            if not front or prediction.memory.needed < front[-1].memory.needed:
+                front.append(prediction)
+        return front
+
+
+def search(workload: Workload, devices: int, device: Device) -> Found:
+    """Search all layouts of a job on so many devices.
+
+    They are looked at in the order of the time that they take about at least. Once that is more than the time of some
+    layouts that fit, no later one is among the fastest. Those that save memory are looked at besides.
+
+    Args:
+        workload: the job.
+        devices: number of processes.
+        device: what they run on.
+    """
+    bases = _by_least_time(workload, devices, device)
+    fitting: list[Prediction] = []
+    times: list[float] = []
+    for base in [base for base in bases if base.least_memory <= device.memory]:
+        if len(times) >= _EXAMINED or (len(times) >= _CERTAIN and base.least_time > times[_CERTAIN - 1]):
+            break
+        for prediction in _scheduled(base):
+            if _needed(prediction) <= device.memory:
+                fitting.append(prediction)
+                insort(times, prediction.time.total)
+    known = {id(prediction) for prediction in fitting}
+    thrifty = [prediction for base in _thrifty(bases) for prediction in _scheduled(base)]
+    fitting += [one for one in thrifty if id(one) not in known and _needed(one) <= device.memory]
+    fitting.sort(key=lambda prediction: prediction.time.total)
+    possible = [prediction for prediction in thrifty if _needed(prediction) < math.inf]
+    return Found(fitting, len(bases), min(possible, key=_needed, default=None))
+
+
+def _by_least_time(workload: Workload, devices: int, device: Device) -> list[Prediction]:
+    """Layouts that the model allows, without a schedule yet, by the time that they take about at least."""
+    found = []
+    for layout in layouts(workload, devices, device.node):
+        prediction = Prediction(workload, layout, device)
+        try:
+            prediction.least_time  # noqa: B018 - is cached
+        except D9dError:
+            continue
+        found.append(prediction)
+    found.sort(key=lambda prediction: prediction.least_time)
+    return found
+
+
+def _scheduled(base: Prediction) -> Iterator[Prediction]:
+    """Layouts with each schedule, if there are pipeline ranks."""
+    if base.layout.mesh.pp == 1:
+        yield base
+        return
+    for schedule in base.workload.options.schedules:
+        yield replace(base, layout=replace(base.layout, pipeline=schedule))
+
+
+def _thrifty(legal: Sequence[Prediction]) -> list[Prediction]:
+    """Of each combination of pipeline and tensor ranks and microbatch, the layout that needs least memory."""
+    found: dict[tuple[int, int, int], list[Prediction]] = {}
+    for prediction in legal:
+        layout = prediction.layout
+        if layout.microbatch <= _SMALL:
+            found.setdefault((layout.mesh.pp, layout.mesh.tp, layout.microbatch), []).append(prediction)
+    return [min(members, key=lambda member: member.least_memory) for members in found.values()]
+
+
+def _needed(prediction: Prediction) -> float:
+    """Bytes that a layout needs; infinitely many if its schedule cannot be."""
+    try:
+        return prediction.memory.needed
+    except D9dError:
+        return math.inf
+
+
+def layouts(workload: Workload, devices: int, node: int) -> Iterator[Layout]:
+    """Layouts on so many devices that divide them and the batch; whether the model allows them is not looked at.
+
+    Tensor parallelism stays within a machine, whose links are ten times as fast as the network.
+    """
+    job, options = workload.job, workload.options
+    for pp in _up_to(devices, _MOST_STAGES if options.schedules else 1):
+        for tp in _up_to(devices // pp, node if options.strategies("tp") else 1):
+            for cp in _up_to(devices // pp // tp, _MOST_CONTEXT if options.strategies("cp") else 1):
+                data = devices // pp // tp // cp
+                if job.batch.size % data:
+                    continue
+                for shards in _shards(data, max(1, node // tp // cp)):
+                    mesh = Mesh(pp=pp, tp=tp, cp=cp, dp_shard=shards, dp_replicate=data // shards)
+                    yield from _on(mesh, options, job.batch.size // data)
+
+
+def _on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
+    """Layouts on a mesh without expert groups yet, with ``share`` samples of a step for each data-parallel rank."""
+    for ep in options.expert_groups(mesh):
+        spread = mesh.model_copy(update={"ep": ep})
+        several = options.parallel(spread)
+        for microbatch in _up_to(share, _MOST_MICROBATCH):
+            count = share // microbatch
+            if count > MAX_MICROBATCHES:
+                continue
+            # Settings that wait for the last microbatch change nothing where there is one.
+            for recomputing, strategies in product(([], *options.recomputing), several if count > 1 else several[:1]):
+                parallel = (*options.kept, *recomputing, *strategies)
+                size = share * mesh.data_parallel_size
+                yield Layout(spread, parallel, None, size, microbatch)
+
+
+def _shards(data: int, within: int) -> list[int]:
+    """Numbers of shards to try: none, as many as a machine has, a few machines, all."""
+    return [count for count in divisors(data) if count in {1, within, 4 * within, 16 * within, data}]
+
+
+def _up_to(number: int, most: int) -> list[int]:
+    return [count for count in divisors(number) if count <= most]

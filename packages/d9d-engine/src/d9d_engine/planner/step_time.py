@@ -1,0 +1,295 @@
+"""Predicted time of a step. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from d9d_core.errors import JobError
+from d9d_core.program.costs import BlockCost, Exchange, StageCost, StageTimes, StrategyCost
+
+from d9d_engine.planner.device import Device
+from d9d_engine.planner.layout import Layout, axis_group
+from d9d_engine.planner.network import Group, seconds
+from d9d_engine.planner.workload import Workload, steady
+
+#: Bytes of a number below which products run at the rate of bfloat16.
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Predicted time of a step, in seconds.
+
+    Attributes:
+        total: of the step.
+        parts: what a pipeline rank does in it, averaged over ranks: kind of work -> time; ``bubble`` is the rest.
+    """
+
+    total: float
+    parts: dict[str, float]
+
+    @property
+    def bound(self) -> str:
+        """What takes most time, of what another layout could save."""
+        names = [name for name in self.parts if name not in _WORK]
+        largest = max(names, key=lambda name: self.parts[name], default=None)
+        if largest is None or self.parts[largest] < 0.05 * self.total:
+            return "compute"
+        return f"{largest} {self.parts[largest] / self.total:.0%}"
+
+
+#: Kinds of work that every layout has; the rest is what layouts cost.
+_WORK = ("products", "experts", "attention", "elementwise", "optimizer", "idle")
+_OF_KIND = {"product": "products", "grouped_product": "experts", "attention": "attention", "memory": "elementwise"}
+
+
+@dataclass
+class _Tally:
+    """Times of one stage for one microbatch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, forward: float = 0.0, backward: float = 0.0) -> None:
+        self.forward += forward
+        self.backward += backward
+        self.parts[kind] = self.parts.get(kind, 0.0) + forward + backward
+
+
+class TimeModel:
+    """Time of a step of a layout.
+
+    Args:
+        workload: the job.
+        layout: its layout.
+        stages: costs of its stages.
+        device: rates.
+    """
+
+    def __init__(self, workload: Workload, layout: Layout, stages: list[StageCost], device: Device) -> None:
+        self._workload, self._layout, self._stages, self._device = workload, layout, stages, device
+        self._effect: StrategyCost = workload.strategy(layout)
+        self._groups = workload.groups(layout)
+        self._width = workload.compute_width(self._effect)
+        self._found: dict[int, _Tally] = {}
+        self._axes: dict[str, Group] = {}
+
+    def least(self) -> float:
+        """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
+        slowest = max(tally.forward + tally.backward for tally in self._tallies())
+        return slowest * (self._layout.microbatches + (self._layout.mesh.pp - 1) / 4)
+
+    def step(self) -> StepTime:
+        """Time of a step.
+
+        Raises:
+            JobError: the schedule cannot be simulated.
+        """
+        layout, count, ranks = self._layout, self._layout.microbatches, self._layout.mesh.pp
+        tallies = self._tallies()
+        parts: dict[str, float] = {}
+        for tally in tallies:
+            for name, taken in tally.parts.items():
+                parts[name] = parts.get(name, 0.0) + taken * count / ranks
+        busy = sum(parts.values())
+        total = busy if layout.pipeline is None else self._simulated(tallies)
+        parts["bubble"] = total - busy
+        parts["optimizer"] = self._optimizer()
+        ends = self._ends()
+        parts["data parallelism"] = parts.get("data parallelism", 0.0) + ends
+        parts["idle"] = self._device.overhead * busy
+        return StepTime(total + parts["optimizer"] + ends + parts["idle"], parts)
+
+    def _simulated(self, tallies: list[_Tally]) -> float:
+        boundary = max((stage.boundary for stage in self._stages), default=0.0)
+        transfer = seconds("send", boundary, axis_group(self._layout.mesh, "pp"), self._device)
+        times = StageTimes(
+            [tally.forward for tally in tallies],
+            [tally.backward for tally in tallies],
+            [tally.weight for tally in tallies],
+            transfer,
+        )
+        simulate, count = self._workload.simulator(self._layout), self._layout.microbatches
+        simulated = min(count, steady(self._layout.mesh.pp))
+        busy = self._busy(self._workload.hosts(self._layout), tallies)
+        try:
+            # Once all ranks work, each further microbatch takes as long as the busiest rank computes for it.
+            taken = simulate(self._workload.programs(self._layout, simulated), times)
+            return taken + (count - simulated) * max(busy)
+        except ValueError as error:
+            raise JobError(f"pipeline: {error}") from error
+
+    def _tallies(self) -> list[_Tally]:
+        """Times of all stages; most of them are alike."""
+        for stage in self._stages:
+            if id(stage) not in self._found:
+                self._found[id(stage)] = self._stage(stage)
+        return [self._found[id(stage)] for stage in self._stages]
+
+    def _busy(self, hosts: list[int], tallies: list[_Tally]) -> list[float]:
+        """Time that each pipeline rank computes for a microbatch."""
+        busy = [0.0] * self._layout.mesh.pp
+        for host, tally in zip(hosts, tallies, strict=True):
+            busy[host] += tally.forward + tally.backward
+        return busy
+
+    def _stage(self, stage: StageCost) -> _Tally:
+        tally = _Tally()
+        for block in stage.blocks:
+            self._block(tally, block)
+        self._data_parallel(tally, stage.blocks)
+        return tally
+
+    def _block(self, tally: _Tally, block: BlockCost) -> None:
+        count, again = block.count, self._effect.recomputed if block.is_block else 0.0
+        # The weight gradients of compiled and of recomputed blocks do not come apart from the rest of their backward.
+        whole = self._effect.compiled or again > 0
+        for op in block.ops:
+            forward, backward = (
+                self._op(op.kind, op.flops, op.traffic),
+                self._op(op.kind, op.backward_flops, op.backward_traffic),
+            )
+            tally.add(_OF_KIND[op.kind], count * forward, count * backward)
+            if block.is_block and not whole and op.kind in ("product", "grouped_product"):
+                tally.weight += count * backward / 2
+            tally.add("recomputation", 0.0, count * again * forward)
+        sent, returned = self._exchanges(block.exchanges), self._exchanges(block.backward_exchanges)
+        for name in {*sent, *returned}:
+            ahead, back = sent.get(name, 0.0), returned.get(name, 0.0)
+            tally.add(name, count * ahead, count * (back + again * ahead))
+
+    def _op(self, kind: str, flops: float, traffic: float) -> float:
+        device = self._device
+        if kind == "memory":
+            return traffic / device.elementwise_bytes
+        rate = {
+            "product": device.product,
+            "grouped_product": device.grouped_product,
+            "attention": device.attention,
+        }[kind]
+        if self._width >= _FLOAT32:
+            rate *= device.product_float32 / device.product
+        return max(flops / rate, traffic / device.copy_bytes)
+
+    def _exchanges(self, exchanges: Iterable[Exchange]) -> dict[str, float]:
+        """Axis in words -> time."""
+        found: dict[str, float] = {}
+        for exchange in exchanges:
+            name = _AXES[exchange.axis]
+            if exchange.axis not in self._axes:
+                self._axes[exchange.axis] = axis_group(self._layout.mesh, exchange.axis)
+            taken = seconds(exchange.operation, exchange.size, self._axes[exchange.axis], self._device)
+            found[name] = found.get(name, 0.0) + taken
+        return found
+
+    def _data_parallel(self, tally: _Tally, blocks: tuple[BlockCost, ...]) -> None:
+        """Gathers of parameters and reductions of gradients beside the computation of one microbatch."""
+        effect, device = self._effect, self._device
+        gathers, copies = self._gather(blocks)
+        forward = backward = 0.0
+        if effect.gathers == "twice":
+            forward, backward = gathers, gathers
+        elif effect.gathers == "once":
+            forward = gathers
+        moved = copies * (2 if effect.gathers == "twice" else 1)
+        sums, replicas, reduced = self._reduce(blocks)
+        if effect.reduces in ("each", "replicas_last"):
+            backward, moved = backward + sums, moved + reduced
+        if effect.reduces == "each":
+            backward += replicas
+        hidden = device.interference
+        ahead = max(0.0, forward - tally.forward) + hidden * min(forward, tally.forward)
+        behind = max(0.0, backward - tally.backward) + hidden * min(backward, tally.backward)
+        tally.add("data parallelism", ahead, behind + moved / device.copy_bytes)
+        if self._layout.microbatches > 1:  # gradients are read, added to and written
+            number = self._numbers(blocks)
+            added = 3 * self._workload.gradient_width * number
+            tally.add("elementwise", 0.0, added / device.copy_bytes)
+
+    def _gather(self, blocks: Iterable[BlockCost]) -> tuple[float, float]:
+        """Time of gathering all parameters of blocks, and bytes of the copies around it."""
+        if self._effect.gathers == "never" or not self._effect.shards:
+            return 0.0, 0.0
+        taken = moved = 0.0
+        for block in blocks:
+            for number, group in self._sharded(block):
+                size = number * self._width
+                taken += block.count * seconds("all_gather", size, group, self._device)
+                moved += block.count * 2 * size if group.size > 1 else 0.0
+        return taken, moved
+
+    def _reduce(self, blocks: Iterable[BlockCost]) -> tuple[float, float, float]:
+        """Times of summing all gradients of blocks to shards and over replicas, and bytes of the copies around it."""
+        width = self._effect.reduce_width or max(self._width, self._workload.gradient_width)
+        sums = over_replicas = moved = 0.0
+        if self._effect.reduces == "never":
+            return 0.0, 0.0, 0.0
+        for block in blocks:
+            for number, group, replicas in self._reduced(block):
+                size, shards = number * width, group if self._effect.shards else Group(1)
+                sums += block.count * seconds("reduce_scatter", size, shards, self._device)
+                over_replicas += block.count * seconds("all_reduce", size / shards.size, replicas, self._device)
+                moved += block.count * 2 * size if shards.size > 1 or replicas.size > 1 else 0.0
+        return sums, over_replicas, moved
+
+    def _reduced(self, block: BlockCost) -> list[tuple[int, Group, Group]]:
+        groups = self._groups
+        return [
+            (block.parameters, groups.shards, groups.replicas),
+            (block.expert_parameters, groups.expert_shards, groups.expert_replicas),
+        ]
+
+    def _sharded(self, block: BlockCost) -> list[tuple[int, Group]]:
+        return [(block.parameters, self._groups.shards), (block.expert_parameters, self._groups.expert_shards)]
+
+    def _numbers(self, blocks: Iterable[BlockCost]) -> float:
+        """Number of parameters of blocks that this rank updates."""
+        parts = (
+            (number / group.size if self._effect.shards else number) * block.count
+            for block in blocks
+            for number, group in self._sharded(block)
+        )
+        return sum(parts)
+
+    def _optimizer(self) -> float:
+        """Time of norm, clipping and update on the rank that has most parameters."""
+        hosts = self._workload.hosts(self._layout)
+        numbers = [0.0] * self._layout.mesh.pp
+        for host, stage in zip(hosts, self._stages, strict=True):
+            numbers[host] += self._numbers(stage.blocks)
+        each = self._workload.optimizer.traffic + self._workload.gradient_width
+        return max(numbers) * each / self._device.copy_bytes
+
+    def _ends(self) -> float:
+        """Time of what no computation hides: the first gather and the last reduction, of parameters outside blocks.
+
+        Reductions that wait for the last microbatch are hidden behind its backward alone. Where no strategy reduces
+        gradients, they are summed over ``cp`` after the last backward.
+        """
+        effect, cp = self._effect, axis_group(self._layout.mesh, "cp")
+        if effect.gathers == "never":
+            width = self._workload.gradient_width
+            sizes = (width * self._numbers(stage.blocks) for stage in self._stages)
+            return max(seconds("all_reduce", size, cp, self._device) for size in sizes)
+        outside = [block for block in self._stages[0].blocks if not block.is_block]
+        exposed = self._gather(outside)[0] + sum(self._reduce(outside)[:2])
+        longest = 0.0
+        for stage, tally in zip(self._stages, self._tallies(), strict=True):
+            sums, replicas, _ = self._reduce(stage.blocks)
+            waiting = {"last": sums + replicas, "replicas_last": replicas}.get(effect.reduces, 0.0)
+            hidden = min(waiting, tally.backward)
+            longest = max(longest, waiting - hidden + self._device.interference * hidden)
+        return exposed + longest
+
+
+_AXES = {
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "pp": "pipeline",
+    "dp_shard": "data parallelism",
+    "dp_replicate": "data parallelism",
+}

@@ -1,0 +1,213 @@
+"""What a job computes, whatever its layout: its model, lengths, number formats and optimizer. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, reduce
+from operator import or_
+from typing import Any
+
+from d9d_core.components.instantiate import instantiate
+from d9d_core.config.base import PluginConfig, ScheduleConfig
+from d9d_core.config.inner import choose
+from d9d_core.config.job import JobConfig, Mesh
+from d9d_core.errors import BuildError, JobError
+from d9d_core.plugin.records import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
+from d9d_core.plugin.registry import Registry
+from d9d_core.program.actions import Program
+from d9d_core.program.costs import OptimizerCost, Share, Simulate, StageCost, StrategyCost
+from d9d_core.program.validation import placement
+from d9d_core.protocols.model import Stage
+
+from d9d_engine.planner.layout import DataGroups, Layout
+from d9d_engine.planner.live import Moment, moments
+from d9d_engine.planner.options import Options
+
+_WIDTHS = {"float32": 4, "bfloat16": 2}
+
+
+class Workload:
+    """Work of a job, from which the costs of any of its layouts follow.
+
+    Args:
+        job: the job.
+        registry: meaning of its names.
+        views: of the mesh.
+
+    Attributes:
+        notes: what could not be counted, and what was assumed in its place.
+
+    Raises:
+        JobError: nothing describes the cost of the model, or the job trains in a way that no cost description covers.
+    """
+
+    def __init__(self, job: JobConfig, registry: Registry, views: Mapping[str, ViewSpec]) -> None:
+        self.job, self.registry, self.views = job, registry, views
+        self.notes: list[str] = []
+        model = choose(registry, "model", "model", job.model)
+        spec = model.spec
+        if not isinstance(spec, ModelSpec) or spec.cost is None:
+            raise JobError(
+                f"model: {model.entry} has no cost description (ModelSpec.cost), so nothing can be predicted"
+            )
+        if job.peft is not None:
+            raise JobError("peft: costs of fine-tuning methods are not described, so nothing can be predicted")
+        self._cost: Any = spec.cost.load()
+        self._stages: dict[Any, list[StageCost]] = {}
+        self._programs: dict[Any, Sequence[Program]] = {}
+        self._rhythms: dict[Any, tuple[list[int], list[list[Moment]]]] = {}
+        self._effects: dict[tuple[int, ...], tuple[tuple[PluginConfig, ...], StrategyCost]] = {}
+        self._groups: dict[Mesh, DataGroups] = {}
+
+    @cached_property
+    def options(self) -> Options:
+        """Strategies and schedules that other layouts of the job may use."""
+        return Options(self.job, self.registry)
+
+    @cached_property
+    def length(self) -> int:
+        """Positions of a sample; the longest one that the model is meant for, if the data does not tell."""
+        length = getattr(self.job.data, "sequence_length", None)
+        if isinstance(length, int):
+            return length
+        longest = getattr(self.job.model, "max_positions", None)
+        if not isinstance(longest, int):
+            raise JobError("data: neither the data nor the model says how long samples are")
+        self.notes.append(f"data does not say how long samples are; counted as max_positions, {longest:,}")
+        return longest
+
+    @cached_property
+    def parameter_width(self) -> int:
+        """Bytes of a stored parameter."""
+        return _WIDTHS[self.job.precision.parameters]
+
+    @cached_property
+    def gradient_width(self) -> int:
+        """Bytes of a stored gradient."""
+        return _WIDTHS[self.job.gradients.accumulate or self.job.precision.parameters]
+
+    @cached_property
+    def optimizer(self) -> OptimizerCost:
+        """Cost of the optimizer for each parameter."""
+        chosen = choose(self.registry, "optimizer", "optimizer", self.job.optimizer)
+        width = self.parameter_width
+        if isinstance(chosen.spec, OptimizerSpec) and chosen.spec.cost is not None:
+            cost: OptimizerCost = chosen.spec.cost.load()(self.job.optimizer, width)
+            return cost
+        self.notes.append(f"optimizer {chosen.entry} has no cost description; counted with two moments")
+        return OptimizerCost(state=2 * width, traffic=7 * width)
+
+    def strategy(self, layout: Layout) -> StrategyCost:
+        """Effect of all strategies of a layout."""
+        key = tuple(map(id, layout.parallel))
+        if key not in self._effects:
+            effects = (self._effect(config) for config in layout.parallel)
+            self._effects[key] = layout.parallel, reduce(or_, effects, StrategyCost())  # keeps what has these ids
+        return self._effects[key][1]
+
+    def _effect(self, config: PluginConfig) -> StrategyCost:
+        spec = self.registry.find("strategy", config.selector).spec
+        if not isinstance(spec, StrategySpec) or spec.cost is None:
+            return StrategyCost()
+        effect: StrategyCost = spec.cost.load()(config)
+        return effect
+
+    def groups(self, layout: Layout) -> DataGroups:
+        """Data-parallel groups of a layout."""
+        mesh = layout.mesh
+        if mesh not in self._groups:
+            self._groups[mesh] = DataGroups.of(mesh, self.views)
+        return self._groups[mesh]
+
+    def compute_width(self, effect: StrategyCost) -> int:
+        """Bytes of a number in forward and backward."""
+        if self.job.precision.autocast is not None:
+            return _WIDTHS[self.job.precision.autocast]
+        return effect.compute_width or self.parameter_width
+
+    def stages(self, layout: Layout, memory: float, count: int | None = None) -> list[StageCost]:
+        """Costs of all stages, for one microbatch and one rank.
+
+        Args:
+            layout: the layout.
+            memory: bytes of the device.
+            count: number of stages; by default, those of the schedule.
+
+        Raises:
+            D9dError: the model cannot be laid out so.
+        """
+        effect, mesh = self.strategy(layout), layout.mesh
+        share = Share(
+            layout.microbatch,
+            self.length,
+            mesh.tp,
+            mesh.cp,
+            mesh.ep,
+            self.compute_width(effect),
+            effect.compiled,
+            memory,
+        )
+        count = count or len(self.hosts(layout))
+        given = layout.pipeline.layers if isinstance(layout.pipeline, ScheduleConfig) else None
+        key = (share, count, given)
+        if key not in self._stages:
+            costs = [self._cost(self.job.model, Stage(index, count, given), share) for index in range(count)]
+            same: dict[StageCost, StageCost] = {}
+            # Stages that are alike are one object, which is cheap to compare.
+            self._stages[key] = [same.setdefault(cost, cost) for cost in costs]
+        return self._stages[key]
+
+    def programs(self, layout: Layout, microbatches: int) -> Sequence[Program]:
+        """Programs of all pipeline ranks for some microbatches; not validated, as a job's own are.
+
+        Raises:
+            BuildError: the schedule cannot do that.
+        """
+        assert layout.pipeline is not None
+        key = (layout.pipeline.model_dump_json(), layout.mesh.pp, microbatches)
+        if key not in self._programs:
+            schedule = instantiate(choose(self.registry, "schedule", "pipeline", layout.pipeline), layout.pipeline)
+            try:
+                self._programs[key] = schedule(layout.mesh.pp, microbatches)
+            except ValueError as error:
+                raise BuildError(f"pipeline: {error}") from error
+        return self._programs[key]
+
+    def hosts(self, layout: Layout) -> list[int]:
+        """Stage -> pipeline rank that has it."""
+        return self._rhythm(layout)[0]
+
+    def moments(self, layout: Layout) -> list[list[Moment]]:
+        """Moments at which each pipeline rank may need most memory."""
+        return self._rhythm(layout)[1]
+
+    def _rhythm(self, layout: Layout) -> tuple[list[int], list[list[Moment]]]:
+        """Hosts and moments of a layout; further microbatches repeat those of the first ones."""
+        if layout.pipeline is None:
+            return [0], [[Moment(((0, 1),), 0, frozenset((0,) if layout.microbatches > 1 else ()))]]
+        count = min(layout.microbatches, steady(layout.mesh.pp))
+        key = (layout.pipeline.model_dump_json(), layout.mesh.pp, count)
+        if key not in self._rhythms:
+            programs = self.programs(layout, count)
+            found = {stage: rank for rank, held in enumerate(placement(programs)) for stage in held}
+            hosts = [found[stage] for stage in range(len(found))]
+            self._rhythms[key] = hosts, [moments(program) for program in programs]
+        return self._rhythms[key]
+
+    def simulator(self, layout: Layout) -> Simulate:
+        """Simulator of the layout's schedule.
+
+        Raises:
+            JobError: the schedule has none.
+        """
+        assert layout.pipeline is not None
+        entry = self.registry.find("schedule", layout.pipeline.selector)
+        if not isinstance(entry.spec, ScheduleSpec) or entry.spec.simulate is None:
+            raise JobError(f"pipeline: schedule {entry} cannot be simulated (ScheduleSpec.simulate)")
+        found: Simulate = entry.spec.simulate.load()
+        return found
+
+
+def steady(ranks: int) -> int:
+    """Number of microbatches after which the actions of each rank repeat."""
+    return 2 * ranks

@@ -1,0 +1,122 @@
+"""Costs of the ops of this package, for cost descriptions of models. Imports no torch.
+
+Traffic is that of fused code: each op reads its inputs and writes its outputs once. All sizes are those of one rank.
+"""
+
+from __future__ import annotations
+
+from d9d_core.extend import OpCost
+
+#: Logits that are kept for the backward, as part of the device's memory; see
+#: :data:`d9d_nn.ops.linear_cross_entropy.KEPT_ELEMENTS`.
+_KEPT_PART = 20
+#: Bytes of the logits of one chunk.
+_CHUNK_BYTES = 1 << 30
+_FLOAT32 = 4
+
+
+def linear(name: str, rows: float, features: int, outputs: float, width: int, *, keeps_input: bool = True) -> OpCost:
+    """Cost of a linear layer: one product forward, two backward.
+
+    Args:
+        name: of the op.
+        rows: rows of the input.
+        features: columns of the input.
+        outputs: columns of the output.
+        width: bytes of a number.
+        keeps_input: no op before it keeps the same tensor for the backward.
+    """
+    flops = 2 * rows * features * outputs
+    traffic = width * (rows * (features + outputs) + features * outputs)
+    kept = width * rows * features if keeps_input else 0.0
+    return OpCost(name, "product", flops, 2 * flops, traffic, 2 * traffic, kept)
+
+
+def rms_norm(name: str, rows: float, features: int, width: int) -> OpCost:
+    """Cost of an RMSNorm of rows, fused with the residual addition in front of it: both inputs, sum and output."""
+    size = width * rows * features
+    return OpCost(name, "memory", traffic=4 * size, backward_traffic=5 * size, kept=size + _FLOAT32 * rows)
+
+
+def rotated_heads(rows: float, heads: float, head_dim: int, width: int) -> OpCost:
+    """Cost of head norms and rotation of queries and keys, which keep both of them as they were before."""
+    size = width * rows * heads * head_dim
+    return OpCost(
+        "head norms, rope", "memory", traffic=2 * size, backward_traffic=3 * size, kept=size + _FLOAT32 * rows * heads
+    )
+
+
+def attention(
+    rows: float, keys: float, query_heads: float, key_value_heads: float, head_dim: int, width: int
+) -> OpCost:
+    """Cost of fused attention, which keeps queries, keys, values, the output and the sums of its softmax.
+
+    The backward computes scores again: five products in place of two (Dao et al. 2022, "FlashAttention").
+
+    Args:
+        rows: queries.
+        keys: keys that a query sees on average.
+        query_heads: query heads of this rank.
+        key_value_heads: key and value heads of this rank.
+        head_dim: features of a head.
+        width: bytes of a number.
+    """
+    flops = 4 * rows * keys * query_heads * head_dim
+    size = width * rows * head_dim * (2 * query_heads + 2 * key_value_heads)
+    kept = size + _FLOAT32 * rows * query_heads
+    return OpCost("attention", "attention", flops, 2.5 * flops, size, 2 * size, kept)
+
+
+def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpCost:
+    """Cost of the gate of SwiGLU; compiled, its output is computed again in the backward rather than kept."""
+    size = width * rows * features
+    # Without a compiler, silu(gate) and the product behind it are kept, too, and written and read once more.
+    extra = 0 if compiled else 2
+    traffic, backward = (3 + extra) * size, (6 + extra) * size
+    return OpCost("silu_mul", "memory", traffic=traffic, backward_traffic=backward, kept=(2 + extra) * size)
+
+
+def embedding(rows: float, words: float, features: int, width: int) -> OpCost:
+    """Cost of a look-up; the gradient is a dense tensor, which is cleared and added up."""
+    size = width * rows * features
+    return OpCost(
+        "embedding",
+        "memory",
+        traffic=2 * size,
+        backward_traffic=3 * size + 2 * width * words * features,
+        kept=8 * rows,
+    )
+
+
+def linear_cross_entropy(
+    rows: float, features: int, words: float, width: int, memory: float
+) -> tuple[tuple[OpCost, OpCost], float]:
+    """Cost of projection and loss in chunks, and bytes that the backward needs besides.
+
+    Logits that fit a part of the device's memory are kept and become their own gradient; those of other tokens are
+    computed again in the backward.
+
+    Args:
+        rows: predicted tokens.
+        features: features of the hidden states.
+        words: words of the vocabulary on this rank.
+        width: bytes of a number.
+        memory: bytes of the device.
+    """
+    logits, flops = width * rows * words, 2 * rows * features * words
+    kept = min(logits, memory / _KEPT_PART)
+    again = 1 - kept / logits if logits else 0.0
+    product = OpCost(
+        "head",
+        "product",
+        flops,
+        (2 + again) * flops,
+        width * (rows * features + words * features) + logits,
+        2 * width * (rows * features + words * features) + (2 + again) * logits,
+        kept + width * rows * features,
+    )
+    loss = OpCost("loss", "memory", traffic=logits, backward_traffic=2 * logits, kept=(_FLOAT32 + 8) * rows)
+    chunk = min(logits - kept, _CHUNK_BYTES)
+    # The weight's gradient, in float32 where chunks add up, and that of the hidden states.
+    gradient = (_FLOAT32 if chunk else width) * words * features
+    return (product, loss), chunk + gradient + width * rows * features

@@ -1,0 +1,61 @@
+"""Effects of the strategies on the cost of a job, from their configs alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from d9d_core.extend import StrategyCost
+
+from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
+from d9d_parallel.compile.config import CompileConfig
+from d9d_parallel.data_parallel.config import DataParallelConfig, ReplicateConfig, ShardedConfig
+
+_REDUCES: dict[str, Literal["each", "replicas_last", "last"]] = {
+    "nothing": "each",
+    "all_reduce": "replicas_last",
+    "everything": "last",
+}
+_WIDTHS = {"float32": 4, "bfloat16": 2}
+
+
+def replicated(config: ReplicateConfig) -> StrategyCost:
+    """Effect of ``replicate``: FSDP2 with shards over ``cp`` alone, gathered once for forward and backward."""
+    return _data_parallel(config, StrategyCost(shards=True, gathers="once", reduces="each"))
+
+
+def sharded(config: ShardedConfig) -> StrategyCost:
+    """Effect of ``fsdp`` and ``hsdp``. Resharding to smaller groups is counted as resharding to all."""
+    gathers: Literal["once", "twice"] = "twice" if config.reshard_after_forward else "once"
+    return _data_parallel(config, StrategyCost(shards=True, gathers=gathers, reduces="each"))
+
+
+def _data_parallel(config: DataParallelConfig, effect: StrategyCost) -> StrategyCost:
+    compute, summed = config.compute_dtype, config.reduce_dtype
+    reduces: Literal["each", "replicas_last", "last"] = _REDUCES[config.defer]
+    formats = StrategyCost(
+        reduces=reduces,
+        compute_width=None if compute is None else _WIDTHS[compute],
+        reduce_width=None if summed is None else _WIDTHS[summed],
+        offloads=config.offload,
+    )
+    return effect | formats
+
+
+def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
+    """Settings that communicate less for more memory: gradients reduced once a step, whole parameters kept."""
+    later = config.model_copy(update={"defer": "everything"})
+    found = [later] if config.defer == "nothing" else []
+    if isinstance(config, ShardedConfig) and config.reshard_after_forward is True:
+        found.append(later.model_copy(update={"reshard_after_forward": False}))
+    return found
+
+
+def checkpointed(config: ActivationCheckpointingConfig) -> StrategyCost:
+    """Effect of ``activation_checkpointing``; patterns of blocks and operators count as if there were none."""
+    return StrategyCost(recomputed=1 / config.every)
+
+
+def compiled(config: CompileConfig) -> StrategyCost:
+    """Effect of ``compile``; backends other than inductor fuse nothing."""
+    return StrategyCost(compiled=config.backend == "inductor")

@@ -1,0 +1,21 @@
+"""Simulated seconds of a step, for planners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from d9d_core.extend import Program, StageTimes
+
+from d9d_pipeline.simulator.costs import Costs
+from d9d_pipeline.simulator.run import simulate
+
+
+def seconds(programs: Sequence[Program], times: StageTimes) -> float:
+    """Seconds of a step, from the first action of any rank to the last one. Overlapped pairs hide nothing.
+
+    Raises:
+        BuildError: the programs are invalid, or wait for one another forever.
+        ValueError: times are given for another number of stages.
+    """
+    costs = Costs(forward=times.forward, backward=times.backward, weight=times.weight, transfer=times.transfer)
+    return simulate(programs, costs).makespan

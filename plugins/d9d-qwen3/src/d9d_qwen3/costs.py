@@ -1,0 +1,184 @@
+"""Cost description of Qwen3 models, from their config alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from d9d_core.extend import BlockCost, BuildError, Exchange, OpCost, Share, Stage, StageCost
+from d9d_moe.costs import dispatch, grouped_swiglu, permutation, router
+from d9d_nn.costs import attention, embedding, linear, linear_cross_entropy, rms_norm, rotated_heads, silu_mul
+
+from d9d_qwen3.config import Qwen3Config
+from d9d_qwen3.flops import keys_of
+from d9d_qwen3.moe_config import AnyQwen3Config, Qwen3MoeConfig
+from d9d_qwen3.stages import layers_of
+
+
+def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
+    """Cost of a stage: embedding, layers, and final norm with heads.
+
+    Heads of kind causal_lm count; other heads are small beside them.
+
+    Raises:
+        BuildError: the ranks of ``tp`` cannot share the heads, or those of ``ep`` the experts.
+    """
+    _check(config, share)
+    blocks: list[BlockCost] = []
+    if stage.is_first:
+        blocks.append(_embedding(config, share))
+    for (layer, _), count in Counter(_alike(config, layers_of(config, stage))).items():
+        blocks.append(replace(_layer(config, layer, share), count=count))
+    if stage.is_last:
+        blocks.append(_heads(config, stage, share))
+    boundary = 0.0 if stage.is_last else _state(config, share)
+    return StageCost(tuple(blocks), boundary)
+
+
+def _alike(config: AnyQwen3Config, layers: range) -> Iterator[tuple[int, object]]:
+    """For each layer, the first one that costs the same: of the same kind, with the same window."""
+    first: dict[object, int] = {}
+    for layer in layers:
+        kind = (config.window(layer), isinstance(config, Qwen3MoeConfig) and layer in config.dense_layers)
+        yield first.setdefault(kind, layer), kind
+
+
+def _check(config: AnyQwen3Config, share: Share) -> None:
+    tp, heads, pairs = share.tensor, config.num_attention_heads, config.num_key_value_heads
+    if heads % tp:
+        raise BuildError(f"mesh.tp is {tp}, which does not divide the {heads} query heads of the model")
+    if pairs % tp and tp % pairs:
+        raise BuildError(f"mesh.tp is {tp}: {pairs} key and value heads can be neither split over it nor repeated")
+    if share.length % (tp * share.context):
+        raise BuildError(f"{share.length} positions cannot be split over tp = {tp} and cp = {share.context}")
+    if isinstance(config, Qwen3MoeConfig):
+        if config.num_experts % share.experts:
+            raise BuildError(f"mesh.ep is {share.experts}, which does not divide {config.num_experts} experts")
+    elif share.experts > 1:
+        raise BuildError(f"mesh.ep is {share.experts}, but the model has no experts")
+    if (isinstance(config, Qwen3Config) or config.dense_layers) and config.intermediate_size % tp:
+        raise BuildError(f"mesh.tp is {tp}, which does not divide {config.intermediate_size} features of layers")
+
+
+def _state(config: AnyQwen3Config, share: Share) -> float:
+    """Bytes of the residual stream of this rank, which holds S / tp positions of each sample."""
+    return share.width * share.tokens / share.tensor * config.hidden_size
+
+
+def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
+    width, hidden, tp = share.width, config.hidden_size, share.tensor
+    tokens, own = share.tokens, share.tokens / share.tensor
+    queries = config.num_attention_heads / tp
+    # Where there are fewer key and value heads than ranks, several ranks compute the same one.
+    pairs = max(config.num_key_value_heads / tp, 1)
+    inside = (queries + 2 * pairs) * config.head_dim
+    norms = rms_norm("attention_norm", own, hidden, width), rms_norm("ffn_norm", own, hidden, width)
+    keys = keys_of(config.window(layer), share.length)
+    ops = [
+        norms[0],
+        linear("query, key, value", tokens, hidden, inside, width),
+        rotated_heads(tokens, queries + pairs, config.head_dim, width),
+        attention(tokens, keys, queries, pairs, config.head_dim, width),
+        linear("output", tokens, int(queries) * config.head_dim, hidden, width, keeps_input=False),
+        norms[1],
+    ]
+    of_projections = (2 * queries + 2 * pairs) * config.head_dim * hidden
+    biases = (inside + hidden) if config.attention_bias else 0
+    parameters = int(of_projections + biases) + 2 * hidden + 2 * config.head_dim
+    forward, backward = _sequence(config, share)
+    if share.context > 1:
+        both = width * share.samples * share.length * 2 * pairs * config.head_dim
+        forward += (Exchange("all_gather", "cp", both),)
+        backward += (Exchange("all_gather", "cp", both), Exchange("reduce_scatter", "cp", both))
+    if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:
+        more, experts = _experts(config, share)
+        sent = dispatch(own, config.experts_per_token, hidden, share.experts, width)
+        ops += [*more]
+        parameters += hidden * config.num_experts
+        return BlockCost(
+            "layer with experts",
+            tuple(ops),
+            parameters,
+            experts,
+            _state(config, share),
+            3 * _state(config, share),
+            (*forward, *sent),
+            (*backward, *sent),
+        )
+    features = config.intermediate_size // tp
+    ops += [
+        linear("gate, up", tokens, hidden, 2 * features, width),
+        silu_mul(tokens, features, width, compiled=share.compiled),
+        linear("down", tokens, features, hidden, width, keeps_input=False),
+    ]
+    parameters += 3 * hidden * features
+    again, back = _sequence(config, share)
+    return BlockCost(
+        "layer",
+        tuple(ops),
+        parameters,
+        0,
+        _state(config, share),
+        2 * width * tokens * features + 3 * _state(config, share),
+        (*forward, *again),
+        (*backward, *back),
+    )
+
+
+def _sequence(config: AnyQwen3Config, share: Share) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
+    """All-gathers and reduce-scatters of positions around one half of a layer, forward and backward."""
+    if share.tensor == 1:
+        return (), ()
+    size = share.width * share.tokens * config.hidden_size
+    pair = (Exchange("all_gather", "tp", size), Exchange("reduce_scatter", "tp", size))
+    return pair, pair
+
+
+def _experts(config: Qwen3MoeConfig, share: Share) -> tuple[list[OpCost], int]:
+    """Ops of router and experts, and parameters of this rank's experts."""
+    hidden, inside, width = config.hidden_size, config.moe_intermediate_size, share.width
+    own = share.tokens / share.tensor
+    experts, rows = config.num_experts // share.experts, own * config.experts_per_token
+    ops = [
+        OpCost("ffn input", "memory", kept=width * own * hidden),
+        *router(own, hidden, config.num_experts, width),
+        permutation(own, rows, hidden, width),
+        *grouped_swiglu(rows, hidden, inside, experts, width, compiled=share.compiled),
+    ]
+    return ops, 3 * experts * hidden * inside
+
+
+def _embedding(config: AnyQwen3Config, share: Share) -> BlockCost:
+    words, hidden = -(-config.vocab_size // share.tensor), config.hidden_size
+    cost = embedding(share.tokens, words, hidden, share.width)
+    size = share.width * share.tokens * hidden
+    back = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
+    out = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()
+    return BlockCost("embedding", (cost,), words * hidden, exchanges=out, backward_exchanges=back, is_block=False)
+
+
+def _heads(config: AnyQwen3Config, stage: Stage, share: Share) -> BlockCost:
+    hidden, width, tokens = config.hidden_size, share.width, share.tokens
+    words = -(-config.vocab_size // share.tensor)
+    ops: list[OpCost] = [rms_norm("norm", tokens / share.tensor, hidden, width)]
+    workspace, parameters = 0.0, hidden
+    for head in config.heads.values():
+        if head.kind == "causal_lm":
+            both, besides = linear_cross_entropy(tokens, hidden, words, width, share.memory)
+            ops += both
+            workspace = max(workspace, besides)
+            # A tied head on another stage than the embedding has a copy of its weight.
+            parameters += 0 if config.tie_embeddings and stage.is_first else words * hidden
+    size = width * tokens * hidden
+    ahead = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
+    back = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()
+    return BlockCost(
+        "norm and heads",
+        tuple(ops),
+        parameters,
+        workspace=workspace,
+        exchanges=ahead,
+        backward_exchanges=back,
+        is_block=False,
+    )

@@ -1,0 +1,279 @@
+"""Predictions agree with what was measured on an H200, and plans are jobs that ``d9d check`` accepts."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from d9d_core.errors import D9dError, JobError
+from d9d_core.job import JobFile
+from d9d_engine.planner.check import predicted, ways_out
+from d9d_engine.planner.device import Device
+from d9d_engine.planner.layout import Layout
+from d9d_engine.planner.prediction import Prediction, predict
+from d9d_engine.planner.search import search
+from d9d_engine.planner.workload import Workload
+from typer.testing import CliRunner
+
+GIB = 2**30
+DENSE = {
+    "name": "qwen3", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_positions": 4096,
+}  # fmt: skip
+EXPERTS = {
+    "name": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "num_layers": 8, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "experts_per_token": 8,
+    "moe_intermediate_size": 768, "max_positions": 4096,
+}  # fmt: skip
+SMALL = {
+    "name": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
+}  # fmt: skip
+
+
+def values(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return {
+        "steps": 10,
+        "model": model,
+        "task": "causal_lm",
+        "data": {"name": "text", "sources": ["x"], "sequence_length": model.get("max_positions", 4096)},
+        "batch": {"size": 4},
+        "parallel": ["compile"],
+        "precision": {"parameters": "bfloat16"},
+        "optimizer": {"name": "adamw", "lr": 1e-4},
+        **sections,
+    }
+
+
+def prediction(model: dict[str, Any], device: str = "h200", **sections: Any) -> Prediction:
+    job = JobFile.from_values(values(model, **sections))
+    return predict(job, job.registry, job.views(), Device.named(device))
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """Exit status and output of ``d9d``."""
+    from d9d_core.cli.app import app
+
+    result = CliRunner().invoke(app, list(arguments))
+    if isinstance(result.exception, D9dError):
+        return result.exception.exit_code, str(result.exception)
+    return result.exit_code, result.output
+
+
+# --- against measurements: one H200, 4 x 4,096 tokens, compiled, parameters and states in bfloat16 -------------------
+
+
+@pytest.mark.parametrize(("model", "gib", "ms"), [(DENSE, 42.3, 360), (EXPERTS, 53.4, 207)], ids=["dense", "experts"])
+def test_memory_and_time_of_one_device_are_as_measured(model: dict[str, Any], gib: float, ms: float) -> None:
+    found = prediction(model)
+    assert found.memory.allocated / GIB == pytest.approx(gib, rel=0.02)
+    assert 1e3 * found.time.total == pytest.approx(ms, rel=0.04)
+
+
+def test_parts_of_the_time_of_a_dense_step_are_as_measured() -> None:
+    parts = prediction(DENSE).time.parts
+    for name, ms in (("products", 242), ("attention", 62), ("elementwise", 40), ("optimizer", 7), ("idle", 4.5)):
+        assert 1e3 * parts[name] == pytest.approx(ms, rel=0.15), name
+
+
+# --- what layouts change ----------------------------------------------------------------------------------------------
+
+
+def test_recomputation_trades_activations_for_a_forward() -> None:
+    plain, recomputed = prediction(DENSE), prediction(DENSE, parallel=["activation_checkpointing", "compile"])
+    assert recomputed.memory.activations < plain.memory.activations / 5
+    assert plain.time.total * 1.2 < recomputed.time.total < plain.time.total * 1.34
+
+
+def test_sharding_divides_what_is_stored() -> None:
+    alone = prediction(DENSE).memory
+    shards = prediction(DENSE, mesh={"dp_shard": 4}, parallel=["compile", "fsdp"], batch={"size": 16}).memory
+    copies = prediction(DENSE, mesh={"dp_replicate": 4}, parallel=["compile", "replicate"], batch={"size": 16}).memory
+    assert (4 * shards.parameters, 4 * shards.optimizer) == (alone.parameters, alone.optimizer)
+    assert (copies.parameters, copies.optimizer) == (alone.parameters, alone.optimizer)
+    assert shards.activations == copies.activations == alone.activations
+
+
+def test_the_first_pipeline_rank_holds_most_microbatches_and_the_last_has_logits() -> None:
+    found = prediction(DENSE, mesh={"pp": 4}, pipeline="1f1b", batch={"size": 16, "microbatch": 1})
+    activations = [rank.activations for rank in found.ranks]
+    assert activations == sorted(activations, reverse=True)
+    assert [rank.logits > 0 for rank in found.ranks] == [False, False, False, True]
+
+
+def test_more_microbatches_make_the_bubble_smaller() -> None:
+    few, many = (
+        prediction(DENSE, mesh={"pp": 4}, pipeline="1f1b", batch={"size": count, "microbatch": 1}).time
+        for count in (4, 32)
+    )
+    assert few.parts["bubble"] / few.total == pytest.approx(3 / 7, abs=0.12)
+    assert many.parts["bubble"] / many.total < 0.15
+
+
+def test_skipping_the_steady_part_of_a_schedule_changes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = {"mesh": {"pp": 2}, "pipeline": "1f1b", "batch": {"size": 24, "microbatch": 1}}
+    shortened = prediction(DENSE, **sections).time.total
+    monkeypatch.setattr("d9d_engine.planner.step_time.steady", lambda ranks: 24 * ranks)
+    assert prediction(DENSE, **sections).time.total == pytest.approx(shortened)
+
+
+def test_tensor_parallelism_shares_activations_and_exchanges_them() -> None:
+    alone, shared = prediction(DENSE), prediction(DENSE, mesh={"tp": 2}, parallel=["compile", "tensor_parallel"])
+    assert 0.5 < shared.memory.activations / alone.memory.activations < 0.65
+    assert shared.time.parts["tensor parallelism"] > 0
+
+
+def test_context_parallelism_shares_activations_and_sums_gradients() -> None:
+    alone, shared = prediction(DENSE), prediction(DENSE, mesh={"cp": 2}, parallel=["compile", "context_parallel"])
+    assert 2 * shared.memory.activations == pytest.approx(alone.memory.activations, rel=0.01)
+    assert shared.memory.parameters == alone.memory.parameters
+    assert shared.time.parts["context parallelism"] > 0
+    assert shared.time.parts["data parallelism"] > 0  # nothing hides the sum of gradients
+    sections = {"mesh": {"cp": 2, "dp_replicate": 2}, "parallel": ["compile", "context_parallel", "replicate"]}
+    replicas = prediction(DENSE, **sections)
+    assert 2 * replicas.memory.parameters == alone.memory.parameters  # replicate shards over cp
+
+
+# --- d9d check --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"mesh": {"tp": 2, "dp_shard": 2}, "parallel": ["tensor_parallel", "fsdp"]},
+        {"mesh": {"pp": 2}, "pipeline": "1f1b", "batch": {"size": 4, "microbatch": 1}},
+        {"mesh": {"cp": 2, "dp_replicate": 2}, "parallel": ["context_parallel", "replicate"]},
+        {"precision": {"parameters": "float32"}},
+    ],
+    ids=["one", "tp, fsdp", "pp", "cp, replicate", "float32"],
+)
+def test_what_is_stored_is_what_the_plan_on_the_meta_device_counts(sections: dict[str, Any]) -> None:
+    from d9d_engine.api import Job
+
+    job = Job.from_values(values(SMALL, **sections))
+    counted = job.plan().memory
+    found = predict(job, job.registry, job.views(), Device.named("h200")).ranks[0]  # type: ignore[arg-type]
+    # Whole tensors are rounded up where ranks do not divide them.
+    assert found.parameters == pytest.approx(counted.parameters, rel=0.03)
+    assert found.optimizer == pytest.approx(counted.optimizer, rel=0.03)
+
+
+def test_tensor_parallelism_over_machines_has_its_price_said() -> None:
+    job = JobFile.from_values(values(DENSE, mesh={"tp": 16}, parallel=["compile", "tensor_parallel"]))
+    wide = [line for line in predicted(job, None) if line.startswith("warning")]
+    assert re.match(r"warning: mesh.tp is 16, wider than a machine of 8 devices: .* take \d+% of a step of", wide[0])
+    narrow = JobFile.from_values(values(DENSE, mesh={"tp": 8}, parallel=["compile", "tensor_parallel"]))
+    assert not [line for line in predicted(narrow, None) if line.startswith("warning")]
+
+
+def test_a_job_that_does_not_fit_is_told_three_ways_out_that_do() -> None:
+    job = JobFile.from_values(values(DENSE))
+    with pytest.raises(JobError, match="the cheapest ways out") as refused:
+        predicted(job, 30 * GIB)
+    text = str(refused.value)
+    assert "this job needs 4" in text
+    assert "which has 30.0 GiB" in text
+    assert re.findall(r"^(\d)\. [\d.]+ s a step", text, re.MULTILINE) == ["1", "2", "3"]
+    device = Device.named("h200").model_copy(update={"memory_gib": 30.0})
+    ways = ways_out(Prediction(Workload(job, job.registry, job.views()), Layout.of(job), device))
+    for way in ways:
+        way.layout.on(job).use(job.registry).check(way.layout.mesh.world_size)
+        assert way.fits
+
+
+def test_where_no_smaller_microbatch_helps_more_devices_do() -> None:
+    job = JobFile.from_values(values(DENSE, batch={"size": 8}))
+    device = Device.named("h200").model_copy(update={"memory_gib": 14.0})
+    ways = ways_out(Prediction(Workload(job, job.registry, job.views()), Layout.of(job), device))
+    assert ways
+    assert all(way.layout.mesh.world_size > 1 and way.fits for way in ways)
+
+
+def test_a_job_that_fits_is_described(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(values(SMALL)))
+    status, output = invoke("check", str(path), "--memory", "80GiB")
+    assert status == 0
+    assert "predicted" in output
+    assert "GiB (" in output
+
+
+def test_a_size_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(values(SMALL)))
+    assert invoke("check", str(path), "--memory", "80")[1].startswith("--memory: '80' is no size")
+
+
+# --- d9d plan ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_written_as_a_job_that_check_accepts(tmp_path: Path) -> None:
+    path, out = tmp_path / "job.yaml", tmp_path / "planned.yaml"
+    path.write_text(yaml.safe_dump(values(SMALL, batch={"size": 16})))
+    status, output = invoke("plan", str(path), "--gpus", "8", "--memory", "80GiB", "--top", "3", "--write", str(out))
+    assert status == 0, output
+    assert "bound by" in output
+    written = JobFile.load(out)
+    assert written.mesh.world_size == 8
+    assert invoke("check", str(out), "--memory", "80GiB")[0] == 0
+    assert invoke("plan", str(path), "--gpus", "8", "--write", str(out))[1].endswith("name another file, or remove it")
+
+
+def test_layouts_are_ranked_and_the_pareto_front_is_faster_or_smaller_at_each_point() -> None:
+    job = JobFile.from_values(values(EXPERTS, batch={"size": 64}))
+    found = search(Workload(job, job.registry, job.views()), 8, Device.named("h200"))
+    times = [one.time.total for one in found.ranked]
+    assert times == sorted(times)
+    sizes = [one.memory.needed for one in found.pareto]
+    assert sizes == sorted(sizes, reverse=True)
+    assert all(one.fits and one.layout.mesh.world_size == 8 for one in found.ranked)
+
+
+def test_a_plan_for_too_few_devices_says_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(values({"name": "qwen3_moe", "preset": "235b-a22b"}, batch={"size": 8})))
+    status, output = invoke("plan", str(path), "--gpus", "2", "--memory", "80GiB")
+    assert status == 2
+    assert "no layout on 2 devices fits into 80.0 GiB" in output
+
+
+def test_a_batch_that_no_layout_divides_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(values(SMALL, batch={"size": 1})))
+    assert "no layout on 7 devices is legal" in invoke("plan", str(path), "--gpus", "7")[1]
+
+
+def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Path) -> None:
+    path, rates = tmp_path / "job.yaml", tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(values(SMALL, device="cpu")))
+    status, output = invoke("plan", str(path), "--gpus", "1", "--calibrate", str(rates))
+    assert status == 0, output
+    measured, known = Device.named(str(rates)), Device.named("h200")
+    assert 0 < measured.product < known.product
+    assert 0 < measured.copy_bytes < known.copy_bytes
+    assert measured.grouped_product / measured.product == pytest.approx(known.grouped_product / known.product)
+    assert measured.network == known.network
+    assert invoke("plan", str(path), "--gpus", "1", "--gpu", str(rates))[0] == 0
+    assert "exists" in invoke("plan", str(path), "--calibrate", str(rates))[1]
+
+
+def test_a_fine_tuning_method_is_not_predicted_and_said_so() -> None:
+    job = JobFile.from_values(values(SMALL, peft={"name": "lora", "r": 4, "targets": ["*q_proj"]}))
+    assert predicted(job, None)[0].startswith("not predicted: peft: costs of fine-tuning methods")
+    with pytest.raises(JobError, match="costs of fine-tuning methods"):
+        predicted(job, 80 * GIB)
+
+
+@pytest.mark.thorough
+def test_a_large_model_is_planned_for_4096_devices_in_a_minute(tmp_path: Path) -> None:
+    path, out = tmp_path / "job.yaml", tmp_path / "planned.yaml"
+    path.write_text(yaml.safe_dump(values({"name": "qwen3_moe", "preset": "235b-a22b"}, batch={"size": 4096})))
+    start = time.process_time()
+    assert invoke("plan", str(path), "--gpus", "4096", "--memory", "141GB", "--write", str(out))[0] == 0
+    assert time.process_time() - start < 60
+    assert invoke("check", str(out), "--world-size", "4096", "--memory", "141GB")[0] == 0
