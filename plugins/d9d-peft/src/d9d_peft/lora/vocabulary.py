@@ -98,8 +98,9 @@ class AdaptedHead(Adapted):
         with torch.device(self.weight.device):
             self.lora_head_A = Down(features, rank, std=0.0).to(self.weight.dtype)
             self.lora_head_B = WordFactor(words, rank).to(self.weight.dtype)
-        sizes = {"features": features + rank, "vocabulary": words}
-        self.lora_cross_entropy = OpSlot("linear_cross_entropy", linear_cross_entropy, **sizes)
+        self.lora_cross_entropy = OpSlot(
+            "linear_cross_entropy", linear_cross_entropy, features=features + rank, vocabulary=words
+        )
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the head, and of the loss with the term."""
