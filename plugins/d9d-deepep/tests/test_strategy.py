@@ -9,6 +9,7 @@ import d9d_deepep.plugin
 import d9d_moe.plugin
 import pytest
 import torch
+from d9d_core.extend import StepShape
 from d9d_core.plugin import Registry
 from d9d_core.plugin.capabilities import Chosen, Circumstances, judge
 from d9d_deepep.config import DeepEPConfig
@@ -50,6 +51,9 @@ def test_all_layers_share_one_dispatcher_over_ep() -> None:
     assert first is second
     assert (first.experts, first.local) == (8, 4)
     assert applied.modules == ("0", "1")
+    assert applied.collectives is not None
+    listed = list(applied.collectives(StepShape(("forward", "backward"), samples=2, positions=8, itemsize=2)))
+    assert [(one.kind, one.ranks, one.count) for one in listed] == [("all_to_all", (0, 1), 1)] * 8
 
 
 def reasons(device: str = "cuda") -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from d9d_core.extend import Applied, Topology
-from d9d_moe.expert_parallel.dispatchers import replace_dispatchers
+from d9d_core.extend import Applied, HasExperts, Topology, modules_with
+from d9d_moe.expert_parallel.dispatchers import experts_of, replace_dispatchers
 from torch import nn
 
+from d9d_deepep.communication import DeepEPCommunication
 from d9d_deepep.config import DeepEPConfig
 from d9d_deepep.dispatcher import DeepEPDispatcher
 
@@ -26,4 +27,13 @@ class DeepEP:
         """
         group = topology.group("expert", "ep")
         assert group is not None  # expert_parallel comes first, and needs one
-        return Applied(modules=replace_dispatchers(stage, partial(DeepEPDispatcher, group)))
+        layers = modules_with(stage, HasExperts)
+        communication = DeepEPCommunication(
+            stage,
+            layers,
+            {name: experts_of(layer) for name, layer in layers.items()},
+            topology.grid("expert").group(topology.rank, ["ep"]),
+            topology.sizes["tp"],
+        )
+        modules = replace_dispatchers(stage, partial(DeepEPDispatcher, group))
+        return Applied(modules=modules, collectives=communication)
