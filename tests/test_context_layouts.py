@@ -181,6 +181,28 @@ def test_a_run_goes_on_with_another_method_and_alone(
     assert_passed([made.compare_resumed(*layouts, reference), made.compare_resumed(layouts[1], reference, reference)])
 
 
+def drawn(values: dict[str, Any], plugins: list[str]) -> list[float]:
+    """Number that a rank's model draws in each forward of a step."""
+    job = job_of(values, plugins)
+    trainer = job.build(lambda _: None, topology_here(job))
+    found: list[float] = []
+    trainer.stage.register_forward_hook(lambda *_: found.append(float(torch.rand(()))))
+    trainer.train()
+    return found
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+def test_ranks_draw_for_their_own_positions(table: ModuleType, tmp_path: Path, axis: str) -> None:
+    strategy = {"cp": "context_parallel", "tp": "tensor_parallel"}[axis]
+    values = table.job(tmp_path / "corpus", "float32") | {"mesh": {axis: 2}, "parallel": [strategy], "steps": 1}
+    first, second = World(2).run(drawn, values, list(table.PLUGINS))
+    assert first
+    if axis == "cp":  # so that no two positions of a sample share a dropout
+        assert not {*first} & {*second}
+    else:  # which compute parts of the same positions
+        assert first == second
+
+
 # --- what is refused
 
 

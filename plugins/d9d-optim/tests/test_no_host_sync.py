@@ -22,6 +22,7 @@ from d9d_optim.optimizer.schedule_free import ScheduleFree
 from d9d_optim.optimizer.sgd import SGD
 from d9d_optim.optimizer.stochastic_adamw import StochasticAdamW
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 MAKERS = {
     "adamw": lambda named: AdamW(AdamWConfig(), named),
@@ -57,3 +58,24 @@ def test_step_never_waits_for_the_device(kind: str) -> None:
         optimizer.step(gate)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("divides", [False, True])
+# Fused kernels take tensors without contents, but update none; the optimizer "torch" reads them when it is made.
+@pytest.mark.parametrize("kind", sorted(MAKERS.keys() - {"adam", "adamw", "sgd", "torch"}))
+def test_parameters_in_the_memory_of_the_host_are_updated_beside_those_of_a_device(kind: str, divides: bool) -> None:
+    """With the gate and the divisor on the device; tensors without contents say where operations would mix both."""
+    with FakeTensorMode():
+        named = {
+            name: nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16, device=device))
+            for name, device in (("here", "cuda"), ("there", "cpu"))
+        }
+        optimizer: NamedOptimizer = MAKERS[kind](named)
+        optimizer.init_state()
+        for parameter in named.values():
+            parameter.grad = torch.ones_like(parameter)
+        if divides:
+            optimizer.divide_gradients(torch.ones((), device="cuda"))
+        versions = [parameter._version for parameter in named.values()]
+        optimizer.step(torch.ones((), dtype=torch.bool, device="cuda"))
+    assert all(parameter._version > version for parameter, version in zip(named.values(), versions, strict=True))

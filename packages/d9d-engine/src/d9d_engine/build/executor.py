@@ -109,12 +109,16 @@ def build_frozen_executor(
 
 
 def _draws(job: BaseJob, topology: Topology) -> Callable[[int, int, int], int]:
-    """Seed the draws of a microbatch from the step, its first sample's position in the batch and the stage."""
+    """Seed the draws of a microbatch from the step, its first sample's position in the batch, the stage and the part.
+
+    Ranks of ``cp`` have parts of the same samples; with one seed, their positions would share each dropout.
+    """
     first = topology.data_parallel_rank * (job.batch.size // topology.data_parallel_size)
+    part = topology.coordinate["cp"]
 
     def seed(step: int, index: int, stage: int) -> int:
         keys = ("step", step, "sample", first + index * job.microbatch_size)
-        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()))
+        return derive_seed(job.seed, *keys, *(("stage", stage) if stage else ()), *(("part", part) if part else ()))
 
     return seed
 

@@ -38,7 +38,7 @@ class Boundaries:
         return self._known[stage, shapes]
 
     def announced(self, stage: int, microbatch: Specs) -> Specs:
-        """The same for a microbatch of which only specifications are known."""
+        """Specifications of what a stage hands on, for a microbatch of which only specifications are known."""
         module = self._stages[stage]
         assert isinstance(module, PipelineStage)  # checked when the stages were built
         return {name: self._converted(spec) for name, spec in module.boundary(microbatch).items()}

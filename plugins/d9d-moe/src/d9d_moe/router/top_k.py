@@ -157,7 +157,7 @@ class TopKRouter(BalancedRouter):
         return TopKRouting(indices, weights, scores, counts, limit, incomplete=padding is not None)
 
     def _everywhere(self, choice: Choice) -> Choice:
-        """The same choice, of all positions of the samples. Collective over ``cp``, both ways, if there are losses."""
+        """Choice of all positions of the samples. Collective over ``cp``, both ways, if there are losses."""
         context = self._context
         if context is None or not self.loss_terms():
             return choice

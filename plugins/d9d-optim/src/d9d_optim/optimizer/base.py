@@ -105,8 +105,8 @@ class NamedOptimizer(ABC):
         """Update every trainable parameter that has a gradient.
 
         Args:
-            gate: 0-d bool on the parameters' device. Where it is false, weights, moments and step counts keep their
-                bits. The kernels read it on the device: nothing waits for it.
+            gate: 0-d bool. Where it is false, weights, moments and step counts keep their bits. The kernels read it on
+                the device, and nothing waits for it; but for parameters in the host's memory it is copied there first.
 
         Raises:
             BuildError: :meth:`init_state` was not called.
@@ -115,15 +115,15 @@ class NamedOptimizer(ABC):
         found_inf = gate.logical_not().to(torch.float32)
         divisor, self._divisor = self._divisor, None
         for group in self._groups:
-            names = [name for name in group.names if self._parameters[name].grad is not None]
-            if names:
-                self.apply(self._batch(group, names, state, gate, found_inf, divisor))
+            for device, names in self._by_device(group).items():
+                flags = gate.to(device), found_inf.to(device), None if divisor is None else divisor.to(device)
+                self.apply(self._batch(group, names, state, *flags))
 
     def divide_gradients(self, divisor: Tensor) -> None:
         """Divide the gradients of the coming step by a number, at the step.
 
         Args:
-            divisor: 0-d float32 on the parameters' device.
+            divisor: 0-d float32.
         """
         self._divisor = divisor
 
@@ -221,6 +221,14 @@ class NamedOptimizer(ABC):
         params = [p.to(dtype) for p in narrow.params]
         self.update(replace(narrow, params=params, grads=[g.to(dtype) for g in narrow.grads]))
         narrow.params[0].copy_(params[0])
+
+    def _by_device(self, group: ParameterGroup) -> dict[torch.device, list[str]]:
+        """Names of a group's parameters that have a gradient, by device: some may be in the host's memory."""
+        found: dict[torch.device, list[str]] = {}
+        for name in group.names:
+            if self._parameters[name].grad is not None:
+                found.setdefault(self._parameters[name].device, []).append(name)
+        return found
 
     def _batch(
         self,
