@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "tools" / "bench"
-NAMES = ("records", "timing", "optimizer_step", "kernel_parts", "kernels")
+NAMES = ("records", "timing", "optimizer_step", "kernel_parts", "kernel_block", "kernels")
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is measured, as JSON can hold it."""
     import kernel_parts as parts
+    from kernel_block import measure_block
 
     names = [field.name for field in dataclasses.fields(parts.Sizes)]
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         ("ops", lambda: parts.measure_ops(bench, rates[0])),
         ("loss", lambda: parts.measure_loss(bench)),
         ("optimizers", lambda: parts.measure_optimizers(bench, rates[0])),
-        ("block", lambda: parts.measure_block(bench)),
+        ("block", lambda: measure_block(bench)),
     ):
         if name in options.parts:
             found[name] = run()
