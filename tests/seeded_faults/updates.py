@@ -144,7 +144,7 @@ def clipped_by_own_norm(_job: Job, patch: Patch) -> None:
     clip = Clipper.clip
 
     def own(self: Any, stage_loss: Any, tokens: int) -> Any:
-        norm, limit = self._power(self._topology.device) ** (1 / self._p), self._max_norm
+        norm, limit = self._power(self._topology.device) ** (1 / self._norm.p), self._max_norm
         self._max_norm = None
         result = clip(self, stage_loss, tokens)
         self._max_norm = limit

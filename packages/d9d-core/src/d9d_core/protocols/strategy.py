@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from d9d_core.protocols.topology import Topology
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive"]
-#: Passes of a microbatch through a stage; an ``input_backward`` leaves the gradients of weights for later.
+"""Kind of a collective, or of one side of an exchange between two ranks."""
 Pass = Literal["forward", "backward", "input_backward"]
+"""Pass of a microbatch through a stage; an ``input_backward`` leaves the gradients of weights for later."""
 
 
 @dataclass(frozen=True, slots=True)
