@@ -1,4 +1,4 @@
-"""What d9d explain lists of DeepEP is what a stand-in for its buffer is asked to send."""
+"""Collectives that d9d explain lists of DeepEP are what a stand-in for its buffer is asked to send."""
 
 from __future__ import annotations
 

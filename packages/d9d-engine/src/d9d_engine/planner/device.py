@@ -27,7 +27,7 @@ class Device(Section):
     product: Rate
     """Operations of dense products in bfloat16."""
     product_float32: Rate
-    """The same in float32."""
+    """Operations of dense products in float32."""
     grouped_product: Rate
     """Operations of the grouped products of experts."""
     attention: Rate

@@ -219,5 +219,5 @@ class _Point:
 
     @property
     def total(self) -> float:
-        """What decides which point is the fullest one."""
+        """Bytes by which the fullest point is found."""
         return self.gradients + self.workspace - self.released_activations - self.released_logits

@@ -82,6 +82,6 @@ def plan_table(found: Found, rows: Sequence[Prediction]) -> Table:
 
 
 def _bound(prediction: Prediction) -> str:
-    """What limits a layout: what takes its time, and its memory if that is nearly full."""
+    """Limits of a layout: what takes its time, and its memory if that is nearly full."""
     full = prediction.memory.needed / prediction.device.memory
     return prediction.time.bound + (f", memory {full:.0%} full" if full > 0.9 else "")

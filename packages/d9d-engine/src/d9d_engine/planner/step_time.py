@@ -31,7 +31,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What takes most time, of what another layout could save."""
+        """Largest part of the time that another layout could save."""
         names = [name for name in self.parts if name not in _WORK]
         largest = max(names, key=lambda name: self.parts[name], default=None)
         if largest is None or self.parts[largest] < 0.05 * self.total:

@@ -1,4 +1,4 @@
-"""What a job computes, whatever its layout: its model, lengths, number formats and optimizer. Imports no torch."""
+"""Work of a job, whatever its layout: its model, lengths, number formats and optimizer. Imports no torch."""
 
 from __future__ import annotations
 
