@@ -143,7 +143,7 @@ CASES |= {
     "low-rank terms under cp": ({"cp": 2}, ["context_parallel"], False, {"peft": {"name": "lora", "r": 4}}),
     "cp and stages": ({"cp": 2, "pp": 2}, ["context_parallel"], False, {"pipeline": "1f1b"}),
 }
-OFTEN = ("replicate", "fsdp", "hsdp", "tp", "ep", "pp", "cp, keys gathered", "cp, ring")
+OFTEN = ("fsdp", "tp", "ep", "pp", "cp, ring")
 
 
 def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]:

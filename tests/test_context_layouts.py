@@ -23,6 +23,8 @@ METHODS: dict[str, tuple[int, dict[str, Any]]] = {
     "ring": (2, {"method": "ring"}),
     "hybrid": (4, {"method": "hybrid", "head_ranks": 2}),
 }
+#: Method and window whose documents are kept apart in every run of the tests; the others in thorough ones.
+OFTEN = (("all_gather", None), ("ring", 7))
 
 
 def layout(name: str, *others: Any, **mesh: int) -> Layout:
@@ -74,8 +76,14 @@ def changed(values: dict[str, Any], plugins: list[str], packed: list[list[list[i
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        pytest.param(name, window, marks=() if (name, window) in OFTEN else pytest.mark.thorough)
+        for name in METHODS
+        for window in (None, 7)
+    ],
+)
 def test_another_token_changes_its_own_document_only(
     table: ModuleType, tmp_path: Path, name: str, window: int | None
 ) -> None:

@@ -57,7 +57,7 @@ def test_every_kind_of_model_is_split_as_one_process_computes_it(
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        ("experts", [TP2, SPLIT]),
+        pytest.param("experts", [TP2, SPLIT], marks=pytest.mark.thorough),
         pytest.param("experts", [TP4], marks=pytest.mark.thorough),
         pytest.param("dense", [TP2, TP4, SPLIT], marks=pytest.mark.thorough),
     ],
@@ -84,7 +84,7 @@ METHODS = {
 @pytest.mark.parametrize(
     ("method", "layouts"),
     [
-        ("dora", [SPLIT]),
+        pytest.param("dora", [SPLIT], marks=pytest.mark.thorough),
         ("ia3", [SPLIT]),
         pytest.param("dora", [TP2, TP4], marks=pytest.mark.thorough),
         pytest.param("ia3", [TP2, TP4], marks=pytest.mark.thorough),
@@ -103,7 +103,12 @@ def test_magnitudes_and_scales_are_split_with_their_layers(
 
 @pytest.mark.parametrize(
     ("method", "layout"),
-    [("lora", TP4), ("lora", SPLIT), ("dora", SPLIT), ("ia3", SPLIT)],
+    [
+        pytest.param("lora", TP4, marks=pytest.mark.thorough),
+        ("lora", SPLIT),
+        pytest.param("dora", SPLIT, marks=pytest.mark.thorough),
+        pytest.param("ia3", SPLIT, marks=pytest.mark.thorough),
+    ],
     ids=["lora over four", "lora", "dora", "ia3"],
 )
 def test_terms_are_merged_for_an_export_as_one_process_does(
