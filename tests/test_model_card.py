@@ -258,6 +258,7 @@ def sharded_card(directory: str) -> bytes:
     return trained_card(directory, mesh={"dp_shard": 2}, parallel=["fsdp"])
 
 
+@pytest.mark.thorough
 def test_exports_of_two_layouts_have_the_same_card(world: Callable[..., Any], tmp_path: Path) -> None:
     alone = trained_card(str(tmp_path / "alone"))
     assert world(2).run(sharded_card, str(tmp_path / "sharded")) == [alone, alone]

@@ -57,6 +57,7 @@ def test_dynamic_positions_of_a_document_do_not_depend_on_what_it_is_padded_with
     assert_passed(Harness(values, table.PLUGINS, 2).compare(LAYOUTS[:1], reference=REFERENCE))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("microbatch", [2, BATCH])
 def test_tokens_are_those_of_documents_without_padding(table: ModuleType, tmp_path: Path, microbatch: int) -> None:
     values = job(table, tmp_path) | {

@@ -56,6 +56,7 @@ def run(write: Write, lengths: Sequence[int], **sections: Any) -> tuple[list[str
     return [note for note in notes if "compil" in note], events
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -278,6 +278,7 @@ def test_an_address_of_an_unusual_driver_is_an_error_of_ours(url: str) -> None:
             use()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("values", "why"),
     [

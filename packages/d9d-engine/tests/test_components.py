@@ -28,6 +28,7 @@ MakeJob = Callable[..., Job]
 pytestmark = pytest.mark.smoke
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["open", "write", "flush", "close"])
 def test_a_failing_tracker_is_reported_once_and_never_ends_training(job: MakeJob, tmp_path: Path, mode: str) -> None:
     failing = {"name": "toy_tracker", "path": str(tmp_path / "calls"), "fails_in": mode}

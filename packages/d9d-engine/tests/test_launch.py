@@ -227,6 +227,7 @@ def test_sigterm_during_start_up_ends_well_with_nothing_to_save(
     ]
 
 
+@pytest.mark.thorough
 def test_sigterm_to_a_process_that_has_hardly_begun_ends_well(start: Run) -> None:
     process = start("long")
     # Not any of the launcher's children: to import torch, it starts one, too.

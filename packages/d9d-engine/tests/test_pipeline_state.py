@@ -90,6 +90,7 @@ def resume_both(directory: str, split: str, step: int, asynchronous: bool) -> No
         resume(f"{directory}/{kind}", split, step, kind == "sharded", asynchronous)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_run_resumes_with_other_stages(world: type[World], tmp_path: Path, asynchronous: bool) -> None:
     for step, (split, ranks) in enumerate([("even", 4), ("whole", 1), ("other", 2), ("four", 4)], start=1):

@@ -149,6 +149,7 @@ def test_no_file_is_larger_than_the_limit_unless_one_tensor_is(
         assert sum(nbytes[name] for name in part) + nbytes[min(following, key=int)] > limit
 
 
+@pytest.mark.thorough
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(1, 5), max_size=3), st.integers(4, 64), st.randoms())
 def test_any_strides_are_written_through_a_buffer_of_any_size(

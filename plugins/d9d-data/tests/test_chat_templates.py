@@ -127,6 +127,7 @@ def test_templates_of_many_families_are_compared() -> None:
     assert len(PUBLISHED) >= 10
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_renderings_equal_those_of_transformers(name: str) -> None:
     made, rendered = template(name), 0

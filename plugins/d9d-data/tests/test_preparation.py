@@ -76,6 +76,7 @@ def test_shards_and_workers_have_no_say_in_the_result(
         assert files_of(cache) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("malformed", ["error", "skip"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.usefixtures("small_shards")
@@ -325,6 +326,7 @@ def test_workers_end_with_the_process_that_started_them() -> None:
 # --- several processes
 
 
+@pytest.mark.thorough
 def test_processes_that_prepare_the_same_wait_for_one_of_them(mixed: list[str], tmp_path: Path) -> None:
     processes = [start(mixed, tmp_path / "cache") for _ in range(3)]
     outputs = []

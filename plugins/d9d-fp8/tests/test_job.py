@@ -56,6 +56,7 @@ def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in trainer.stage.state_dict().items()}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_gw_hp"])
 def test_a_run_learns_other_weights_under_the_same_names(tmp_path: Path, recipe: str) -> None:
     plain = weights(train(tmp_path / "plain", parallel=[]))

@@ -169,6 +169,7 @@ def with_losses(how: str, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {"tokens": tokens.grad, "weight": made.weight.grad}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["eager", "autocast", "checkpointed", "compiled", "compiled and checkpointed"])

@@ -359,6 +359,7 @@ def test_terms_of_some_experts_matrices_are_in_the_merged_model_and_a_note_says_
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match any targeted module")
 @pytest.mark.filterwarnings("ignore:Found missing adapter keys")  # of layers that are not adapted
 @pytest.mark.parametrize("targets", [["q_proj", "*.experts.*"], ["q_proj", "layers.1.ffn.experts.*"], ["*.experts.*"]])
+@pytest.mark.thorough
 def test_terms_of_experts_are_read_by_the_library_and_start_a_run(
     experts: Path, tmp_path: Path, targets: list[str]
 ) -> None:

@@ -207,6 +207,7 @@ def experts(change: str, capacity: float | None) -> dict[str, Any]:
     return {"traces": traces, "same": same}
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, in torch 2.11
 @pytest.mark.parametrize(
     ("ranks", "change", "capacity"),

@@ -111,6 +111,7 @@ def naive(programs: list[Program], costs: Costs, stages: int, buffers: int | Non
 times = st.floats(min_value=0.1, max_value=3.0)
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(
     generator=st.sampled_from(GENERATORS),

@@ -94,6 +94,7 @@ def test_float32_parameters_are_updated_as_torch_does(
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state_dtype", ["parameter", "float32"])
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])

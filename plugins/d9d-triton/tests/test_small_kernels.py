@@ -234,6 +234,7 @@ def _samples() -> list[tuple[Any, tuple[Any, ...]]]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sample", range(len(_samples())))
 @pytest.mark.filterwarnings("ignore")  # of torch's own tools
 def test_custom_ops_keep_torchs_rules(sample: int) -> None:
