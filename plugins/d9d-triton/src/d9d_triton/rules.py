@@ -45,7 +45,7 @@ RULES: Mapping[str, Rule] = {
         compiled=(BY_NAME, "inductor fuses rotations with the norms before them, in half the time; by name only"),
     ),
     "normed_rope": Rule(
-        eager=(PRIORITY, "one launch each way, where norms and rotations take three, and each reads all heads"),
+        eager=(PRIORITY, "one launch each way, where two norms and a rotation take three"),
         compiled=(BY_NAME, "a block of Qwen3 takes as long with what inductor makes, 10.5 ms; by name only"),
     ),
     "permute": Rule(

@@ -10,21 +10,13 @@ from d9d_engine.planner.prediction import Prediction
 from d9d_engine.planner.search import Found
 
 _GIB = 2**30
+#: Parts that follow from the others, or that no layout changes much.
+_NOT_CHOSEN = ("temporary", "driver and gaps")
 
 
 def memory_line(prediction: Prediction) -> str:
     """Predicted memory of the fullest rank in one line."""
-    memory = prediction.memory
-    parts = {
-        "parameters": memory.parameters,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "logits": memory.logits,
-        "temporary": memory.workspace,
-        "communication": memory.communication,
-        "driver and gaps": memory.outside + memory.fragmentation,
-    }
+    memory, parts = prediction.memory, _parts(prediction)
     shown = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size >= 0.05 * _GIB)
     rank = ""
     if len(prediction.ranks) > 1:
@@ -36,17 +28,24 @@ def memory_line(prediction: Prediction) -> str:
 
 def largest(prediction: Prediction) -> str:
     """The largest parts of a prediction's memory in words."""
+    parts = {name: size for name, size in _parts(prediction).items() if name not in _NOT_CHOSEN}
+    names = sorted(parts, key=lambda name: -parts[name])[:3]
+    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
+
+
+def _parts(prediction: Prediction) -> dict[str, float]:
+    """Bytes of each part of the predicted memory, by its name in tables."""
     memory = prediction.memory
-    parts = {
+    return {
         "parameters": memory.parameters,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
         "logits": memory.logits,
+        "temporary": memory.workspace,
         "communication": memory.communication,
+        "driver and gaps": memory.outside + memory.fragmentation,
     }
-    names = sorted(parts, key=lambda name: -parts[name])[:3]
-    return ", ".join(f"{name} {parts[name] / _GIB:.1f}" for name in names)
 
 
 def time_line(prediction: Prediction) -> str:

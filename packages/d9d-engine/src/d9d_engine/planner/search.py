@@ -41,7 +41,7 @@ class Found:
 
     @property
     def pareto(self) -> list[Prediction]:
-        """Those of which no other one is both faster and smaller."""
+        """Pareto front: layouts of which no other one is both faster and smaller."""
         front: list[Prediction] = []
         for prediction in self.ranked:
             if not front or prediction.memory.needed < front[-1].memory.needed:

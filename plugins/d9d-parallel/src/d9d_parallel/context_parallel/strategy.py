@@ -78,7 +78,7 @@ class ContextParallel:
         )
 
     def _meeting(self, topology: Topology, share: ContextPositions) -> Meeting:
-        """Who exchanges what in attention. Collective over all ranks."""
+        """Exchange between ranks in attention, by method. Collective over all ranks."""
         method, inner, tp = self._config.method, self._config.head_ranks, topology.sizes["tp"]
         if method == "ulysses":
             return Meeting(tp, heads=share.all_ranks)
