@@ -8,7 +8,7 @@ from d9d_core.extend import Deferral
 from torch import Tensor, nn
 from torch.nn import functional
 
-from d9d_nn.ops.deferred import linear
+from d9d_nn.ops.deferred import linear, may_defer
 
 
 class Linear(nn.Linear):
@@ -37,6 +37,11 @@ class Linear(nn.Linear):
         self._deferral = deferral
         return ("weight",)
 
+    @property
+    def defers(self) -> bool:
+        """Whether a product of now leaves its weight gradient for later."""
+        return may_defer(self.weight, self._deferral)
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
         """Map [..., in_features] to [..., out_features]."""
         return self.multiply(input, self._deferral)
@@ -56,3 +61,12 @@ class Linear(nn.Linear):
         if deferral is None:
             return functional.linear(rows, self.weight, self.bias)
         return linear(rows, self.weight, self.bias, deferral)
+
+
+def is_plain(layer: Linear) -> bool:
+    """Whether a layer is a product with its weight and nothing else, so that a kernel may read the weight instead.
+
+    No bias, and nothing that a strategy or a fine-tuning method has put in its place.
+    """
+    has_bias = layer.bias is not None
+    return type(layer) is Linear and not has_bias and "forward" not in vars(layer)

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 
-from d9d_nn.linear import Linear
+from d9d_nn.linear import Linear, is_plain
+from d9d_nn.ops.deferred import as_autocast
 from d9d_nn.ops.silu_mul import silu_mul
+from d9d_nn.ops.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -30,10 +32,12 @@ class SwiGLU(nn.Module):
         self.up_proj = Linear(hidden_size, intermediate_size, std=std)
         self.down_proj = Linear(intermediate_size, hidden_size, std=output_std)
         self.silu_mul = OpSlot("silu_mul", silu_mul, features=intermediate_size)
+        self.swiglu = OpSlot("swiglu", swiglu, parts=("silu_mul",), hidden=hidden_size, features=intermediate_size)
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the gate."""
-        return {"silu_mul": self.silu_mul}
+        """Slot of the gate, and of the whole layer unless somebody has changed one of its projections."""
+        whole = {"swiglu": self.swiglu} if all(map(is_plain, self._projections())) else {}
+        return {"silu_mul": self.silu_mul, **whole}
 
     def tensor_parallel_plan(self) -> Mapping[str, TensorStyle]:
         """Styles of the projections: the inner features are split."""
@@ -41,5 +45,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
+        layers = self._projections()
+        if self.swiglu.backend != "reference" and not any(layer.defers for layer in layers):
+            whole: Tensor = self.swiglu(*map(as_autocast, (hidden, *(layer.weight for layer in layers))))
+            return whole
         out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
         return out
+
+    def _projections(self) -> tuple[Linear, Linear, Linear]:
+        return self.gate_proj, self.up_proj, self.down_proj

@@ -1,1 +1,1 @@
-"""Backend of the op ``rms_norm`` by the library QuACK."""
+"""Backends of the ops ``rms_norm`` and ``swiglu`` by the library QuACK."""

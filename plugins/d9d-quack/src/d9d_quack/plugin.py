@@ -1,4 +1,4 @@
-"""Declaration of the backend by QuACK."""
+"""Declaration of the backends by QuACK."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ D9D_API = 1
 
 @hookimpl
 def d9d_kernels() -> Iterator[KernelSpec]:
-    """Backend of ``rms_norm``."""
+    """Backends of ``rms_norm`` and ``swiglu``."""
     yield KernelSpec(
         name="quack",
         summary="RMSNorm of QuACK, in the CuTe DSL: Hopper and Blackwell. Never chosen by itself.",
         op="rms_norm",
         supports=Ref("d9d_quack.rules:rms_norm"),
         build=Ref("d9d_quack.rms_norm:build"),
+        requires=frozenset({"import:quack"}),
+    )
+    yield KernelSpec(
+        name="quack",
+        summary="Feed-forward layer whose products compute the gate too, in the CuTe DSL; by itself on Hopper.",
+        op="swiglu",
+        supports=Ref("d9d_quack.rules:swiglu"),
+        build=Ref("d9d_quack.swiglu:build"),
         requires=frozenset({"import:quack"}),
     )

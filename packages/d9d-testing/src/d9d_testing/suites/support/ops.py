@@ -115,6 +115,15 @@ def _silu_mul_calls() -> Iterator[Call]:
         yield Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
 
 
+def _swiglu_calls() -> Iterator[Call]:
+    hidden, features = 16, 24
+    weights = {"gate_weight": draw(features, hidden, seed=1), "up_weight": draw(features, hidden, seed=2)}
+    weights["down_weight"] = draw(hidden, features, seed=3)
+    for shape in ((3, 5, hidden), (hidden,), (7, hidden), (2, 0, hidden)):
+        inputs = {"x": draw(*shape, seed=0), **weights}
+        yield Call(f"x {list(shape)}", inputs, {"hidden": hidden, "features": features})
+
+
 def _rope_calls() -> Iterator[Call]:
     for samples, length, query_heads, heads, features, shared in (
         (2, 3, 4, 2, 8, False),
@@ -228,6 +237,7 @@ KNOWN_OPS: Mapping[str, Op] = {
     "silu_mul": Op(
         partial(_plain_slot, "silu_mul", "d9d_nn.ops.silu_mul:silu_mul"), _silu_mul_calls, invoke_plainly
     ),
+    "swiglu": Op(partial(_plain_slot, "swiglu", "d9d_nn.ops.swiglu:swiglu"), _swiglu_calls, invoke_plainly),
     "rope": Op(partial(_plain_slot, "rope", "d9d_nn.ops.rope:rope"), _rope_calls, _invoke_rope),
     "normed_rope": Op(
         partial(_plain_slot, "normed_rope", "d9d_nn.ops.normed_rope:normed_rope"),

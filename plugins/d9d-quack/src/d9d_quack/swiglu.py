@@ -1,0 +1,134 @@
+"""Backend ``quack`` of the op ``swiglu``: the gate is computed where a product leaves its result.
+
+The first product has the gate and up projections side by side, and writes what it computed for the backward, and the
+gated product of both. The backward's first product, the gradient of what was gated, reads the former and writes the
+gradients of both, and once more what was gated. So neither direction has a pass of its own over memory, which for I
+features are 5 and 8 transfers of a row where a fused gate takes 3 and 6 beside products that take 4 and 1.
+
+Shapes: M rows, H features, I features inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from d9d_core.extend import OpSignature
+from torch import Tensor
+
+_FLOATS = (torch.bfloat16, torch.float16)
+
+
+def build(_signature: OpSignature) -> Callable[..., Tensor]:
+    """Backend function; it is the same for all signatures."""
+    return swiglu
+
+
+def swiglu(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> Tensor:
+    """SwiGLU feed-forward layer, see :func:`d9d_nn.ops.swiglu.swiglu`; the gate is computed from float32 sums.
+
+    Args:
+        x: [..., H], bfloat16 or float16.
+        gate_weight: [I, H], as all others in the dtype of ``x``.
+        up_weight: [I, H].
+        down_weight: [H, I].
+
+    Returns:
+        [..., H].
+
+    Raises:
+        TypeError: another dtype, or more than one.
+    """
+    tensors = (x, gate_weight, up_weight, down_weight)
+    found = {tensor.dtype for tensor in tensors}
+    if len(found) > 1 or x.dtype not in _FLOATS:
+        names = ", ".join(sorted(str(dtype) for dtype in found))
+        raise TypeError(f"swiglu.quack: x and its weights must all be bfloat16, or all float16, not {names}")
+    rows = x.reshape(-1, x.shape[-1])
+    if not rows.numel():  # nothing to launch, but a graph that leads to all of them
+        return (rows @ gate_weight.T * (rows @ up_weight.T) @ down_weight.T).view(x.shape)
+    out: Tensor = _forward(rows.contiguous(), gate_weight.contiguous(), up_weight.contiguous(), down_weight)[0]
+    return out.view(x.shape)
+
+
+@torch.library.custom_op("d9d_quack::swiglu", mutates_args=())
+def _forward(rows: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer of rows [M, H]: result [M, H], and gate and up [M, 2 I] in turns for the backward."""
+    # Takes seconds, and is not needed to refuse.
+    from quack.gemm_interface import gemm_gated
+
+    weight = torch.cat([gate_weight, up_weight])
+    both, gated = gemm_gated(rows, weight.T, activation="swiglu", concat_layout=("B",), tuned=False)
+    return gated @ down_weight.T, both
+
+
+@torch.library.custom_op("d9d_quack::swiglu_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    rows: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    both: Tensor,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of rows [M, H], of gate and up one behind the other [2 I, H], and of down [H, I]; empty if not needed.
+
+    ``needed`` says so for each of the four arguments of the forward.
+    """
+    from quack.gemm_interface import gemm, gemm_dgated
+
+    grads = [rows.new_empty(0) for _ in range(3)]
+    # Programs take the next tile when they are done with one, which changes no tile.
+    differentiated, gated = gemm_dgated(
+        grad, down_weight, both, activation="swiglu", dynamic_scheduler=True, tuned=False
+    )
+    if needed[0]:
+        weight = torch.stack([gate_weight, up_weight], 1).view(-1, rows.shape[1])  # in turns, as the gradients
+        grads[0] = differentiated @ weight
+    if needed[1] or needed[2]:
+        grads[1] = gemm(differentiated.T, rows, dynamic_scheduler=True, tuned=False, concat_layout=("out",))
+    if needed[3]:
+        grads[2] = grad.T @ gated
+    return grads[0], grads[1], grads[2]
+
+
+@_forward.register_fake
+def _fake_forward(rows: Tensor, gate_weight: Tensor, _up_weight: Tensor, _down_weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(rows), rows.new_empty(rows.shape[0], 2 * gate_weight.shape[0])
+
+
+@_backward.register_fake
+def _fake_backward(
+    _grad: Tensor,
+    rows: Tensor,
+    gate_weight: Tensor,
+    _up_weight: Tensor,
+    down_weight: Tensor,
+    _both: Tensor,
+    needed: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    features, hidden = gate_weight.shape
+    shapes = (rows.shape, (2 * features, hidden), down_weight.shape)
+    wanted = (needed[0], needed[1] or needed[2], needed[3])
+    first, second, third = (rows.new_empty(shape if want else 0) for shape, want in zip(shapes, wanted, strict=True))
+    return first, second, third
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return None, None, None, None
+    needed = list(ctx.needs_input_grad)
+    rows, both, down = _backward(grad.contiguous(), *ctx.saved_tensors, needed)
+    half = both.shape[0] // 2
+    grads = rows, both[:half], both[half:], down
+    return tuple(each if need else None for each, need in zip(grads, needed, strict=True))
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep)
