@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from d9d_testing.world import RankFailedError, World
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 HIDDEN, INSIDE = 8, 4
 Columns = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Sequence[Tensor]]]
@@ -69,6 +71,8 @@ def results(made: tuple[Columns, Row], case: dict[str, Any], left: DeferredWeigh
         # Low-rank terms read the rows, too.
         return whole, row(one.tanh() * other + (whole[..., :INSIDE] if case.get("read", False) else 0), last)
 
+    if case.get("checkpointed", False):
+        layer = partial(checkpoint, layer, use_reentrant=False)
     if case.get("compiled", False):
         layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
     with torch.autocast(device, torch.bfloat16, enabled=case.get("autocast", False)):
@@ -80,15 +84,18 @@ def results(made: tuple[Columns, Row], case: dict[str, Any], left: DeferredWeigh
     return [whole, out, *(one.grad for one in (rows, first, second, last) if one.requires_grad)]
 
 
-def same(case: dict[str, Any]) -> None:
-    expected = results(one_after_the_other(), case)
-    found = results(overlapped(), case)
-    bounds = {"rtol": 1e-5, "atol": 1e-5} if case["dtype"] == torch.float32 else {"rtol": 3e-2, "atol": 6e-2}
-    if case.get("autocast", False):
-        bounds = {"rtol": 3e-2, "atol": 6e-2}
-    for one, other in zip(expected, found, strict=True):
+def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare numbers of float32 one by one, and those of bfloat16 as a whole: sums round them in another order."""
+    for one, other in zip(found, expected, strict=True):
         assert one.dtype == other.dtype
-        torch.testing.assert_close(other, one, **bounds)
+        if all(tensor.dtype == torch.float32 for tensor in expected):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        else:
+            assert (one.double() - other.double()).norm() <= 0.02 * other.double().norm()
+
+
+def same(case: dict[str, Any]) -> None:
+    assert_near(results(overlapped(), case), results(one_after_the_other(), case))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -100,7 +107,15 @@ def test_products_and_gradients_are_those_of_one_after_the_other(size: int, samp
 
 @pytest.mark.parametrize(
     "case",
-    [{"frozen": True}, {"grad": False}, {"read": True}, {"autocast": True}, {"compiled": True}, {"positions": 1}],
+    [
+        {"frozen": True},
+        {"grad": False},
+        {"read": True},
+        {"checkpointed": True},
+        {"autocast": True},
+        {"compiled": True},
+        {"positions": 1},
+    ],
     ids=lambda case: next(iter(case)),
 )
 @pytest.mark.parametrize("samples", [1, 2])
@@ -116,8 +131,7 @@ def on_gpus(symmetric: bool) -> bool:
     for samples, dtype in ((1, torch.bfloat16), (3, torch.bfloat16), (2, torch.float32)):
         case = {"samples": samples, "positions": 64, "dtype": dtype, "device": "cuda"}
         found = results(overlapped(symmetric=symmetric and usable), case)
-        for one, other in zip(results(one_after_the_other(), case), found, strict=True):
-            torch.testing.assert_close(other, one, rtol=3e-2, atol=1e-1)
+        assert_near(found, results(one_after_the_other(), case))
     return usable
 
 
@@ -149,9 +163,8 @@ def fused(case: dict[str, Any]) -> int:
         patch.setattr(torch.cuda, "current_stream", lambda _: case.get("stream", 0))
         patch.setattr(torch.cuda, "default_stream", lambda _: 0)
         found = results(overlapped(symmetric=True), case)
-    for one, other in zip(results(one_after_the_other(), case), found, strict=True):
-        torch.testing.assert_close(other, one, rtol=3e-2, atol=6e-2)
-        assert other.is_contiguous()
+    assert_near(found, results(one_after_the_other(), case))
+    assert all(one.is_contiguous() for one in found)
     return len(calls)
 
 
@@ -179,15 +192,14 @@ def deferred() -> None:
         deferral = Deferral()
         with deferral.collect() as left:
             found = results(overlapped(deferral), case, left)
-        for one, other in zip(results(one_after_the_other(), case), found, strict=True):
-            torch.testing.assert_close(other, one)
+        assert_near(found, results(one_after_the_other(), case))
 
 
 def test_weight_gradients_come_later_where_a_pipeline_asks_for_it() -> None:
     World(2).run(deferred)
 
 
-def order() -> list[str]:
+def order(checkpointed: bool) -> list[str]:
     """Starts and ends of exchanges, and products, of a layer and its backward."""
     events: list[str] = []
     exchange, multiply = dist.all_to_all_single, torch.Tensor.mm
@@ -216,17 +228,20 @@ def order() -> list[str]:
         patch.setattr(torch, "mm", noted(torch.mm))
         patch.setattr(torch, "addmm", noted(torch.addmm))
         patch.setattr(torch.Tensor, "mm", noted(multiply))
-        results(overlapped(), {"samples": 1, "positions": 2, "dtype": torch.float32})
+        results(overlapped(), {"samples": 1, "positions": 2, "dtype": torch.float32, "checkpointed": checkpointed})
     return events
 
 
 def test_products_run_while_parts_travel() -> None:
     """Two columns forward, a row forward; then the backward of the row, and that of the columns."""
-    forward = ["start", "product", "product", "wait", "product", "product"]
+    column = ["start", "product", "product", "wait", "product", "product"]
     row = ["product", "start", "product", "wait"]
     of_row = ["start", "product", "wait", "product", "product"]  # the last one is the weight's
     of_columns = ["product", "product", "start", *["product"] * 4, "wait"]  # its own part, and two weights
-    assert World(2).run(order)[0] == forward + row + of_row + of_columns
+    backward = of_row + of_columns
+    assert World(2).run(order, False)[0] == column + row + backward
+    # A second forward needs what the columns return, and nothing of the row.
+    assert World(2).run(order, True)[0] == column + row + column + backward
 
 
 def odd() -> None:

@@ -75,8 +75,13 @@ class AsyncProducts:
         rows, weight = _as_autocast(rows), _as_autocast(weight)
         later = _later(weight, deferral)
         given = weight if later is None else weight.detach()
+        out: Tensor
         with torch.autocast(rows.device.type, enabled=False):
-            out: Tensor = _Row.apply(rows, given, _reason(rows, (later,)), self, later)
+            if torch.compiler.is_compiling():
+                out = _Row.apply(rows, given, None, self, later)
+            else:
+                kept = _KeepRow.apply(rows, given, _reason(rows, (later,)), later)
+                out = _SumRow.apply(kept, given.detach(), self, kept.grad_fn)
         return out
 
     def gather_multiply(self, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -162,6 +167,46 @@ class _Row(torch.autograd.Function):
         whole, outs = ctx.products.gather_multiply(grad, [weight.t()] if ctx.needs_input_grad[0] else [])
         of_weight = _weight_gradient(whole, rows, weight, ctx.later, wanted=ctx.needs_input_grad[1])
         return outs[0] if outs else None, of_weight, None, None, None
+
+
+class _KeepRow(torch.autograd.Function):
+    """First half of :class:`_Row`: keeps rows and weight, and computes the weight's gradient in the end.
+
+    The second forward of a checkpointed block ends with the last tensor that the backward needs. These are kept before
+    the product and its exchange, so that a layer at the end of a block, as it often is, repeats neither.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, _reason: Tensor | None, later: _Later) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.later = later
+        ctx.save_for_backward(rows, weight)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_rows: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole, rows, weight = ctx.found
+        ctx.found = None
+        of_weight = _weight_gradient(whole, rows, weight, ctx.later, wanted=ctx.needs_input_grad[1])
+        return of_rows, of_weight, None, None
+
+
+class _SumRow(torch.autograd.Function):
+    """Second half of :class:`_Row`: product and sum over ranks, and the gradient of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, weight: Tensor, products: AsyncProducts, first: Any) -> Tensor:
+        ctx.products, ctx.first = products, first
+        return products.multiply_scatter([kept], [weight], kept.dtype)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.first.saved_tensors  # once, as a checkpoint gives them out once
+        whole, outs = ctx.products.gather_multiply(grad, [weight.t()] if ctx.first.needs_input_grad[0] else [])
+        ctx.first.found = whole, rows, weight
+        return outs[0] if outs else None, None, None, None
 
 
 def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, later: _Later, *, wanted: bool) -> Tensor | None:
