@@ -16,6 +16,7 @@ from d9d_testing.world import World
 
 D9d = Callable[..., tuple[int, str, str]]
 THOROUGH = pytest.mark.thorough
+ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 #: Mesh, strategies, whether the model has experts, and other sections of the job.
 CASES: dict[str, tuple[Mapping[str, int], Sequence[Any], bool, Mapping[str, Any]]] = {
     "replicate": ({"dp_replicate": 2}, ["replicate"], False, {}),
@@ -143,7 +144,26 @@ CASES |= {
     "low-rank terms under cp": ({"cp": 2}, ["context_parallel"], False, {"peft": {"name": "lora", "r": 4}}),
     "cp and stages": ({"cp": 2, "pp": 2}, ["context_parallel"], False, {"pipeline": "1f1b"}),
 }
-OFTEN = ("fsdp", "tp", "ep", "pp", "cp, ring")
+CASES |= {
+    "tp, asynchronous": ({"tp": 2}, [ASYNCHRONOUS], False, {}),
+    "tp of four, asynchronous": ({"tp": 4}, [ASYNCHRONOUS], False, {}),
+    "tp, asynchronous, checkpointed": ({"tp": 2}, [ASYNCHRONOUS, "activation_checkpointing"], False, {}),
+    "experts under tp, asynchronous": (
+        {"tp": 2, "dp_shard": 2, "ep": 4},
+        ["fsdp", ASYNCHRONOUS, "expert_parallel"],
+        True,
+        {},
+    ),
+    "low-rank terms under tp, asynchronous": ({"tp": 2}, [ASYNCHRONOUS], False, {"peft": {"name": "lora", "r": 4}}),
+    "autocast under tp, asynchronous": (
+        {"tp": 2},
+        [ASYNCHRONOUS],
+        False,
+        {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
+    ),
+    "weights late under tp, asynchronous": ({"pp": 2, "tp": 2}, [ASYNCHRONOUS], False, {"pipeline": "zb1p"}),
+}
+OFTEN = ("fsdp", "tp", "tp, asynchronous", "ep", "pp", "cp, ring")
 
 
 def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]:

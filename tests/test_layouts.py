@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 )
 def test_every_layout_computes_what_one_process_does(table: ModuleType, tmp_path: Path, dtype: str, count: int) -> None:
     rows = table.run(tmp_path / "corpus", dtypes=[dtype], counts=[count])
-    assert len(rows) == 21
+    assert len(rows) == 22
     assert [(v.layout, v.diverged) for _, _, v in rows if not v.passed] == []
     shown = [row for row in _shown(table, table.DENSE_MARKS) if row[:2] == [f"| {dtype}", str(count)]]
     assert shown == _rows(rows), _STALE
@@ -58,7 +58,7 @@ def _shown(table: ModuleType, marks: tuple[str, str]) -> list[list[str]]:
 
 
 def test_the_table_shows_these_layouts_only(table: ModuleType) -> None:
-    assert len(_shown(table, table.DENSE_MARKS)) == 2 * 2 * 21
+    assert len(_shown(table, table.DENSE_MARKS)) == 2 * 2 * 22
     assert len(_shown(table, table.EXPERT_MARKS)) == 2 * 23
 
 

@@ -140,6 +140,62 @@ def test_a_run_goes_on_in_another_layout(table: ModuleType, tmp_path: Path, firs
     assert_passed([made.compare_resumed(*layouts)])
 
 
+OVERLAPPED = {"name": "tensor_parallel", "asynchronous": True}
+ALL_OF_IT = {"attention_bias": True, "num_key_value_heads": 1, "tie_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "ranks", "sections"),
+    [
+        (ALL_OF_IT, "float32", 2, {}),
+        pytest.param(ALL_OF_IT, "float32", 4, {}, marks=pytest.mark.thorough),
+        pytest.param({}, "bfloat16", 4, {}, marks=pytest.mark.thorough),
+        pytest.param({}, "bfloat16", 2, {"pipeline": "zb1p"}, marks=pytest.mark.thorough),
+        pytest.param("experts", "float32", 2, {"pipeline": "zb1p"}, marks=pytest.mark.thorough),
+        pytest.param("experts", "bfloat16", 4, {}, marks=pytest.mark.thorough),
+        *(
+            pytest.param(ALL_OF_IT, "float32", ranks, {"peft": METHODS[name]}, marks=pytest.mark.thorough)
+            for name, ranks in (("lora", 2), ("lora", 4), ("dora", 2), ("ia3", 4))
+        ),
+        *(
+            pytest.param({}, "float32", 2, sections, marks=pytest.mark.thorough)
+            for sections in (
+                {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
+                {"parallel": ["activation_checkpointing"]},
+                {"parallel": [{"name": "compile", "backend": "aot_eager"}]},
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_what_overlaps_with_products_computes_what_waits_for_them(
+    table: ModuleType, tmp_path: Path, model: Any, dtype: str, ranks: int, sections: dict[str, Any]
+) -> None:
+    values = table.job(
+        tmp_path / "corpus", dtype, model=table.EXPERTS if model == "experts" else table.DENSE | dict(model)
+    )
+    besides = list(sections.get("parallel", ()))
+    mesh = {"tp": ranks} | ({"pp": 2} if "pipeline" in sections else {})
+    values |= {name: value for name, value in sections.items() if name != "parallel"}
+    made = Harness(values, (*table.PLUGINS, "d9d_peft.plugin"), 3)
+    waiting, overlapped = (
+        table.sized(Layout(name, mesh, [strategy, *besides]), 2)
+        for name, strategy in (("waiting", "tensor_parallel"), ("overlapped", OVERLAPPED))
+    )
+    assert_passed(made.compare([overlapped], reference=waiting))
+
+
+def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
+    """Those of rows with a low-rank term do not, as the term adds to them before they are summed."""
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
+    job |= {"mesh": {"tp": 2}, "parallel": [OVERLAPPED]}
+    job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "down_proj"]}}
+    made = job_of(job, [*table.PLUGINS, "d9d_peft.plugin"]).plan().collectives.entries
+    kinds = {entry.collective.module: entry.collective.kind for entry in made if entry.collective.module}
+    assert kinds["layers.0.attention"] == kinds["layers.0.attention.o_proj"] == "all_to_all"
+    assert kinds["layers.0.ffn"] == "all_to_all"
+    assert kinds["layers.0.ffn.down_proj"] == "reduce_scatter"
+
+
 def refused(table: ModuleType, tmp_path: Path, layout: Layout, **sections: Any) -> str:
     model = sections.pop("model", {})
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE | model)

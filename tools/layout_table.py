@@ -67,6 +67,7 @@ LAYOUTS = (
     Layout("replicate 2, cp 2, all_gather", {"dp_replicate": 2, "cp": 2}, [context("all_gather"), "replicate"]),
     Layout("fsdp 2, cp 2, ulysses", {"dp_shard": 2, "cp": 2}, [context("ulysses"), "fsdp"]),
     Layout("cp 2, ring, tp 2", {"cp": 2, "tp": 2}, [context("ring"), "tensor_parallel"]),
+    Layout("tp 2, asynchronous", {"tp": 2}, [{"name": "tensor_parallel", "asynchronous": True}]),
 )
 #: Experts over ranks of every kind of data parallelism, and ranks that share experts.
 EXPERT_LAYOUTS = (

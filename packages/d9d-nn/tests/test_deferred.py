@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from d9d_core.extend import Deferral, DefersWeights, OpSignature
+from d9d_core.extend import Deferral, DefersWeights, LendsProduct, OpSignature
 from d9d_nn.linear import Linear
 from d9d_nn.ops import grouped_linear_torch
 from d9d_nn.ops.grouped_linear import grouped_linear
@@ -151,3 +151,16 @@ def test_grouped_linear_leaves_the_gradient_of_the_bank(backend: str, autocast: 
                 assert (one is None) == (other is None)
                 if one is not None and other is not None:
                     torch.testing.assert_close(one, other)
+
+
+def test_a_layer_asks_who_computes_its_product_and_adds_its_own_bias() -> None:
+    layer = Linear(8, 5, std=0.1, bias=True)
+    nn.init.normal_(layer.bias)
+    known, other = normal(3, 8), normal(3, 8, seed=1)
+    assert isinstance(layer, LendsProduct)
+    assert layer.lend_product(lambda rows: torch.ones(3, 5) if rows is known else None)
+    assert torch.equal(layer(known), (1 + layer.bias).expand(3, 5))
+    assert torch.equal(layer(other), nn.functional.linear(other, layer.weight, layer.bias))
+    deferral = Deferral()
+    layer.defer_to(deferral)
+    assert layer.deferral is deferral

@@ -149,3 +149,11 @@ def test_the_gpu_computes_what_emulation_does(recipe: str, compiled: bool) -> No
     for expected, found in zip(*results, strict=True):
         # Sums in another order and with fewer bits, then rounded to bfloat16.
         assert (found.float() - expected.float()).norm() < 0.01 * expected.float().norm()
+
+
+def test_a_layer_in_float8_lends_its_product_to_nobody() -> None:
+    mine = layer("rowwise")
+    x = torch.randn(16, 256)
+    expected = mine(x)
+    assert not mine.lend_product(lambda _: torch.zeros(16, 128))
+    assert torch.equal(mine(x), expected)

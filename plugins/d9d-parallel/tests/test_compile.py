@@ -8,7 +8,12 @@ from d9d_parallel.activation_checkpointing.config import ActivationCheckpointing
 from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
 from d9d_parallel.compile.config import CompileConfig
 from d9d_parallel.compile.strategy import Compile
+from d9d_parallel.context_parallel.share import ContextPositions, exchange
+from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
+from d9d_testing.world import World
 from pydantic import ValidationError
+from torch import distributed as dist
 from torch import nn
 
 # Dynamo itself looks at the gradients of inputs that are no leaves.
@@ -191,3 +196,29 @@ def test_compiling_blocks_twice_is_an_error(make_model) -> None:
 def test_mode_of_another_backend_is_refused() -> None:
     with pytest.raises(ValidationError, match="mode belongs to backend 'inductor'"):
         CompileConfig(backend="aot_eager", mode="max-autotune")
+
+
+def exchanged() -> None:
+    """Compare outputs and gradients of compiled collectives with those of the same outside of a graph."""
+    assert dist.group.WORLD is not None
+    ranks = Ranks(dist.group.WORLD)
+    calls = [
+        lambda x: gather(x, ranks, summed=True),
+        lambda x: gather(x, ranks, summed=False),
+        lambda x: scatter_sum(x, ranks),
+        lambda x: exchange(x, ranks),
+        lambda x: ContextPositions(ranks).gather(x),
+    ]
+    for call in calls:
+        found = []
+        for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+            x = torch.arange(32.0).view(2, 4, 4).add(dist.get_rank()).requires_grad_()
+            out = function(x)
+            out.backward(torch.arange(float(out.numel())).view(out.shape) + dist.get_rank())
+            found.append((out.detach(), x.grad))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_collectives_of_a_compiled_graph_have_their_gradients() -> None:
+    """With torch 2.11, Dynamo lost those of outputs that a Function returned as it had filled them."""
+    World(2).run(exchanged)

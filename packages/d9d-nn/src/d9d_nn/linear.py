@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from d9d_core.extend import Deferral
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ class Linear(nn.Linear):
         self.std = std  # before the base constructor, which calls reset_parameters
         super().__init__(in_features, out_features, bias=bias)
         self._deferral: Deferral | None = None
+        self._lent: Callable[[Tensor], Tensor | None] | None = None
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, std); zero the bias."""
@@ -42,6 +43,21 @@ class Linear(nn.Linear):
         """Whether a product of now leaves its weight gradient for later."""
         return may_defer(self.weight, self._deferral)
 
+    @property
+    def lends(self) -> bool:
+        """Whether somebody else is asked for the product."""
+        return self._lent is not None
+
+    @property
+    def deferral(self) -> Deferral | None:
+        """Deferral of the weight gradient, if there is one; see :class:`d9d_core.extend.LendsProduct`."""
+        return self._deferral
+
+    def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
+        """Ask a function for the product, before computing it; a subclass in another precision says no."""
+        self._lent = compute
+        return True
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
         """Map [..., in_features] to [..., out_features]."""
         return self.multiply(input, self._deferral)
@@ -58,6 +74,9 @@ class Linear(nn.Linear):
         Returns:
             [..., out_features].
         """
+        out = None if self._lent is None else self._lent(rows)
+        if out is not None:
+            return out if self.bias is None else out + self.bias.to(out.dtype)
         if deferral is None:
             return functional.linear(rows, self.weight, self.bias)
         return linear(rows, self.weight, self.bias, deferral)
@@ -69,4 +88,4 @@ def is_plain(layer: Linear) -> bool:
     No bias, and nothing that a strategy or a fine-tuning method has put in its place.
     """
     has_bias = layer.bias is not None
-    return type(layer) is Linear and not has_bias and "forward" not in vars(layer)
+    return type(layer) is Linear and not has_bias and not layer.lends and "forward" not in vars(layer)

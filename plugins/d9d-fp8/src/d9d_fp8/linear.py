@@ -5,6 +5,7 @@ Shapes: R rows, I features in, O features out, ``...`` any leading dims.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ class Float8:
         if self.bias is not None:
             out = out + self.bias.to(out.dtype)
         return out.view(*rows.shape[:-1], out.shape[-1])
+
+    def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:  # noqa: ARG002 - nobody is asked
+        """Keep the product: elsewhere it would be computed in another format."""
+        return False
 
     def extra_repr(self) -> str:
         """Sizes and recipe."""

@@ -18,6 +18,7 @@ class Ranks:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.name: str = group.group_name
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from d9d_core.deferral import Deferral
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -74,6 +76,30 @@ class SplitsFeatures(Protocol):
             own: part of a weight of one of its terms that this rank computes with, with its gradient.
             add_up: sum over the ranks of what each has of one shape, where they share the input features; forward
                 only, and collective over them.
+        """
+        ...
+
+
+@runtime_checkable
+class LendsProduct(Protocol):
+    """Protocol, beside the trait of tensor parallelism, of a linear layer whose product may be computed elsewhere.
+
+    There it overlaps with the exchange of its rows or outputs, and is one with those of layers that read the same rows.
+    """
+
+    @property
+    def deferral(self) -> Deferral | None:
+        """Deferral of the weight's gradient, which whoever computes the product keeps to."""
+        ...
+
+    def lend_product(self, compute: Callable[[Tensor], Tensor | None]) -> bool:
+        """Ask a function for the product ``rows @ weight.T``, from now on; biases and terms stay with the layer.
+
+        Args:
+            compute: rows [..., in features] -> product, with its gradients; ``None`` leaves it to the layer.
+
+        Returns:
+            Whether it will be asked: a layer that computes in a format of its own has another product.
         """
         ...
 

@@ -90,4 +90,5 @@ def _all_to_all(parts: Tensor, ranks: Ranks) -> Tensor:
     sent = parts.contiguous()
     out = torch.empty_like(sent)
     dist.all_to_all_single(out, sent, group=ranks.group)
-    return out
+    # Dynamo of torch 2.11 loses the gradient of what a Function has filled itself; a view has one.
+    return out.view_as(out)

@@ -137,4 +137,5 @@ def _reduce_scatter(tensor: Tensor, ranks: Ranks, dim: int) -> Tensor:
     parts = torch.stack(tensor.chunk(ranks.size, dim=dim))
     out = torch.empty_like(parts[0])
     dist.reduce_scatter_tensor(out, parts.flatten(0, 1), group=ranks.group)
-    return out
+    # Dynamo of torch 2.11 loses the gradient of what a Function has filled itself; a view has one.
+    return out.view_as(out)

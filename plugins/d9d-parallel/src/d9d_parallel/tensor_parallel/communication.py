@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from d9d_core.extend import Collective, CommunicatesAlone, StepShape
+from d9d_core.extend import Collective, CommunicatesAlone, Kind, StepShape
 from torch import nn
 
 Exchange = Literal["all_gather", "reduce_scatter"]
@@ -21,12 +21,14 @@ class Site:
         forward: collective of its forward.
         backward: collective of the gradient, if there is one.
         features: features of the hidden states; ``None`` if the module does not say.
+        in_turns: each collective is made of one all-to-all per other rank, with one part, beside the products.
     """
 
     module: str
     forward: Exchange
     backward: Exchange | None
     features: int | None
+    in_turns: bool = False
 
 
 @dataclass
@@ -55,19 +57,22 @@ class TensorCommunication:
             features = site.features or (known[0] if known else None)
             size = None if features is None else step.bytes_of(features)
             what = f"hidden states at {site.module or 'the model'}"
-            yield Collective(
-                site.forward, "tp", self.ranks, size, step.forwards, f"{what}, forward", site.module, step.approximate
-            )
-            if site.backward is not None:
+            for way, exchange in (("forward", site.forward), ("backward", site.backward)):
+                if exchange is None:
+                    continue
+                ahead = way == "forward"
+                kind: Kind = "all_to_all" if site.in_turns else exchange
+                parts, turns = (len(self.ranks), len(self.ranks) - 1) if site.in_turns else (1, 1)
                 yield Collective(
-                    site.backward,
+                    kind,
                     "tp",
                     self.ranks,
-                    size,
-                    step.backwards,
-                    f"{what}, backward",
-                    approximate=step.approximate,
-                    at_most=frozen,
+                    None if size is None else size // parts,
+                    turns * (step.forwards if ahead else step.backwards),
+                    f"{what}, {f'{exchange} in turns, ' if site.in_turns else ''}{way}",
+                    site.module if ahead else None,
+                    step.approximate,
+                    at_most=frozen and not ahead,
                 )
         for name, module in self.alone.items():
             for kind, size in module.forward_collectives(step):

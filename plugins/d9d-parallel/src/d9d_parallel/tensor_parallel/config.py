@@ -12,3 +12,5 @@ class TensorParallelConfig(PluginConfig):
 
     name: Literal["tensor_parallel"] = "tensor_parallel"
     """Selects the plugin."""
+    asynchronous: bool = False
+    """Overlap the exchanges of positions with the products around them, part by part."""

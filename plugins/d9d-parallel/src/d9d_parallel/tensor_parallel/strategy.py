@@ -9,6 +9,7 @@ there are an all-gather before and a reduce-scatter behind.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 from d9d_core.extend import (
     Applied,
@@ -17,6 +18,7 @@ from d9d_core.extend import (
     GradientOwner,
     HasHeads,
     HasLinearTerms,
+    LendsProduct,
     SeesSequence,
     SplitsFeatures,
     SplitsSequence,
@@ -33,6 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.async_forwards import AsyncColumns, Column, HandedProduct, RowProduct
+from d9d_parallel.tensor_parallel.async_products import AsyncProducts
 from d9d_parallel.tensor_parallel.collectives import OwnPositions, RankSum
 from d9d_parallel.tensor_parallel.communication import Exchange, Site, TensorCommunication
 from d9d_parallel.tensor_parallel.config import TensorParallelConfig
@@ -46,6 +50,7 @@ from d9d_parallel.tensor_parallel.forwards import (
     local_of,
     shard,
 )
+from d9d_parallel.tensor_parallel.symmetric_memory import is_usable
 
 #: Dimension of a weight [out, in] that each style splits.
 _SPLIT = {TensorStyle.COLUMN: 0, TensorStyle.ROW: 1, TensorStyle.VOCAB: 0}
@@ -68,7 +73,11 @@ class TensorParallel:
         assert group is not None  # there is a mesh
         numbers = topology.grid("dense").group(topology.rank, ["tp"])
         communication = TensorCommunication(stage, numbers)
-        split = _Split(topology.mesh("dense", "tp"), Ranks(group), self._config.name, communication)
+        ranks = Ranks(group)
+        products = None
+        if self._config.asynchronous:
+            products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device))
+        split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products)
         if not isinstance(stage, SplitsSequence):
             raise BuildError(
                 f"strategy '{self._config.name}' splits positions between layers, but {type(stage).__name__} lacks "
@@ -95,10 +104,18 @@ class _Split:
         ranks: of the mesh.
         strategy: name of the strategy, for errors.
         communication: gets what the stage communicates from then on.
+        products: overlap with the exchange of positions; ``None`` for one after the other.
     """
 
-    def __init__(self, mesh: DeviceMesh, ranks: Ranks, strategy: str, communication: TensorCommunication) -> None:
-        self.mesh, self.ranks = mesh, ranks
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        ranks: Ranks,
+        strategy: str,
+        communication: TensorCommunication,
+        products: AsyncProducts | None = None,
+    ) -> None:
+        self.mesh, self.ranks, self.products = mesh, ranks, products
         self.communication = communication
         self.notes: list[str] = []
         self.styles: dict[str, TensorStyle] = {}
@@ -127,10 +144,32 @@ class _Split:
                 _replace(child, WholeSequence(child, self.ranks, summed=False))
                 self._site(whole, "all_gather", None, None)
         if columns := [child for child, style in plan.items() if style is TensorStyle.COLUMN]:
-            _replace(owner, WholeSequence(owner, self.ranks, summed=True))
+            lent = [column for child in columns if (column := self._lent(owner, child, heads.get(child))) is not None]
+            if lent and self.products is not None:
+                _replace(owner, AsyncColumns(owner, lent, self.products))
+            else:
+                _replace(owner, WholeSequence(owner, self.ranks, summed=True))
             self.changed.append(name)
             features = owner.get_submodule(columns[0]).get_parameter("weight").shape[1]
-            self._site(name, "all_gather", "reduce_scatter", features)
+            self._site(name, "all_gather", "reduce_scatter", features, in_turns=bool(lent))
+
+    def _lent(self, owner: nn.Module, child_name: str, heads: int | None) -> Column | None:
+        """Column-wise layer, if its product can be computed together with the gather of its rows."""
+        child = owner.get_submodule(child_name)
+        if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, "in_scale"):
+            return None
+        handed = HandedProduct()
+        if not child.lend_product(handed):
+            return None
+        repeated = heads is not None and heads < self.ranks.size
+        return Column(child, OwnHeads(heads, self.ranks) if repeated and heads else local_of, handed)
+
+    def _scatters(self, child: nn.Module) -> bool:
+        """Whether a row-wise layer returns the sum of all ranks from now on, computed while its parts travel."""
+        # Terms would add partial sums to it.
+        if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, *get_args(TermKind)):
+            return False
+        return child.lend_product(RowProduct(child, self.products))
 
     def _columns(self, name: str, child: nn.Module, heads: int | None) -> None:
         size = self.ranks.size
@@ -177,8 +216,10 @@ class _Split:
         if isinstance(child, SplitsFeatures):
             child.split_features(local_of, RankSum(self.ranks))
             self._alone(name, child)
-        _replace(child, RowForward(child, self.ranks, scaled=bool(_terms(name, child, "out_scale"))))
-        self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")))
+        scattered = self._scatters(child)
+        scaled = bool(_terms(name, child, "out_scale"))
+        _replace(child, RowForward(child, self.ranks, scaled=scaled, scattered=scattered))
+        self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")), in_turns=scattered)
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:
         tied = getattr(child, "weight", None) is None
@@ -206,8 +247,16 @@ class _Split:
                 "split_vocabulary(); see d9d_core.extend.SplitsVocabulary"
             )
 
-    def _site(self, name: str, forward: Exchange, backward: Exchange | None, features: int | None) -> None:
-        self.communication.sites.append(Site(name, forward, backward, features))
+    def _site(
+        self,
+        name: str,
+        forward: Exchange,
+        backward: Exchange | None,
+        features: int | None,
+        *,
+        in_turns: bool = False,
+    ) -> None:
+        self.communication.sites.append(Site(name, forward, backward, features, in_turns))
 
     def _alone(self, name: str, child: nn.Module) -> None:
         """Note what a module that got ranks to talk to does with them."""
@@ -250,7 +299,7 @@ class _Split:
         return None if style in _SPLIT and inside else style
 
 
-def _replace(module: nn.Module, forward: LocalShards | WholeSequence) -> None:
+def _replace(module: nn.Module, forward: LocalShards | WholeSequence | AsyncColumns) -> None:
     module.forward = forward
 
 

@@ -1,0 +1,101 @@
+"""Forwards of split modules whose products overlap with the exchange of positions.
+
+Shapes: B samples, S positions, R ranks, H features of hidden states, O features of a layer on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from d9d_parallel.tensor_parallel.async_products import AsyncProducts
+from d9d_parallel.tensor_parallel.forwards import local_of
+
+
+class HandedProduct:
+    """Product that a layer gets when it is called with the rows that it was computed of, once.
+
+    Lent to a :class:`~d9d_core.extend.LendsProduct`.
+    """
+
+    def __init__(self) -> None:
+        self._rows: Tensor | None = None
+        self._out: Tensor | None = None
+
+    def hand(self, rows: Tensor | None, out: Tensor | None) -> None:
+        """Keep a product [B, S, O] of rows [B, S, H] ready; ``None`` drops it."""
+        self._rows, self._out = rows, out
+
+    def __call__(self, rows: Tensor) -> Tensor | None:
+        """Return the product of these rows; ``None`` of others."""
+        if rows is not self._rows:
+            return None
+        out = self._out
+        self.hand(None, None)
+        return out
+
+
+class Column(NamedTuple):
+    """Column-wise layer whose product is computed by the module around it.
+
+    Attributes:
+        layer: a :class:`~d9d_core.extend.LendsProduct`.
+        own: part of its weight that this rank computes with.
+        handed: asked by the layer for its product.
+    """
+
+    layer: Any
+    own: Callable[[Tensor], Tensor]
+    handed: HandedProduct
+
+
+class AsyncColumns:
+    """Forward of a module with column-wise layers, whose first argument is to hold all positions.
+
+    What reads these besides the layers, such as their low-rank terms, gets them, too.
+
+    Args:
+        module: takes hidden states [B, S, H], and may take shards of parameters of other modules.
+        columns: its layers that lend their products.
+        products: of the ranks that have the other positions.
+    """
+
+    def __init__(self, module: nn.Module, columns: Sequence[Column], products: AsyncProducts) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        self.columns, self.products = columns, products
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Gather and multiply at once, and call the forward."""
+        args = tuple(local_of(value) for value in args)
+        kwargs = {name: local_of(value) for name, value in kwargs.items()}
+        whole, outs = self.products.columns(
+            hidden,
+            [column.own(column.layer.weight) for column in self.columns],
+            [column.layer.deferral for column in self.columns],
+        )
+        for column, out in zip(self.columns, outs, strict=True):
+            column.handed.hand(whole, out)
+        del outs  # each layer's own forward lets go of its product
+        try:
+            return self.forward(whole, *args, **kwargs)
+        finally:
+            for column in self.columns:
+                column.handed.hand(None, None)
+
+
+class RowProduct:
+    """Product of a row-wise layer, reduce-scattered. Lent to a :class:`~d9d_core.extend.LendsProduct`.
+
+    Args:
+        layer: the layer.
+        products: of the ranks that have the other features.
+    """
+
+    def __init__(self, layer: Any, products: AsyncProducts) -> None:
+        self.layer, self.products = layer, products
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Map [B, S, share of features] to this rank's positions [B, S / R, H]. Collective over the ranks."""
+        return self.products.row(rows, local_of(self.layer.weight), self.layer.deferral)

@@ -1,0 +1,245 @@
+"""Products of split layers that overlap with the exchange of positions, with their gradients.
+
+Column-wise layers gather their rows, row-wise ones reduce-scatter what they return; in the backward it is the other way
+round. Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", figure 5, has the same
+collectives, one after the other with the products.
+
+Shapes: B samples, S positions, R ranks, H features of hidden states, O features of a layer on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from d9d_core.extend import Deferral
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel import micro_pipeline, symmetric_memory
+from d9d_parallel.tensor_parallel.collectives import check_divides
+
+#: Deferral of a weight gradient and the weight's place in the graph; ``None`` leaves the gradient to autograd.
+_Later = tuple[Deferral, GradientEdge] | None
+
+
+class AsyncProducts:
+    """Products whose exchange of positions overlaps with them.
+
+    Args:
+        ranks: of ``tp``.
+        symmetric: whether they reach each other's memory, see :mod:`d9d_parallel.tensor_parallel.symmetric_memory`.
+    """
+
+    def __init__(self, ranks: Ranks, *, symmetric: bool) -> None:
+        self.ranks, self.symmetric = ranks, symmetric
+
+    def columns(
+        self, rows: Tensor, weights: Sequence[Tensor], deferrals: Sequence[Deferral | None]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Gather rows and multiply them by several weights. Collective over the ranks, both ways.
+
+        Args:
+            rows: [B, S / R, H].
+            weights: [O, H] each, on which autocast acts.
+            deferrals: of the gradients of the weights.
+
+        Returns:
+            All rows [B, S, H], whose gradients of all ranks add up, and a product [B, S, O] of each weight.
+        """
+        weights = [_as_autocast(weight) for weight in weights]
+        later = tuple(_later(weight, deferral) for weight, deferral in zip(weights, deferrals, strict=True))
+        given = [weight if one is None else weight.detach() for weight, one in zip(weights, later, strict=True)]
+        with torch.autocast(rows.device.type, enabled=False):
+            whole, *outs = _Columns.apply(rows, _reason(rows, later), self, later, *given)
+        return whole, tuple(outs)
+
+    def row(self, rows: Tensor, weight: Tensor, deferral: Deferral | None) -> Tensor:
+        """Multiply rows, and reduce-scatter the product. Collective over the ranks, both ways.
+
+        Args:
+            rows: [B, S, I], of this rank's share of the features.
+            weight: [H, I], on which autocast acts, as on the rows.
+            deferral: of the gradient of the weight.
+
+        Returns:
+            This rank's positions [B, S / R, H].
+
+        Raises:
+            ValueError: the ranks do not divide S.
+        """
+        check_divides(rows.shape[1], self.ranks)
+        rows, weight = _as_autocast(rows), _as_autocast(weight)
+        later = _later(weight, deferral)
+        given = weight if later is None else weight.detach()
+        out: Tensor
+        with torch.autocast(rows.device.type, enabled=False):
+            if torch.compiler.is_compiling():
+                out = _Row.apply(rows, given, None, self, later)
+            else:
+                kept = _KeepRow.apply(rows, given, _reason(rows, (later,)), later)
+                out = _SumRow.apply(kept, given.detach(), self, kept.grad_fn)
+        return out
+
+    def gather_multiply(self, rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """All rows, and products, by the way that this call can go.
+
+        See :func:`d9d_parallel.tensor_parallel.micro_pipeline.gather_multiply`.
+        """
+        if weights and self._fuses(rows, weights):
+            return symmetric_memory.gather_multiply(rows, weights, self.ranks)
+        return micro_pipeline.gather_multiply(rows, weights, self.ranks)
+
+    def multiply_scatter(
+        self, rows: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype, besides: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Sum of products and of ranks, by the way that this call can go.
+
+        See :func:`d9d_parallel.tensor_parallel.micro_pipeline.multiply_scatter`.
+        """
+        if rows and besides is None and dtype == rows[0].dtype and self._fuses(rows[0], weights):
+            out = symmetric_memory.multiply_scatter(rows, weights, self.ranks)
+            return lambda: out
+        return micro_pipeline.multiply_scatter(rows, weights, self.ranks, dtype=dtype, besides=besides)
+
+    def _fuses(self, rows: Tensor, weights: Sequence[Tensor]) -> bool:
+        """Whether symmetric memory serves a call: all ranks answer alike, as they run the same program.
+
+        Its buffers are one set for each group, so that two calls at once would write over each other's: pairs of a
+        pipeline that overlap run on streams of their own. What runs a compiled graph later is not known while it is
+        traced.
+        """
+        if not self.symmetric or torch.compiler.is_compiling() or any(one.dtype != rows.dtype for one in weights):
+            return False
+        return torch.cuda.current_stream(rows.device) == torch.cuda.default_stream(rows.device)
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        _reason: Tensor | None,
+        products: AsyncProducts,
+        later: Sequence[_Later],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # in most layers, nothing else reads the rows
+        ctx.products, ctx.later = products, later
+        whole, outs = products.gather_multiply(rows, weights)
+        ctx.save_for_backward(whole, *weights)
+        return (whole, *outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_whole: Tensor | None, *of_outs: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole, *weights = ctx.saved_tensors
+        finish = None
+        if ctx.needs_input_grad[0]:
+            there = [(grad, weight.t()) for grad, weight in zip(of_outs, weights, strict=True) if grad is not None]
+            finish = ctx.products.multiply_scatter(
+                [grad for grad, _ in there], [weight for _, weight in there], whole.dtype, of_whole
+            )
+        # While the last parts travel.
+        of_weights = [
+            None if grad is None else _weight_gradient(grad, whole, weight, later, wanted=wanted)
+            for grad, weight, later, wanted in zip(of_outs, weights, ctx.later, ctx.needs_input_grad[4:], strict=True)
+        ]
+        return None if finish is None else finish(), None, None, None, *of_weights
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, _reason: Tensor | None, products: AsyncProducts, later: _Later
+    ) -> Tensor:
+        ctx.products, ctx.later = products, later
+        ctx.save_for_backward(rows, weight)
+        return products.multiply_scatter([rows], [weight], rows.dtype)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        whole, outs = ctx.products.gather_multiply(grad, [weight.t()] if ctx.needs_input_grad[0] else [])
+        of_weight = _weight_gradient(whole, rows, weight, ctx.later, wanted=ctx.needs_input_grad[1])
+        return outs[0] if outs else None, of_weight, None, None, None
+
+
+class _KeepRow(torch.autograd.Function):
+    """First half of :class:`_Row`: keeps rows and weight, and computes the weight's gradient in the end.
+
+    The second forward of a checkpointed block ends with the last tensor that the backward needs. These are kept before
+    the product and its exchange, so that a layer at the end of a block, as it often is, repeats neither.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, _reason: Tensor | None, later: _Later) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.later = later
+        ctx.save_for_backward(rows, weight)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_rows: Tensor | None) -> tuple[Tensor | None, ...]:
+        whole, rows, weight = ctx.found
+        ctx.found = None
+        of_weight = _weight_gradient(whole, rows, weight, ctx.later, wanted=ctx.needs_input_grad[1])
+        return of_rows, of_weight, None, None
+
+
+class _SumRow(torch.autograd.Function):
+    """Second half of :class:`_Row`: product and sum over ranks, and the gradient of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: Tensor, weight: Tensor, products: AsyncProducts, first: Any) -> Tensor:
+        ctx.products, ctx.first = products, first
+        return products.multiply_scatter([kept], [weight], kept.dtype)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.first.saved_tensors  # once, as a checkpoint gives them out once
+        whole, outs = ctx.products.gather_multiply(grad, [weight.t()] if ctx.first.needs_input_grad[0] else [])
+        ctx.first.found = whole, rows, weight
+        return outs[0] if outs else None, None, None, None
+
+
+def _weight_gradient(grad: Tensor, rows: Tensor, weight: Tensor, later: _Later, *, wanted: bool) -> Tensor | None:
+    """Gradient of a weight [O, I] from that of its product [B, S, O] and rows [B, S, I], unless it comes later."""
+    rows, dtype = rows.detach(), weight.dtype
+
+    def compute() -> Tensor:
+        return grad.reshape(-1, grad.shape[-1]).t().mm(rows.reshape(-1, rows.shape[-1]).to(dtype))
+
+    if later is not None:
+        deferral, edge = later
+        deferral.add(edge, compute)
+        return None
+    return compute() if wanted else None
+
+
+def _later(weight: Tensor, deferral: Deferral | None) -> _Later:
+    """Deferral, if it takes the gradient of the weight now; a compiled graph computes everything at once."""
+    if deferral is None or not deferral.wanted or torch.compiler.is_compiling():
+        return None
+    return (deferral, get_gradient_edge(weight)) if weight.requires_grad and torch.is_grad_enabled() else None
+
+
+def _reason(rows: Tensor, later: Sequence[_Later]) -> Tensor | None:
+    """Input that makes autograd run a backward which it would leave out: only deferred weights need it."""
+    if rows.requires_grad or not any(one is not None for one in later):
+        return None
+    return rows.new_empty(0).requires_grad_()
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Argument of a product, cast as autocast does, where it is on; casts are recorded."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
