@@ -51,9 +51,7 @@ def block_mask(documents: Tensor | None, length: int, window: int | None, device
 def queries_block_mask(
     documents: Tensor | None, queries: Tensor, length: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """Mask of queries at some positions, and all keys; as :func:`block_mask`.
-
-    Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours.
+    """Mask of queries at some positions, and all keys; see :func:`positions_block_mask`.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
@@ -62,30 +60,45 @@ def queries_block_mask(
         window: number of positions that a query sees, its own included; ``None`` for all.
         device: device of queries and keys.
     """
+    return positions_block_mask(documents, queries, torch.arange(length, device=device), window)
+
+
+def positions_block_mask(documents: Tensor | None, queries: Tensor, keys: Tensor, window: int | None) -> BlockMask:
+    """Mask of queries and keys at some positions; as :func:`block_mask`.
+
+    Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours, and
+    keys, too.
+
+    Args:
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        queries: int64 [Q], their positions.
+        keys: int64 [T], their positions.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+    """
     from torch.nn.attention.flex_attention import BlockMask
 
-    places = queries.to(torch.int32)
-    of_keys = None if documents is None else documents.to(torch.int32)
-    of_queries = None if of_keys is None else of_keys[:, queries]
+    of_queries = of_keys = None
+    if documents is not None:
+        of_queries, of_keys = (documents[:, places].to(torch.int32) for places in (queries, keys))
+    queries, keys = queries.to(torch.int32), keys.to(torch.int32)
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        place = places[query]
-        near = place >= key
+        behind = queries[query] - keys[key]
+        near = behind >= 0
         if window is not None:
-            near = near & (place - key < window)
+            near = near & (behind < window)
         if of_keys is None or of_queries is None:
             return near
         return near & (of_queries[sample, query] == of_keys[sample, key])
 
-    keys = torch.arange(length, dtype=torch.int32, device=device)
-    first, last = _ranges(places[None])
+    first, last = _ranges(queries[None])
     start, end = _ranges(keys[None])  # [1, blocks]
     farthest, nearest = last[:, :, None] - start[:, None], first[:, :, None] - end[:, None]  # [1, Q, K], of each pair
     some, whole = farthest >= 0, nearest >= 0
     if window is not None:
         some, whole = some & (nearest < window), whole & (farthest < window)
-    if length % BLOCK:  # what lies behind the sample is not seen
-        whole = whole & (torch.arange(end.shape[1], device=device) < end.shape[1] - 1)
+    if len(keys) % BLOCK:  # what lies behind the keys is not seen
+        whole = whole & (torch.arange(end.shape[1], device=keys.device) < end.shape[1] - 1)
     if of_keys is not None and of_queries is not None:
         (low, high), (least, most) = _ranges(of_queries), _ranges(of_keys)  # [B, blocks]
         some = some & (low[:, :, None] <= most[:, None]) & (least[:, None] <= high[:, :, None])
@@ -96,7 +109,7 @@ def queries_block_mask(
         *_listed(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
-        seq_lengths=(len(queries), length),
+        seq_lengths=(len(queries), len(keys)),
     )
 
 

@@ -103,7 +103,7 @@ class Flex:
         self._of_one = of_one
         self._attend: Callable[..., Any] = flex_attention
         # With gradients and without: samples drawn between two steps, of other shapes, must not change the training's.
-        self._compiled = {grad: _compiled(flex_attention) for grad in (False, True)} if compiled else None
+        self._compiled = {grad: compiled_alone(flex_attention) for grad in (False, True)} if compiled else None
         self._done: set[bool] = set()
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> BlockMask | None:
@@ -138,7 +138,7 @@ class Flex:
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
         # Where somebody forces blocks to run eagerly, attention would hold all scores.
-        with _compilable(), torch.compiler.set_stance("default"):
+        with compilable(), torch.compiler.set_stance("default"):
             mixed: Tensor = self._compiled[training](*heads, **options)
         if training not in self._done:
             self._done.add(training)
@@ -148,7 +148,7 @@ class Flex:
         return mixed
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """Function that is compiled on its own.
 
     Dynamo counts recompilations by code object, and beyond eight of them would compute all scores at once; so each
@@ -162,7 +162,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _compilable() -> AbstractContextManager[None]:
+def compilable() -> AbstractContextManager[None]:
     """Context in which Dynamo compiles: outside of the modes of selective checkpointing.
 
     Inside of them it would run the function as it is, and all scores would exist at once. So attention is computed
