@@ -102,7 +102,7 @@ class FlexBlocks:
             return self._plain.prepare(queries, keys, None, None, device)
         if not any(_sees(run, other, window) for run in queries for other in keys):
             return []
-        mask = positions_block_mask(documents, _positions(queries, device), _positions(keys, device), window)
+        mask = positions_block_mask(documents, queries, keys, window, device)
         return [(slice(0, mask.shape[-2]), slice(0, mask.shape[-1]), mask)]
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | bool) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,3 @@ def _sees(queries: range, keys: range, window: int | None) -> bool:
     """Whether some query may see some key, as far as positions tell."""
     near = window is None or queries.start - (keys.stop - 1) < window
     return near and queries.stop > keys.start
-
-
-def _positions(runs: Sequence[range], device: torch.device) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -116,9 +116,9 @@ class Flex:
         return block_mask(documents, length, None if open_window else self._window, device)
 
     def prepare_queries(
-        self, documents: Tensor | None, queries: Tensor, length: int, device: torch.device
+        self, documents: Tensor | None, queries: Sequence[range], length: int, device: torch.device
     ) -> BlockMask:
-        """Make the block mask of queries at some positions, int64 [Q]; see :func:`queries_block_mask`."""
+        """Make the block mask of queries at some positions, in runs; see :func:`queries_block_mask`."""
         return queries_block_mask(None if self._of_one else documents, queries, length, self._window, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None) -> Tensor:

@@ -22,8 +22,8 @@ class AttentionSlot(OpSlot):
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
     With ``prepare_queries(documents, queries, length, device) -> mask`` it can also attend from queries at some
-    positions, int64 [Q], as context parallelism by ``all_gather`` asks for. The static fact ``own_queries`` is then
-    true, so that a backend without it can refuse.
+    positions, in runs (``range``), as context parallelism by ``all_gather`` asks for. The static fact ``own_queries``
+    is then true, so that a backend without it can refuse.
 
     Args:
         query_heads: N.
@@ -101,7 +101,8 @@ class AttentionSlot(OpSlot):
         if self._share is None:
             return self._prepare(documents, length, device)
         self._check(self.backend, self.function)
-        queries = self._share.own(torch.arange(length, device=device).unsqueeze(0)).squeeze(0)
+        # On the host, which so knows what is hidden from whom without asking the device.
+        queries = _runs(self._share.own(torch.arange(length).unsqueeze(0)).squeeze(0))
         return self.function.prepare_queries(documents, queries, length, device)  # type: ignore[attr-defined]
 
     def _check(self, backend: str, function: Callable[..., Any]) -> None:
@@ -110,6 +111,14 @@ class AttentionSlot(OpSlot):
                 f"kernels.attention: '{backend}' {refusal}; choose sdpa or flex, or another method of "
                 "context_parallel, such as ulysses"
             )
+
+
+def _runs(places: Tensor) -> list[range]:
+    """Runs of neighbouring positions; int64 [Q] on the host."""
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (places.diff() != 1).nonzero()[:, 0] + 1]).tolist()
+    ends = [*starts[1:], len(places)]
+    firsts = places[starts].tolist()
+    return [range(first, first + end - start) for first, start, end in zip(firsts, starts, ends, strict=True)]
 
 
 def _documents(documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG001
