@@ -224,10 +224,14 @@ class Merged:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None, ring: RingAttention
 ) -> Tensor:
+    device = query.device.type
+    if ring.slot.backend != "reference" and torch.is_autocast_enabled(device):  # it does not know kernels of others
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     turns = documents
     if not isinstance(turns, Turns):
         turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device)
-    with torch.autocast(query.device.type, enabled=False):  # it would round products of scores
+    with torch.autocast(device, enabled=False):  # it would round products of scores
         out: Tensor = _Ring.apply(query, key, value, turns, ring)
     return out
 
