@@ -102,6 +102,46 @@ def test_a_kernel_of_a_ring_computes_in_what_autocast_says() -> None:
         assert 1e-6 < max(found) < 2e-2, found
 
 
+def on_gpus() -> list[float]:
+    """Distances of output and gradients on this GPU from those of one process in float64, relative to their norms."""
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, 4096, heads, 64) for heads in (8, 4, 4, 8)]
+    tensors = [torch.randn(shape, generator=generator).to(torch.bfloat16).to(device) for shape in shapes]
+    stage, _ = split({"method": "ring"}, None)
+    core = stage.cores[0]
+    assert isinstance(core, AttentionCore)
+    slot = core.op_slots()["attention_block"]
+    slot.bind(
+        "sdpa", block_sdpa.build(OpSignature("attention_block", "cuda", "bfloat16", slot.static, documents=False))
+    )
+    assert stage.share is not None
+    own = stage.share.own
+    *mine, grad = (own(tensor).contiguous() for tensor in tensors)
+    leaves = [tensor.requires_grad_() for tensor in mine]
+    masks = prepare_masks([core.attention], None, 4096, device)
+    for waits in (True, False):
+        if not waits:  # what connects ranks and chooses kernels may wait, once
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            out = core(*leaves, masks)
+            grads = torch.autograd.grad(out, leaves, grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    whole = [tensor.double().requires_grad_() for tensor in tensors[:3]]
+    expected = attention(*whole)
+    exact = torch.autograd.grad(expected, whole, tensors[3].double())
+    pairs = zip((out.detach(), *grads), (own(one.detach()) for one in (expected, *exact)), strict=True)
+    return [((one.double() - other).norm() / other.norm()).item() for one, other in pairs]
+
+
+@pytest.mark.gpus(2)
+def test_on_gpus_a_ring_does_not_wait_for_them_and_computes_what_one_process_does() -> None:
+    for found in World(2, timeout=180.0, backend="cpu:gloo,cuda:nccl").run(on_gpus):
+        assert max(found) < 1e-2, found
+
+
 def masks_of_layers() -> None:
     stage, notes = split({"method": "ring"}, None, 6, None)
     cores = [core for core in stage.cores if isinstance(core, AttentionCore)]

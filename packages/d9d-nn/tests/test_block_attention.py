@@ -268,6 +268,33 @@ def test_flex_attention_itself_gives_the_output_and_the_sums() -> None:
 
 
 @smoke
+def test_all_turns_of_all_microbatches_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the compiler; what it is given runs as it is, and without gradients, which need a GPU."""
+    graphs: list[torch.fx.GraphModule] = []
+    compile_ = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=backend, **options))
+    monkeypatch.setattr(block_flex, "_leaves", lambda *heads: tuple(one.transpose(1, 2) for one in heads))
+    monkeypatch.setattr(torch, "enable_grad", torch.no_grad)
+    torch.compiler.reset()
+    blocks = block_flex.build(signature(True))
+    query, key, value, _ = drawn(4, 2, 512, 16, torch.float32)
+    for seed, rank, source in itertools.product(range(2), range(2), range(2)):
+        mine, theirs = chunks(2, rank, 512), chunks(2, source, 512)
+        for rows, columns, mask in blocks.prepare(mine, theirs, packed(512, 5, seed), None, CPU):
+            there = places(theirs)[columns]
+            inputs = query[:, places(mine)[rows]], key[:, there], value[:, there]
+            with torch.no_grad():
+                found, expected = blocks(*inputs, mask), FlexBlocks(dense, of_one=False)(*inputs, mask)
+            assert_close_values(found[0], expected[0], what="output")
+    assert len(graphs) == 1
+
+
+@smoke
 def test_flex_lists_what_documents_windows_and_positions_leave_to_see() -> None:
     """The blocks of all turns of all ranks together are a few more than those with a visible score."""
     length, ranks = 4096, 2

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from d9d_core.extend import Decision, OpSignature
@@ -56,7 +56,12 @@ def build(signature: OpSignature) -> FlexBlocks:
     of_one = signature.documents is False
     # Calls without documents and windows are sdpa's. Where all are such, flex was asked for by name, or sdpa refuses.
     plain = partial.refusal(signature) is None and not of_one
-    return FlexBlocks(_Compiled(), of_one=of_one, plain=block_sdpa.SdpaBlocks(of_one=True) if plain else None)
+    return FlexBlocks(
+        _compiled_attention(),
+        of_one=of_one,
+        plain=block_sdpa.SdpaBlocks(of_one=True) if plain else None,
+        shares=_Compiled(shares_of),  # a pass in the place of ten
+    )
 
 
 class FlexBlocks:
@@ -66,12 +71,21 @@ class FlexBlocks:
         attend: attention to some keys.
         of_one: leave documents unread: each sample is one, and no token sees what is behind it.
         plain: computes what neither documents nor windows hide; by default ``attend`` does.
+        shares: :func:`shares_of`, which may be compiled.
     """
 
-    def __init__(self, attend: Attend, *, of_one: bool, plain: block_sdpa.SdpaBlocks | None = None) -> None:
+    def __init__(
+        self,
+        attend: Attend,
+        *,
+        of_one: bool,
+        plain: block_sdpa.SdpaBlocks | None = None,
+        shares: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
         self._attend = attend
         self._of_one = of_one
         self._plain = plain
+        self._shares = shares_of if shares is None else shares
 
     def prepare(
         self,
@@ -155,44 +169,68 @@ class FlexBlocks:
         leaves = _leaves(query, key, value)
         with torch.enable_grad():
             part, of_part = self._attend(*leaves, mask)
+        given = (grad.transpose(1, 2), part.detach(), of_part.detach(), out.transpose(1, 2), total.transpose(1, 2))
         with torch.no_grad():
-            wide, of_whole = (tensor.transpose(1, 2).to(of_part.dtype) for tensor in (grad, total))
-            weight = (of_part - of_whole).exp()  # zero of a query that sees none of these keys
-            of_out = (wide * weight.unsqueeze(-1)).to(grad.dtype)
-            # The kernel subtracts the product of the block's output and gradient from the gradient of each probability,
-            # where that of the whole belongs: with the same rounding it cancels here.
-            own = (of_out.to(wide.dtype) * part).sum(-1)
-            of_sum = own - weight * (wide * out.transpose(1, 2)).sum(-1)
-        grads = torch.autograd.grad((part, of_part), leaves, (of_out, of_sum))
+            shares = self._shares(*given)
+        grads = torch.autograd.grad((part, of_part), leaves, shares)
         of_query, of_key, of_value = (tensor.transpose(1, 2) for tensor in grads)
         return of_query, of_key, of_value
 
 
+def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the output and of the sums of a block of a larger attention.
+
+    Args:
+        grad: gradient of the larger attention's output, [B, N, Q, D].
+        part: output of the block, [B, N, Q, D].
+        of_part: logarithm of the sum of exponentials of the block's scores, [B, N, Q].
+        out: output of the larger attention, [B, N, Q, D].
+        total: logarithm of the sum of exponentials of all scores of each query, [B, N, Q].
+
+    Returns:
+        Gradient of ``part`` in the dtype of ``grad``, and of ``of_part`` in its own.
+    """
+    wide, weight = grad.to(of_part.dtype), (of_part - total).exp()  # zero of a query that sees none of these keys
+    of_out = (wide * weight.unsqueeze(-1)).to(grad.dtype)
+    # Kernels subtract the product of the block's output and its gradient from the gradient of each probability, where
+    # that of the whole belongs: with the same rounding it cancels here.
+    own = (of_out.to(wide.dtype) * part.to(wide.dtype)).sum(-1)
+    return of_out, own - weight * (wide * out.to(wide.dtype)).sum(-1)
+
+
+def _compiled_attention() -> _Compiled:
+    """``flex_attention`` with sums."""
+    # With torch's symbolic shapes, which take a second and are not needed to refuse.
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+        grouped, request = query.shape[1] != key.shape[1], AuxRequest(lse=True)
+        out, more = flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped, return_aux=request)
+        return out, more.lse
+
+    return _Compiled(attend)
+
+
 class _Compiled:
-    """``flex_attention`` with sums, compiled on its own when it is first called."""
+    """Function that is compiled on its own, when it is first called.
 
-    def __init__(self) -> None:
-        # With torch's symbolic shapes, which take a second and are not needed to refuse.
-        from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+    Args:
+        function: of tensors.
+    """
 
-        def attend(
-            query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, grouped: bool
-        ) -> tuple[Tensor, Tensor | None]:
-            request = AuxRequest(lse=True)
-            out, more = flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped, return_aux=request)
-            return out, more.lse
-
-        self._attend: Callable[..., tuple[Tensor, Tensor]] = compiled_alone(attend)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = function.__name__
+        self._function: Callable[..., tuple[Tensor, Tensor]] = compiled_alone(function)
         self._called = False
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor]:
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
         # Where somebody forces blocks to run eagerly, attention would hold all scores.
         with compilable(), torch.compiler.set_stance("default"):
-            found = self._attend(query, key, value, mask, query.shape[1] != key.shape[1])
+            found = self._function(*inputs)
         if not self._called:
             self._called = True
-            _log.info("compiling attention (flex, blocks): %.1f s", time.perf_counter() - started)
+            _log.info("compiling attention (flex, blocks, %s): %.1f s", self._name, time.perf_counter() - started)
         return found
 
 
