@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from d9d_core.extend import JobError, OpSignature
-from d9d_nn.ops.attention import block_flex, block_sdpa, partial
+from d9d_nn.ops.attention import block_flex, block_sdpa, partial, sdpa
 from d9d_nn.ops.attention.block_flex import FlexBlocks
 from d9d_nn.ops.attention.block_sdpa import SdpaBlocks
 from d9d_nn.ops.attention.partial import rectangles
@@ -341,7 +341,7 @@ def signature(documents: bool | None, device: str = "cuda", dtype: str = "bfloat
 
 @smoke
 @pytest.mark.parametrize(
-    ("asked", "sdpa", "flex"),
+    ("asked", "fused", "flex"),
     [
         (signature(False), 20, 15),
         (signature(True), None, 15),
@@ -356,8 +356,8 @@ def signature(documents: bool | None, device: str = "cuda", dtype: str = "bfloat
         (signature(False, causal=False), None, None),
     ],
 )
-def test_a_backend_is_chosen_by_what_hides_keys(asked: OpSignature, sdpa: int | None, flex: int | None) -> None:
-    for module, priority in ((block_sdpa, sdpa), (block_flex, flex)):
+def test_a_backend_is_chosen_by_what_hides_keys(asked: OpSignature, fused: int | None, flex: int | None) -> None:
+    for module, priority in ((block_sdpa, fused), (block_flex, flex)):
         decision = module.supports(asked)
         assert (decision.priority if decision.accept else None) == priority, decision
         assert decision.reason
@@ -408,6 +408,29 @@ def test_on_a_gpu_either_kernel_of_sdpa_makes_the_whole(kernel: str) -> None:
     tensors = [tensor.cuda() for tensor in drawn(8, 2, 768, 128, torch.bfloat16)]
     with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, kernel)):
         assert_all_ranks_make_the_whole(SdpaBlocks(of_one=False), tensors, 3, None, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@on_gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["alone", "in a block"])
+def test_on_a_gpu_queries_of_some_positions_attend_in_rectangles(compiled: bool) -> None:
+    asked = OpSignature("attention", "cuda", "bfloat16", {"head_dim": 64, "own_queries": True}, documents=False)
+    attend: Any = sdpa.build(asked)
+    runs = [range(256, 512), range(700, 956)]
+    mask = attend.prepare_queries(None, runs, 1000, torch.device("cuda"))
+    call = torch.compile(attend) if compiled else attend
+    tensors, own = [tensor.cuda() for tensor in drawn(8, 2, 1000, 64, torch.bfloat16)], places(runs).cuda()
+    inputs = [tensor.requires_grad_() for tensor in (tensors[0][:, own].clone(), *tensors[1:3])]
+    exact = [tensor.detach().double().requires_grad_() for tensor in tensors[:3]]
+    out, expected = call(*inputs, mask), attention(*exact)[:, own]
+    found = torch.autograd.grad(out, inputs, tensors[3][:, own])
+    wanted = torch.autograd.grad(expected, exact, tensors[3][:, own].double())
+    assert_close_values(out.detach(), expected.detach().to(out.dtype), what="output")
+    names, wanted = ("query", "key", "value"), (wanted[0][:, own], *wanted[1:])
+    assert_close_gradients(
+        dict(zip(names, found, strict=True)), {n: one.to(out.dtype) for n, one in zip(names, wanted, strict=True)}
+    )
 
 
 @pytest.mark.gpu

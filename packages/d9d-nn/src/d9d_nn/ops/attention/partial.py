@@ -137,7 +137,7 @@ def attend_backward(
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
         grads = backward(both[0], *heads, both[1], total.contiguous().transpose(1, 2), 0.0, causal)
     else:
-        # Without dropout nobody reads the state of a random generator.
+        # Without dropout nobody reads the state of a random generator, but its dtype is looked at.
         sums, state = total.transpose(1, 2).contiguous(), query.new_empty((), dtype=torch.int64)
         lengths = (None, None, query.shape[1], key.shape[1])
         if _prefers_cudnn(*heads, causal=causal):
@@ -146,6 +146,7 @@ def attend_backward(
             grads = backward(both[0], *heads, *kept, *lengths, 0.0, causal)
         else:
             backward = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
+            state = query.new_empty(2, dtype=torch.uint64)
             grads = backward(both[0], *heads, both[1], sums, *lengths, 0.0, causal, state, state)
     of_query, of_key, of_value = grads
     return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
