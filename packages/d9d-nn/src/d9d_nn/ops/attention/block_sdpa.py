@@ -17,7 +17,8 @@ from torch import Tensor
 from d9d_nn.ops.attention import partial
 from d9d_nn.ops.attention.partial import rectangles
 
-#: Above flex, as where nothing is hidden but by positions cuDNN's kernels are faster; on an H200 by half.
+#: Above flex: where positions alone hide keys, cuDNN's kernels are faster (2.1 ms where flex takes 3.2 for whole samples,
+#: 4 x 4096 on an H200), and their backward computes nothing twice.
 PRIORITY = 20
 
 
