@@ -37,7 +37,7 @@ def explained(small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch) -> Ca
         status, out, err = d9d("explain", str(job), "--world-size", str(ranks))
         assert status == 0, err
         lines = [" ".join(line.split()) for line in out.splitlines()]
-        return [line for line in lines if line.startswith(("attention: ", "flex ", "sdpa accepts"))]
+        return [line for line in lines if line.startswith(("attention", "flex ", "sdpa "))]
 
     return lines_of
 
@@ -68,20 +68,48 @@ def test_layers_with_windows_get_flex_and_the_others_sdpa(explained: Any) -> Non
     assert any("skips what lies outside of windows of 16" in line for line in lines)
 
 
-@pytest.mark.parametrize("data", [TEXT, DOCUMENTS], ids=["packed", "of one document"])
-def test_queries_of_some_positions_get_flex_on_all_stages(explained: Any, data: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("data", "backend"), [(TEXT, "flex"), (DOCUMENTS, "sdpa")], ids=["packed", "of one document"])
+def test_queries_of_some_positions_get_one_backend_on_all_stages(
+    explained: Any, data: dict[str, Any], backend: str
+) -> None:
     sections = {"mesh": {"pp": 2, "cp": 2}, "pipeline": "1f1b", "parallel": ["context_parallel"]}
     chosen, flex, sdpa = explained({**data, "pad_multiple": 4} if data is DOCUMENTS else data, ranks=4, **sections)
-    assert chosen.startswith("attention: flex (d9d-nn")
+    assert chosen.startswith(f"attention: {backend} (d9d-nn")
     assert chosen.endswith("at layers.0.attention.core.attention, layers.1.attention.core.attention")
     assert "accepts, priority 15" in flex
-    assert "queries of some positions make it read a mask" in sdpa
+    if backend == "sdpa":
+        assert "accepts, priority 20" in sdpa
+        assert "queries of some positions attend in rectangles, without a mask" in sdpa
+    else:
+        assert "queries of some positions make it read a mask" in sdpa
 
 
-def test_a_ring_leaves_no_stage_a_backend(explained: Any) -> None:
+@pytest.mark.parametrize(("data", "backend"), [(TEXT, "flex"), (DOCUMENTS, "sdpa")], ids=["packed", "of one document"])
+def test_a_ring_gets_one_backend_of_blocks_on_all_stages(explained: Any, data: dict[str, Any], backend: str) -> None:
     ring = {"name": "context_parallel", "method": "ring"}
-    lines = explained(TEXT, ranks=4, mesh={"pp": 2, "cp": 2}, pipeline="1f1b", parallel=[ring])
-    assert lines == ["attention: computed by the ring, in PyTorch, and by no kernel"]
+    data = {**data, "pad_multiple": 4} if data is DOCUMENTS else data
+    chosen, flex, sdpa = explained(data, ranks=4, mesh={"pp": 2, "cp": 2}, pipeline="1f1b", parallel=[ring])
+    assert chosen.startswith(f"attention_block: {backend} (d9d-nn")
+    assert chosen.endswith("at layers.0.attention.core.attention_block, layers.1.attention.core.attention_block")
+    assert "accepts, priority 15" in flex
+    assert ("refuses: the data packs documents" in sdpa) == (backend == "flex")
+
+
+def test_a_ring_computes_layers_with_windows_by_flex_and_the_others_by_sdpa(explained: Any) -> None:
+    model = {**MODEL, "sliding_window": 16, "sliding_from_layer": 1}
+    sections = {"mesh": {"cp": 2}, "parallel": [{"name": "context_parallel", "method": "ring"}]}
+    lines = explained({**DOCUMENTS, "pad_multiple": 4}, model=model, ranks=2, **sections)
+    chosen = sorted(line for line in lines if line.startswith("attention_block: "))
+    assert [line.partition(" (")[0] for line in chosen] == ["attention_block: flex", "attention_block: sdpa"]
+    assert chosen[0].endswith("at layers.1.attention.core.attention_block")
+
+
+def test_on_a_cpu_a_ring_computes_blocks_by_the_reference(explained: Any) -> None:
+    sections = {"mesh": {"cp": 2}, "parallel": [{"name": "context_parallel", "method": "ring"}]}
+    chosen, flex, sdpa = explained(TEXT, device="cpu", precision={"parameters": "float32"}, ranks=2, **sections)
+    assert chosen.startswith("attention_block: reference")
+    assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
+    assert sdpa == "sdpa refuses: the data packs documents, which it does not tell apart"
 
 
 def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
@@ -105,7 +133,10 @@ def test_ranks_that_hold_the_queries_of_some_positions_get_a_backend_that_attend
     )
     status, out, err = d9d("explain", str(job), "--world-size", "2")
     assert status == 0, err
-    assert ("attention: flex (d9d-nn" in out) == (method == "all_gather")
+    # Ranks that swap heads have all positions, as one process has, and FlashAttention 4 is the best if it is there.
+    attends = "queries of some positions attend in rectangles, without a mask" in out
+    assert attends == (method == "all_gather")
+    assert ("attention: sdpa (d9d-nn" in out) or method == "ulysses"
 
 
 @pytest.mark.parametrize(("data", "refused"), [(DOCUMENTS, True), (TEXT, False)], ids=["documents", "text"])

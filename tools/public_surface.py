@@ -54,7 +54,7 @@ DECLARED = (
     *("d9d_optim.schedule.builder", "d9d_optim.schedule.config", "d9d_optim.schedule.curves"),
     "d9d_optim.schedule.schedules",
     *("d9d_parallel.activation_checkpointing.config", "d9d_parallel.activation_checkpointing.strategy"),
-    *("d9d_parallel.compile.config", "d9d_parallel.context_parallel.config"),
+    *("d9d_parallel.compile.config", "d9d_parallel.context_parallel.blocks", "d9d_parallel.context_parallel.config"),
     *("d9d_parallel.data_parallel.config", "d9d_parallel.tensor_parallel.config"),
     *("d9d_peft.config", "d9d_peft.full_tune", "d9d_peft.ia3.config", "d9d_peft.ia3.method"),
     *("d9d_peft.lora.dora", "d9d_peft.lora.method", "d9d_peft.stack"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +18,12 @@ from seeded_faults.seeding import Patch
 
 def skipped_turn(_job: Job, patch: Patch) -> None:
     """Each rank of a ring leaves out the keys of the one before it."""
-    blocks = ring.Plan.blocks
+    parts = ring.Plan.parts
 
-    def fewer(self: ring.Plan, source: int) -> Iterator[Any]:
-        return iter(()) if source == (self.ranks.rank - 1) % self.ranks.size else blocks(self, source)
+    def fewer(self: ring.Plan, source: int) -> Sequence[Any]:
+        return [] if source == (self.ranks.rank - 1) % self.ranks.size else parts(self, source)
 
-    patch.setattr(ring.Plan, "blocks", fewer)
+    patch.setattr(ring.Plan, "parts", fewer)
 
 
 def leaking_document(_job: Job, patch: Patch) -> None:
@@ -38,12 +38,12 @@ def leaking_document(_job: Job, patch: Patch) -> None:
 
 def leaking_document_in_a_ring(_job: Job, patch: Patch) -> None:
     """Keys of other ranks are seen whatever document they are of."""
-    blocks = ring.Plan.blocks
+    parts = ring.Plan.parts
 
-    def open_to_all(self: ring.Plan, source: int) -> Iterator[Any]:
-        return blocks(self if source == self.ranks.rank else replace(self, documents=None), source)
+    def open_to_all(self: ring.Plan, source: int) -> Sequence[Any]:
+        return parts(self if source == self.ranks.rank else replace(self, documents=None), source)
 
-    patch.setattr(ring.Plan, "blocks", open_to_all)
+    patch.setattr(ring.Plan, "parts", open_to_all)
 
 
 def unsplit_positions(_job: Job, patch: Patch) -> None:

@@ -167,6 +167,25 @@ def test_slots_of_other_stages_are_gone_where_those_here_are() -> None:
     assert found.keys() == {"", "0", "2"}
 
 
+def test_slots_that_took_the_place_of_others_are_planned_for_other_stages_with_facts_of_theirs() -> None:
+    class Replaced(Square):
+        other: OpSlot | None = None
+
+        def op_slots(self) -> dict[str, OpSlot]:
+            return super().op_slots() if self.other is None else {"other": self.other}
+
+    first = Replaced(4)
+    stage = nn.Sequential(first, Replaced(8), Square(4))
+    kinds = {name: type(module) for name, module in stage.named_modules()}
+    before = slot_facts(stage)
+    first.other = OpSlot("cube", torch.square, width=4, ring=True)
+    found: dict[str, Any] = dict(holders_alike(stage, before, kinds, {"", "0"}))
+    assert found.keys() == {"", "0", "1", "2"}
+    assert found["0"] is first
+    (slot,) = found["1"].op_slots().values()
+    assert (slot.op, slot.static) == ("cube", {"width": 8, "ring": True})
+
+
 def test_a_backend_asked_for_by_name_is_taken(registry: Registry) -> None:
     assert [c.backend for c in choose(registry, Square(16), square="plain")] == ["plain"]
     assert [c.backend for c in choose(registry, Square(16), square="acme/plain")] == ["plain"]

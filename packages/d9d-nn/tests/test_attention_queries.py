@@ -10,9 +10,11 @@ import torch
 from d9d_core.extend import BuildError, OpSignature
 from d9d_nn.attention.core import AttentionCore
 from d9d_nn.attention.masks import prepare_masks
-from d9d_nn.ops.attention import flex, sdpa
+from d9d_nn.ops.attention import flex, queries, sdpa
 from d9d_nn.ops.attention.block_mask import BLOCK, queries_block_mask
+from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import attention, visible
+from d9d_nn.ops.attention.sdpa import Sdpa
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -68,13 +70,93 @@ def test_queries_at_some_positions_see_what_they_see_among_all(
             torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
+class Every:
+    """Share of all positions but some at the end, which makes one run."""
+
+    ranks = 1
+
+    def own(self, tensor: Tensor) -> Tensor:
+        return tensor[:, :200]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("share", [Some(), Every()], ids=["some", "the first"])
+def test_in_rectangles_queries_and_gradients_are_those_among_all(share: Some | Every) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, LENGTH, count, 16) for count in (4, 2, 2)]
+    whole = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    grad = torch.zeros(shapes[0], dtype=torch.float64)
+    places = share.own(torch.arange(LENGTH)[None])[0]
+    grad[:, places] = torch.randn(2, len(places), 4, 16, generator=generator, dtype=torch.float64)
+    expected = attention(*whole)
+    expected.backward(grad)
+    layer = AttentionCore(query_heads=4, key_value_heads=2, head_dim=16)
+    layer.see_queries(share)
+    layer.attention.bind("sdpa", Sdpa(None, grouped_with_mask=True, of_one=True, in_rectangles=True))
+    padding = (torch.arange(LENGTH) > 290).long()[None].expand(2, -1)  # which no query sees
+    masks = prepare_masks([layer.attention], padding, LENGTH, CPU)
+    assert isinstance(masks.prepared[layer.attention.mask_key], QueryRectangles)
+    attend: Callable[..., Tensor]
+    for attend in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        mine = [tensor.detach().requires_grad_() for tensor in (whole[0][:, places], *whole[1:])]
+        out = attend(*mine, masks)
+        torch.testing.assert_close(out, expected[:, places])
+        out.backward(grad[:, places])
+        for one, other in zip(mine, (whole[0].grad[:, places], whole[1].grad, whole[2].grad), strict=True):  # type: ignore[index]
+            torch.testing.assert_close(one.grad, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own
+def test_the_op_of_rectangles_is_what_torch_wants_of_an_op() -> None:
+    numbers = QueryRectangles([range(4, 8), range(12, 16)], 16).numbers
+    shapes = [(2, 8, 4, 8), (2, 16, 2, 8), (2, 16, 2, 8)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    torch.library.opcheck(queries.forward, (*inputs, numbers))
+
+
+def test_rectangles_compute_in_what_autocast_says() -> None:
+    rectangles = QueryRectangles([range(LENGTH)], LENGTH)
+    inputs = heads(4), heads(2), heads(2) + 1
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rectangles.attend(*inputs)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), attention(*inputs), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "documents", "chosen"),
+    [
+        ({}, False, True),
+        ({}, None, False),
+        ({}, True, False),
+        ({"window": 9}, False, False),
+        ({"dtype": "float32"}, False, False),
+        ({"head_dim": 20}, False, False),
+    ],
+)
+def test_sdpa_is_chosen_where_queries_attend_in_rectangles(
+    facts: dict[str, Any], documents: bool | None, chosen: bool
+) -> None:
+    facts = {"window": None, "head_dim": 16, "causal": True, "own_queries": True} | facts
+    dtype = facts.pop("dtype", "bfloat16")
+    asked = OpSignature("attention", "cuda", dtype, facts, documents=documents)
+    one, other = sdpa.supports(asked), flex.supports(asked)
+    assert (one.priority > other.priority) == chosen
+    mask = sdpa.build(asked).prepare_queries(packed(), [range(60, 150), range(230, 290)], LENGTH, CPU)
+    assert isinstance(mask, QueryRectangles) == chosen
+    assert chosen or mask.shape[-2:] == (150, LENGTH)
+
+
 @given(window=st.none() | st.integers(1, 400), start=st.integers(0, 200), few=st.booleans(), is_packed=st.booleans())
 def test_no_block_that_a_query_sees_is_left_out_of_a_block_mask(
     window: int | None, start: int, few: bool, is_packed: bool
 ) -> None:
     places = torch.cat([torch.arange(start, start + (5 if few else 100)), torch.arange(210, 300)])
     documents = packed() if is_packed else None
-    mask = queries_block_mask(documents, places, LENGTH, window, CPU)
+    runs = [range(start, start + (5 if few else 100)), range(210, 300)]
+    mask = queries_block_mask(documents, runs, LENGTH, window, CPU)
     seen = visible(LENGTH, documents, CPU, window, places).expand(2, -1, -1)
     samples = mask.kv_num_blocks.shape[0]
     for sample in range(samples):

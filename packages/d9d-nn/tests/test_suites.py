@@ -183,6 +183,12 @@ class TestFlexWithoutItsCompiler(KernelSuite):
         return super().function(replace(signature, device="cpu"))
 
 
+class TestSdpaBlocks(KernelSuite):
+    target = "attention_block.sdpa"
+    dtypes = ("float64", "float32", "bfloat16")
+    refused = ({"dtype": "int8"}, {"device": "mps"}, {"causal": False}, {"window": 8})
+
+
 class TestTorchRmsNorm(KernelSuite):
     target = "rms_norm.torch"
     asked = "cuda"
@@ -200,6 +206,22 @@ class TestFlex(KernelSuite):
     pytestmark = pytest.mark.filterwarnings("default")  # torch's own, inside Inductor
 
     target = "attention.flex"
+    device = "cuda"
+    refused = ({"dtype": "float64"}, {"device": "cpu"}, {"causal": False}, {"head_dim": 8})
+
+
+@pytest.mark.gpu
+class TestSdpaBlocksOnCuda(KernelSuite):
+    target = "attention_block.sdpa"
+    device = "cuda"
+    refused = ({"dtype": "float32"}, {"device": "mps"}, {"causal": False}, {"window": 8}, {"head_dim": 12})
+
+
+@pytest.mark.gpu
+class TestFlexBlocks(KernelSuite):
+    pytestmark = pytest.mark.filterwarnings("default")  # torch's own, inside Inductor
+
+    target = "attention_block.flex"
     device = "cuda"
     refused = ({"dtype": "float64"}, {"device": "cpu"}, {"causal": False}, {"head_dim": 8})
 

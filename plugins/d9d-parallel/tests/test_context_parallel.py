@@ -14,7 +14,7 @@ from d9d_core.plugin import Registry, ViewSpec
 from d9d_core.testing import Mesh
 from d9d_engine.api import Topology
 from d9d_parallel.context_parallel import blocks
-from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge
+from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge_into
 from d9d_parallel.context_parallel.config import ContextParallelConfig
 from d9d_parallel.context_parallel.forwards import check_heads
 from d9d_parallel.context_parallel.strategy import ContextParallel
@@ -162,10 +162,9 @@ def test_blocks_of_keys_merge_to_the_whole(monkeypatch: pytest.MonkeyPatch, tile
     made = {(a, b): Block(0, a, (documents, documents[:, a:b]), window) for a, b in cuts}
     with torch.no_grad():
         for (a, b), block in made.items():
-            out, total = merge(out, total, *attend(query, key[:, a:b], value[:, a:b], block))
-        delta = (grad * out).sum(-1)
+            merge_into(out, total, *attend(query, key[:, a:b], value[:, a:b], block))
         for (a, b), block in made.items():
-            parts = attend_backward(query, key[:, a:b], value[:, a:b], block, grad, total, delta)
+            parts = attend_backward(grad, query, key[:, a:b], value[:, a:b], out, total, block)
             torch.testing.assert_close(parts[1], key.grad[:, a:b])  # type: ignore[index]
             torch.testing.assert_close(parts[2], value.grad[:, a:b])  # type: ignore[index]
             query.grad -= parts[0]  # type: ignore[operator]

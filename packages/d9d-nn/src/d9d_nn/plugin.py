@@ -144,6 +144,21 @@ def d9d_kernels() -> Iterable[KernelSpec]:
         build=Ref("d9d_nn.ops.attention.flex:build"),
     )
     yield KernelSpec(
+        name="sdpa",
+        summary="torch's fused kernels for attention to some keys; no documents, no windows.",
+        op="attention_block",
+        supports=Ref("d9d_nn.ops.attention.block_sdpa:supports"),
+        build=Ref("d9d_nn.ops.attention.block_sdpa:build"),
+    )
+    yield KernelSpec(
+        name="flex",
+        summary="torch flex_attention to some keys: skips what documents and windows hide; CUDA only.",
+        requires=frozenset({"import:triton"}),
+        op="attention_block",
+        supports=Ref("d9d_nn.ops.attention.block_flex:supports"),
+        build=Ref("d9d_nn.ops.attention.block_flex:build"),
+    )
+    yield KernelSpec(
         name="torch",
         summary="torch.nn.functional.rms_norm, one fused kernel on CUDA.",
         op="rms_norm",

@@ -246,6 +246,9 @@ class SharesAttention(Protocol):
         Args:
             function: ``(query, key, value, documents, window)`` with [B, S / cp, heads, D] each, ``documents`` int64
                 [B, S] or ``None`` if a sample is one document, and the number of positions that a query sees or
-                ``None`` for all earlier ones; returns what the query heads see, [B, S / cp, N, D].
+                ``None`` for all earlier ones; returns what the query heads see, [B, S / cp, N, D]. If it has
+                ``prepare(documents, length, window, device)``, it may get what that returned in the place of
+                ``documents``, made once for all layers. If it has op slots (:class:`d9d_core.extend.HasOps`), the core
+                lists them as its own, and adds what it knows of its attention to their static facts.
         """
         ...

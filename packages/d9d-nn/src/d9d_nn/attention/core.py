@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from d9d_core.extend import ContextShare, OpSlot
+from d9d_core.extend import ContextShare, HasOps, OpSlot
 from torch import Tensor, nn
 
 from d9d_nn.attention.masks import AttentionMasks
@@ -33,8 +33,10 @@ class AttentionCore(nn.Module):
         self._function: Callable[..., Tensor] | None = None
 
     def op_slots(self) -> Mapping[str, OpSlot]:
-        """Slot of the attention; none if a function attends in its place."""
-        return {"attention": self.attention} if self._function is None else {}
+        """Slot of the attention; those of a function that attends in its place, if it has some."""
+        if self._function is None:
+            return {"attention": self.attention}
+        return self._function.op_slots() if isinstance(self._function, HasOps) else {}
 
     def attention_heads(self) -> tuple[int, int]:
         """Number of query heads, and of key and value heads, of the whole model."""
@@ -51,8 +53,10 @@ class AttentionCore(nn.Module):
 
     def attend_by(self, function: Callable[..., Tensor]) -> None:
         """Let a function attend in the place of the backend; see :class:`d9d_core.extend.SharesAttention`."""
-        self.attention.make_no_masks()
+        self.attention.attend_by(function)
         self._function = function
+        for slot in self.op_slots().values():
+            slot.static = {**self.attention.static, **slot.static}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, documents: AttentionMasks | Tensor | None = None
@@ -69,8 +73,11 @@ class AttentionCore(nn.Module):
             [B, S, N, D], as the queries.
         """
         if self._function is not None:
-            numbers = documents.documents if isinstance(documents, AttentionMasks) else documents
-            return self._function(query, key, value, numbers, self.attention.static["window"])
+            mask: Any = documents
+            if isinstance(documents, AttentionMasks):  # a function that makes no masks gets the documents
+                prepared = documents.prepared.get(self.attention.mask_key)
+                mask = documents.documents if prepared is None else prepared
+            return self._function(query, key, value, mask, self.attention.static["window"])
         if isinstance(documents, AttentionMasks):
             if self.attention.mask_key in documents.prepared:
                 return self._attend(query, key, value, documents.prepared[self.attention.mask_key])

@@ -29,8 +29,8 @@ class KernelSuite:
             target = "rms_norm.my_kernel"
             device = "cuda"
 
-    The ops of d9d-nn and d9d-moe are known: how a model calls them, with which shapes. For another op, say so in ``op``
-    (:class:`d9d_testing.suites.support.ops.Op`).
+    The ops of d9d-nn, d9d-moe and d9d-parallel are known: how a model calls them, with which shapes. For another op,
+    say so in ``op`` (:class:`d9d_testing.suites.support.ops.Op`).
 
     Attributes:
         target: ``op.name`` of the record.

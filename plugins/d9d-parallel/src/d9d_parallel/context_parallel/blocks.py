@@ -1,7 +1,18 @@
-"""Attention of a block of queries to a block of keys, with the logarithms of the sums that merge such blocks.
+"""Op ``attention_block``: attention of some queries to some keys, with the logarithms of the sums that merge blocks.
 
-Computed in float32 or wider, tile by tile of queries; only a tile's scores exist at once, in the backward too, which
-computes them again. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.
+The slot's static facts are those of the op ``attention``. A backend is an object with these methods, all of which may
+leave work to the device and must not wait for it; :class:`ReferenceBlocks` is the reference:
+
+- ``prepare(queries, keys, documents, window, device) -> [(queries, keys, mask), ...]`` cuts the block into parts.
+  Positions of queries and keys are ranges in ascending order, ``documents`` int64 [B, S] of all positions or ``None``,
+  ``window`` the number of positions that a query sees or ``None``. A part is a slice of the queries, one of the keys,
+  and what the backend wants to know to compute it. Nothing may be seen outside of the parts.
+- ``(query, key, value, mask) -> (out, total)`` attends in a part, see :func:`attend`.
+- ``backward(grad, query, key, value, out, total, mask) -> gradients`` is its backward, with the output and the sums of
+  the whole attention, see :func:`attend_backward`.
+
+The reference computes in float32 or wider, tile by tile of queries; only a tile's scores exist at once, in the backward
+too, which computes them again. Dao et al. 2022, "FlashAttention", sections 3.1 and B.2.
 
 Shapes: B samples, Q queries and T keys of the block, N query heads, K key/value heads (N = K * G), D features of a
 head.
@@ -10,7 +21,7 @@ head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +66,40 @@ class Block:
         return None if seen is None else seen[None]
 
 
+class ReferenceBlocks:
+    """Reference: each run of queries with each run of keys, in plain PyTorch."""
+
+    def prepare(
+        self,
+        queries: Sequence[range],
+        keys: Sequence[range],
+        documents: Tensor | None,
+        window: int | None,
+        device: torch.device,  # noqa: ARG002
+    ) -> list[tuple[slice, slice, Block]]:
+        """Cut into blocks in which something may be seen, as far as positions tell."""
+        found = []
+        for rows, run in _places(queries):
+            for columns, other in _places(keys):
+                of = None
+                if documents is not None:
+                    of = (documents[:, run.start : run.stop], documents[:, other.start : other.stop])
+                block = Block(run.start, other.start, of, window)
+                if block.is_seen(len(run), len(other)):
+                    found.append((rows, columns, block))
+        return found
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Attend in a block, see :func:`attend`."""
+        return attend(query, key, value, block)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients by a block, see :func:`attend_backward`."""
+        return attend_backward(grad, query, key, value, out, total, block)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """Attention of a block by itself.
 
@@ -80,18 +125,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Ten
 
 
 def attend_backward(
-    query: Tensor, key: Tensor, value: Tensor, block: Block, grad: Tensor, total: Tensor, delta: Tensor
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values by one block of a larger attention.
 
     Args:
+        grad: gradient of the larger attention's output, [B, Q, N, D].
         query: [B, Q, N, D].
         key: [B, T, K, D].
         value: [B, T, K, D].
-        block: what is seen.
-        grad: gradient of the larger attention's output, [B, Q, N, D].
+        out: the larger attention's output, [B, Q, N, D].
         total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
-        delta: product of output and gradient, summed over features, [B, Q, N].
+        block: what is seen.
 
     Returns:
         Gradients of query, key and value, float32 or wider.
@@ -100,34 +145,41 @@ def attend_backward(
     of_key, of_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
     of_query = []
     groups = query.shape[2] // key.shape[2]
+    delta = (grad.to(total.dtype) * out.to(total.dtype)).sum(dim=-1)
     for rows in _tiles(query, key):
         scores = _scores(query[:, rows], wide_key, block.mask(rows, key.shape[1], query.device))
         total_here, delta_here = (_by_head(of[:, rows], groups) for of in (total, delta))  # [B, K, G, Q]
         probabilities = (scores - _finite(total_here).unsqueeze(-1)).exp()
-        out, asked = (_by_group(of[:, rows], groups) for of in (grad, query))  # [B, Q, K, G, D]
-        of_value += torch.einsum("bkgqt,bqkgd->btkd", probabilities, out)
-        of_scores = torch.einsum("bqkgd,btkd->bkgqt", out, wide_value) - delta_here.unsqueeze(-1)
+        of_out, asked = (_by_group(of[:, rows], groups) for of in (grad, query))  # [B, Q, K, G, D]
+        of_value += torch.einsum("bkgqt,bqkgd->btkd", probabilities, of_out)
+        of_scores = torch.einsum("bqkgd,btkd->bkgqt", of_out, wide_value) - delta_here.unsqueeze(-1)
         of_scores *= probabilities / math.sqrt(query.shape[3])
         of_query.append(torch.einsum("bkgqt,btkd->bqkgd", of_scores, wide_key).flatten(2, 3))
         of_key += torch.einsum("bkgqt,bqkgd->btkd", of_scores, asked)
     return torch.cat(of_query, dim=1), of_key, of_value
 
 
-def merge(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention of the same queries to two sets of keys.
+def merge_into(out: Tensor, total: Tensor, other: Tensor, of_other: Tensor) -> None:
+    """Merge the attention of the same queries to other keys into that to some, in place.
 
     Args:
-        out: [B, Q, N, D], wide.
-        total: [B, Q, N]; minus infinity of a query without keys.
-        other: as ``out``, of the other keys.
+        out: [B, Q, N, D], float32 or wider.
+        total: [B, Q, N], as wide; minus infinity of a query without keys.
+        other: as ``out``, of the other keys, in any dtype.
         of_other: as ``total``.
-
-    Returns:
-        Output and logarithm of the sum for both.
     """
     both = torch.logaddexp(total, of_other)
     mine, theirs = ((of - _finite(both)).exp().unsqueeze(-1) for of in (total, of_other))
-    return out * mine + other * theirs, both
+    out.mul_(mine).addcmul_(other, theirs)
+    total.copy_(both)
+
+
+def _places(runs: Sequence[range]) -> Iterator[tuple[slice, range]]:
+    """Places of runs that lie one behind the other."""
+    start = 0
+    for run in runs:
+        yield slice(start, start + len(run)), run
+        start += len(run)
 
 
 def _tiles(query: Tensor, key: Tensor) -> Iterator[slice]:

@@ -2,7 +2,8 @@
 
 Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3. While a rank
 computes with one part, the next one is on its way. Parts of the output are merged by the logarithms of their sums, in
-float32; the backward computes scores again, and gradients of keys and values travel with them, in float32.
+float32; the backward computes scores again, and gradients of keys and values travel with them, in float32. What a rank
+computes with the keys of another is the op ``attention_block`` (:mod:`d9d_parallel.context_parallel.blocks`).
 
 Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head, R ranks.
 """
@@ -10,17 +11,18 @@ Shapes: B samples, S positions, N query heads, K key/value heads, D features of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from d9d_core.extend import OpSlot
 from d9d_engine.extend import ZigzagPositions
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 
-from d9d_parallel.context_parallel.blocks import Block, attend, attend_backward, merge
+from d9d_parallel.context_parallel.blocks import ReferenceBlocks, merge_into
 from d9d_parallel.ranks import Ranks
 
 
@@ -33,11 +35,33 @@ class RingAttention:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.slot = OpSlot("attention_block", ReferenceBlocks())
         # Dynamo would look into sends and receives, which must start together.
         self._attend: Callable[..., Tensor] = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 
+    @property
+    def backend(self) -> str:
+        """Name of the backend; masks of one name and window serve all layers."""
+        return f"attention_block.{self.slot.backend}"
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        """Slot of the attention to the keys of one rank."""
+        return {"attention_block": self.slot}
+
+    def prepare(self, documents: Tensor | None, length: int, window: int | None, device: torch.device) -> Turns:
+        """Make what all layers with this window need to know of each turn.
+
+        Args:
+            documents: int64 [B, S]; ``None`` if a sample is one document.
+            length: S.
+            window: number of positions that a query sees, its own included; ``None`` for all.
+            device: device of queries and keys.
+        """
+        plan = Plan(self.ranks, length // (2 * self.ranks.size), documents, window, device, self.slot.function)
+        return Turns([plan.parts(plan.source(turn)) for turn in range(self.ranks.size)])
+
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, window: int | None
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None
     ) -> Tensor:
         """Compute attention of own queries. Collective over the ring, both ways.
 
@@ -45,13 +69,38 @@ class RingAttention:
             query: [B, S / R, N, D], in zigzag order, as all that follows.
             key: [B, S / R, K, D].
             value: [B, S / R, K, D].
-            documents: int64 [B, S]; ``None`` if a sample is one document.
+            documents: from :meth:`prepare`; or int64 [B, S], ``None`` if a sample is one document.
             window: number of positions that a query sees, its own included; ``None`` for all.
 
         Returns:
             [B, S / R, N, D] in the dtype of the queries.
         """
-        return self._attend(query, key, value, Plan(self.ranks, query.shape[1] // 2, documents, window))
+        return self._attend(query, key, value, documents, window, self)
+
+
+class Part(NamedTuple):
+    """Part of the scores of a turn.
+
+    Attributes:
+        queries: their place among a rank's own.
+        keys: their place among those of the rank that the turn is about.
+        mask: what the backend knows of it.
+    """
+
+    queries: slice
+    keys: slice
+    mask: Any
+
+
+class Turns:
+    """Turns of a ring, each with its parts. A plain object, as FSDP's mixed precision would cast what tuples hold.
+
+    Args:
+        parts: parts of each turn.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
+        self.parts = parts
 
 
 @dataclass(frozen=True)
@@ -63,47 +112,47 @@ class Plan:
         chunk: positions of a chunk; each rank has two.
         documents: int64 [B, S]; ``None`` if a sample is one document.
         window: number of positions that a query sees; ``None`` for all.
+        device: device of queries and keys.
+        blocks: backend of the op ``attention_block``.
     """
 
     ranks: Ranks
     chunk: int
     documents: Tensor | None
     window: int | None
+    device: torch.device
+    blocks: Any
 
-    def blocks(self, source: int) -> Iterator[tuple[slice, slice, Block]]:
-        """Blocks of own queries and the keys of a rank in which something is seen: their places here and there."""
-        for own, mine in enumerate(ZigzagPositions.chunks(self.ranks.size, self.ranks.rank)):
-            for other, theirs in enumerate(ZigzagPositions.chunks(self.ranks.size, source)):
-                numbers = self.documents
-                of = None if numbers is None else (numbers[:, self._chunk(mine)], numbers[:, self._chunk(theirs)])
-                block = Block(mine * self.chunk, theirs * self.chunk, of, self.window)
-                if block.is_seen(self.chunk, self.chunk):
-                    yield self._chunk(own), self._chunk(other), block
+    def parts(self, source: int) -> Sequence[Part]:
+        """Parts of own queries and the keys of a rank in which something is seen."""
+        mine, theirs = (self._positions(rank) for rank in (self.ranks.rank, source))
+        found = self.blocks.prepare(mine, theirs, self.documents, self.window, self.device)
+        return [Part(*part) for part in found]
 
     def source(self, turn: int) -> int:
         """Rank whose keys are here in a turn; in the first, it is this rank."""
         return (self.ranks.rank - turn) % self.ranks.size
 
-    def _chunk(self, number: int) -> slice:
-        return slice(number * self.chunk, (number + 1) * self.chunk)
+    def _positions(self, rank: int) -> tuple[range, ...]:
+        chunks = ZigzagPositions.chunks(self.ranks.size, rank)
+        return tuple(range(number * self.chunk, (number + 1) * self.chunk) for number in chunks)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out = torch.zeros(query.shape, dtype=wide, device=query.device)
-        total = out.new_full(query.shape[:3], -math.inf)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, turns: Turns, ring: RingAttention) -> Tensor:
+        blocks, last = ring.slot.function, len(turns.parts) - 1
+        merged = Merged(query)
         here = torch.stack([key, value])
-        for turn in range(plan.ranks.size):
-            coming = None if turn == plan.ranks.size - 1 else Passing(here, plan.ranks)
-            for mine, theirs, block in plan.blocks(plan.source(turn)):
-                part, of_part = attend(query[:, mine], here[0][:, theirs], here[1][:, theirs], block)
-                out[:, mine], total[:, mine] = merge(out[:, mine], total[:, mine], part, of_part)
+        for turn, parts in enumerate(turns.parts):
+            coming = None if turn == last else Passing(here, ring.ranks)
+            for mine, theirs, mask in parts:
+                merged.add(mine, *blocks(query[:, mine], here[0][:, theirs], here[1][:, theirs], mask))
             if coming is not None:
                 here = coming.wait()
+        out, total = merged.found
         result = out.to(query.dtype)
-        ctx.plan = plan
+        ctx.turns, ctx.ring = turns, ring
         ctx.save_for_backward(query, key, value, result, total)
         return result
 
@@ -111,35 +160,79 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, result, total = ctx.saved_tensors
-        plan: Plan = ctx.plan
-        delta = (grad.to(total.dtype) * result.to(total.dtype)).sum(dim=-1)
+        turns, ring = ctx.turns, ctx.ring
+        blocks, last = ring.slot.function, len(turns.parts) - 1
         of_query = torch.zeros(query.shape, dtype=total.dtype, device=query.device)
         here = torch.stack([key, value])
         travelling: Passing | None = None
-        for turn in range(plan.ranks.size):
-            coming = None if turn == plan.ranks.size - 1 else Passing(here, plan.ranks)
+        for turn, parts in enumerate(turns.parts):
+            coming = None if turn == last else Passing(here, ring.ranks)
             of_here = torch.zeros(here.shape, dtype=total.dtype, device=here.device)
-            for mine, theirs, block in plan.blocks(plan.source(turn)):
-                keys, values = here[0][:, theirs], here[1][:, theirs]
-                added = attend_backward(
-                    query[:, mine], keys, values, block, grad[:, mine], total[:, mine], delta[:, mine]
-                )
+            for mine, theirs, mask in parts:
+                inputs = query[:, mine], here[0][:, theirs], here[1][:, theirs]
+                added = blocks.backward(grad[:, mine], *inputs, result[:, mine], total[:, mine], mask)
                 of_query[:, mine] += added[0]
                 of_here[0][:, theirs] += added[1]
                 of_here[1][:, theirs] += added[2]
             # The gradients of these keys by earlier ranks arrive while this rank computes its own; after the last turn
             # those of the next rank's keys are complete here, and go home.
-            travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), plan.ranks)
+            travelling = Passing(of_here if travelling is None else travelling.wait().add_(of_here), ring.ranks)
             if coming is not None:
                 here = coming.wait()
         assert travelling is not None  # there is a turn
         of_key, of_value = travelling.wait().unbind()
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan) -> Tensor:
-    with torch.autocast(query.device.type, enabled=False):  # it would round products of scores
-        out: Tensor = _Ring.apply(query, key, value, plan)
+class Merged:
+    """Attention of queries to the keys that were added so far, in float32 or wider.
+
+    Args:
+        query: [B, Q, N, D].
+    """
+
+    def __init__(self, query: Tensor) -> None:
+        self._shape, self._device = query.shape, query.device
+        self._wide = torch.promote_types(query.dtype, torch.float32)
+        self._found: tuple[Tensor, Tensor] | None = None
+
+    def add(self, queries: slice, out: Tensor, total: Tensor) -> None:
+        """Add the attention of some of the queries to further keys.
+
+        Args:
+            queries: their place.
+            out: [B, Q, N, D] of them.
+            total: logarithm of the sum of exponentials of the scores, [B, Q, N]; minus infinity without keys.
+        """
+        if self._found is None and out.shape == self._shape:  # needs no zeros to be added to
+            plain = torch.contiguous_format
+            whole, of_whole = (one.to(self._wide, copy=True, memory_format=plain) for one in (out, total))
+            self._found = whole, of_whole
+        else:
+            whole, of_whole = self.found
+            merge_into(whole[:, queries], of_whole[:, queries], out, total)
+
+    @property
+    def found(self) -> tuple[Tensor, Tensor]:
+        """Output [B, Q, N, D], and logarithm of the sum [B, Q, N]."""
+        if self._found is None:
+            out = torch.zeros(self._shape, dtype=self._wide, device=self._device)
+            self._found = out, out.new_full(self._shape[:3], -math.inf)
+        return self._found
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Turns | Tensor | None, window: int | None, ring: RingAttention
+) -> Tensor:
+    device = query.device.type
+    if ring.slot.backend != "reference" and torch.is_autocast_enabled(device):  # it does not know kernels of others
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    turns = documents
+    if not isinstance(turns, Turns):
+        turns = ring.prepare(turns, query.shape[1] * ring.ranks.size, window, query.device)
+    with torch.autocast(device, enabled=False):  # it would round products of scores
+        out: Tensor = _Ring.apply(query, key, value, turns, ring)
     return out
 
 

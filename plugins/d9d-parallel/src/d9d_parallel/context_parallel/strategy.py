@@ -15,6 +15,7 @@ from d9d_core.extend import (
     BuildError,
     CommunicatesInContext,
     ContextParallelizable,
+    HasOps,
     SeesContext,
     SharesAttention,
     SplitsContext,
@@ -60,6 +61,8 @@ class ContextParallel:
                 whole = f"{name}.{core_name}" if name else core_name
                 communication.cores[whole] = self._core(whole, core, meeting)
                 changed.append(whole)
+                if meeting.ring is not None and not (isinstance(core, HasOps) and core.op_slots()):
+                    notes.append(f"{whole}: lists no slot of attention_block, which is computed in plain PyTorch")
         for name, module in modules_with(stage, SeesContext).items():
             assert isinstance(module, SeesContext)
             module.see_context(share)
@@ -69,8 +72,6 @@ class ContextParallel:
             else:
                 kind = type(module).__name__
                 notes.append(f"{name} ({kind}) does not say what it communicates: context_collectives()")
-        if meeting.ring is not None:
-            notes.append("attention: computed by the ring, in PyTorch, and by no kernel")
         return Applied(
             modules=tuple(changed),
             notes=tuple(notes),

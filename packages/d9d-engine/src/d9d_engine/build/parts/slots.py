@@ -20,11 +20,12 @@ def slot_facts(model: nn.Module) -> dict[Site, Mapping[str, Any]]:
 
 def holders_alike(
     model: nn.Module, before: Mapping[Site, Mapping[str, Any]], kinds: Mapping[str, type[nn.Module]], here: Set[str]
-) -> list[tuple[str, nn.Module]]:
-    """Modules of a model by name, for the choice of kernels, so that each rank plans the same.
+) -> list[tuple[str, object]]:
+    """Holders of the slots of a model by name, for the choice of kernels, so that each rank plans the same.
 
     Strategies see the stages of this rank only. So slots elsewhere get the facts that slots in modules of the same
-    class have here since then, and modules of a class that has no slot any more are left out.
+    class have here since then, modules of a class that has no slot any more are left out, and where another slot took
+    its place here, one with the facts of the module's own takes it elsewhere.
 
     Args:
         model: all stages.
@@ -47,7 +48,37 @@ def holders_alike(
     for (name, attribute), slot in slots.items():
         if name not in here and name in kinds:
             slot.static = {**slot.static, **added.get((kinds[name], attribute), {})}
-    return [(name, module) for name, module in model.named_modules() if name in here or kinds.get(name) not in without]
+    instead: dict[type[nn.Module], dict[str, OpSlot]] = {}
+    for (name, attribute), slot in slots.items():
+        if name in here and (name, attribute) not in before and kinds.get(name) in without:
+            instead.setdefault(kinds[name], {})[attribute] = slot
+    found: list[tuple[str, object]] = []
+    for name, module in model.named_modules():
+        kind = kinds.get(name)
+        if name in here or kind is None or kind not in without:
+            found.append((name, module))
+        elif kind in instead:
+            own = {fact: value for (site, _), facts in before.items() if site == name for fact, value in facts.items()}
+            found.append((name, _Elsewhere(own, instead[kind])))
+    return found
+
+
+class _Elsewhere:
+    """Slots of a module of another rank's stage, which are chosen for and never called.
+
+    Args:
+        facts: those of the module's slots before the strategies.
+        alike: slots that took their place in a module of the same class here.
+    """
+
+    def __init__(self, facts: Mapping[str, Any], alike: Mapping[str, OpSlot]) -> None:
+        self._slots = {
+            attribute: OpSlot(slot.op, slot.function, parts=slot.parts, **{**slot.static, **facts})
+            for attribute, slot in alike.items()
+        }
+
+    def op_slots(self) -> Mapping[str, OpSlot]:
+        return self._slots
 
 
 def _slots(model: nn.Module) -> dict[Site, OpSlot]:

@@ -5,6 +5,7 @@ Shapes: B samples, S positions, Q blocks of queries and as many of keys.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,42 +50,63 @@ def block_mask(documents: Tensor | None, length: int, window: int | None, device
 
 
 def queries_block_mask(
-    documents: Tensor | None, queries: Tensor, length: int, window: int | None, device: torch.device
+    documents: Tensor | None, queries: Sequence[range], length: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """Mask of queries at some positions, and all keys; as :func:`block_mask`.
-
-    Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours.
+    """Mask of queries at some positions, and all keys; see :func:`positions_block_mask`.
 
     Args:
         documents: int64 [B, S]; ``None`` if a sample is one document.
-        queries: int64 [Q], their positions.
+        queries: their positions, in runs.
         length: S.
+        window: number of positions that a query sees, its own included; ``None`` for all.
+        device: device of queries and keys.
+    """
+    return positions_block_mask(documents, queries, [range(length)], window, device)
+
+
+def positions_block_mask(
+    documents: Tensor | None,
+    queries: Sequence[range],
+    keys: Sequence[range],
+    window: int | None,
+    device: torch.device,
+) -> BlockMask:
+    """Mask of queries and keys at some positions; as :func:`block_mask`.
+
+    Blocks are ruled out by the nearest and farthest pair of positions, so queries of a block should be neighbours, and
+    keys, too.
+
+    Args:
+        documents: int64 [B, S]; ``None`` if a sample is one document.
+        queries: their positions, in runs.
+        keys: their positions, likewise.
         window: number of positions that a query sees, its own included; ``None`` for all.
         device: device of queries and keys.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    places = queries.to(torch.int32)
-    of_keys = None if documents is None else documents.to(torch.int32)
-    of_queries = None if of_keys is None else of_keys[:, queries]
+    places, others = _places(queries, device), _places(keys, device)  # [Q], [T]
+    of_queries = of_keys = None
+    if documents is not None:
+        numbers = documents.to(torch.int32)
+        of_queries, of_keys = (torch.cat([numbers[:, r.start : r.stop] for r in runs], 1) for runs in (queries, keys))
 
     def seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001
-        place = places[query]
-        near = place >= key
+        behind = places[query] - others[key]
+        near = behind >= 0
         if window is not None:
-            near = near & (place - key < window)
+            near = near & (behind < window)
         if of_keys is None or of_queries is None:
             return near
         return near & (of_queries[sample, query] == of_keys[sample, key])
 
-    keys = torch.arange(length, dtype=torch.int32, device=device)
     first, last = _ranges(places[None])
-    start, end = _ranges(keys[None])  # [1, blocks]
+    start, end = _ranges(others[None])  # [1, blocks]
     farthest, nearest = last[:, :, None] - start[:, None], first[:, :, None] - end[:, None]  # [1, Q, K], of each pair
     some, whole = farthest >= 0, nearest >= 0
     if window is not None:
         some, whole = some & (nearest < window), whole & (farthest < window)
-    if length % BLOCK:  # what lies behind the sample is not seen
+    if len(others) % BLOCK:  # what lies behind the keys is not seen
         whole = whole & (torch.arange(end.shape[1], device=device) < end.shape[1] - 1)
     if of_keys is not None and of_queries is not None:
         (low, high), (least, most) = _ranges(of_queries), _ranges(of_keys)  # [B, blocks]
@@ -96,8 +118,13 @@ def queries_block_mask(
         *_listed(whole),
         BLOCK_SIZE=BLOCK,
         mask_mod=seen,
-        seq_lengths=(len(queries), length),
+        seq_lengths=(len(places), len(others)),
     )
+
+
+def _places(runs: Sequence[range], device: torch.device) -> Tensor:
+    places = [torch.arange(run.start, run.stop, dtype=torch.int32, device=device) for run in runs]
+    return torch.cat(places)
 
 
 def _ranges(numbers: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _FLOATS = ("bfloat16", "float16", "float32")
 #: Above sdpa. On an H200 (4 x 4096, 16/8 heads of 128, forward and backward) sdpa with a mask takes 6.6 ms, flex 2.1
-#: with 14 documents in a sample and 1.2 with 41; without documents sdpa takes 2.1, flex 3.2. Nobody measured queries of
-#: some positions, for which sdpa has a mask, too.
+#: with 14 documents in a sample and 1.2 with 41; without documents sdpa takes 2.1, flex 3.2. Queries of some positions
+#: need no mask of sdpa where nothing else hides keys; then sdpa is above.
 PRIORITY = 15
 #: Widest head that its kernels were tried with.
 _WIDEST_HEAD = 256
@@ -103,7 +103,7 @@ class Flex:
         self._of_one = of_one
         self._attend: Callable[..., Any] = flex_attention
         # With gradients and without: samples drawn between two steps, of other shapes, must not change the training's.
-        self._compiled = {grad: _compiled(flex_attention) for grad in (False, True)} if compiled else None
+        self._compiled = {grad: compiled_alone(flex_attention) for grad in (False, True)} if compiled else None
         self._done: set[bool] = set()
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> BlockMask | None:
@@ -116,9 +116,9 @@ class Flex:
         return block_mask(documents, length, None if open_window else self._window, device)
 
     def prepare_queries(
-        self, documents: Tensor | None, queries: Tensor, length: int, device: torch.device
+        self, documents: Tensor | None, queries: Sequence[range], length: int, device: torch.device
     ) -> BlockMask:
-        """Make the block mask of queries at some positions, int64 [Q]; see :func:`queries_block_mask`."""
+        """Make the block mask of queries at some positions, in runs; see :func:`queries_block_mask`."""
         return queries_block_mask(None if self._of_one else documents, queries, length, self._window, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | None) -> Tensor:
@@ -138,7 +138,7 @@ class Flex:
         assert self._compiled is not None
         training, started = torch.is_grad_enabled(), time.perf_counter()
         # Where somebody forces blocks to run eagerly, attention would hold all scores.
-        with _compilable(), torch.compiler.set_stance("default"):
+        with compilable(), torch.compiler.set_stance("default"):
             mixed: Tensor = self._compiled[training](*heads, **options)
         if training not in self._done:
             self._done.add(training)
@@ -148,7 +148,7 @@ class Flex:
         return mixed
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """Function that is compiled on its own.
 
     Dynamo counts recompilations by code object, and beyond eight of them would compute all scores at once; so each
@@ -162,7 +162,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _compilable() -> AbstractContextManager[None]:
+def compilable() -> AbstractContextManager[None]:
     """Context in which Dynamo compiles: outside of the modes of selective checkpointing.
 
     Inside of them it would run the function as it is, and all scores would exist at once. So attention is computed

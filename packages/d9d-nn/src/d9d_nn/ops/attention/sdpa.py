@@ -5,15 +5,19 @@ Shapes: B samples, S positions, N query heads, K key/value heads (N = K * G), D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from d9d_core.extend import Decision, OpSignature
 from torch import Tensor
 from torch.nn import functional
 
+from d9d_nn.ops.attention import partial
+from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.reference import visible
 
+#: Above flex: where ranks of cp hold the queries of some positions, and nothing else hides keys, it reads no mask.
+_QUERIES_PRIORITY = 20
 _FLOATS = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
@@ -27,6 +31,9 @@ def supports(signature: OpSignature) -> Decision:
         return Decision(accept=False, reason="computes causal attention only")
     if signature.static.get("window") is not None:
         masks = "a window makes it read a mask of S x S" + (", per sample with documents" * (not of_one(signature)))
+    elif signature.static.get("own_queries") and _in_rectangles(signature):
+        reason = "fused, torch picks the kernel; queries of some positions attend in rectangles, without a mask"
+        return Decision(accept=True, reason=reason, priority=_QUERIES_PRIORITY)
     elif signature.static.get("own_queries"):
         masks = "queries of some positions make it read a mask" + (
             ", per sample with documents" * (not of_one(signature))
@@ -46,6 +53,14 @@ def of_one(signature: OpSignature) -> bool:
     return signature.documents is False and signature.device == "cuda"
 
 
+def _in_rectangles(signature: OpSignature) -> bool:
+    """Whether queries of some positions attend in rectangles that need no mask.
+
+    On CUDA; the kernels of a CPU read masks.
+    """
+    return of_one(signature) and signature.static.get("window") is None and partial.refusal(signature) is None
+
+
 def build(signature: OpSignature) -> Callable[..., Tensor]:
     """Backend for this device, window and data."""
     # On CUDA, the flash and cuDNN kernels read grouped heads, in 16 bits and without a mask. What is left would be the
@@ -57,6 +72,7 @@ def build(signature: OpSignature) -> Callable[..., Tensor]:
         grouped=grouped,
         grouped_with_mask=signature.device == "cpu",
         of_one=of_one(signature),
+        in_rectangles=_in_rectangles(signature),
     )
 
 
@@ -68,13 +84,21 @@ class Sdpa:
         grouped: whether the kernels that read no mask read grouped heads; if not, they are repeated.
         grouped_with_mask: whether the kernels that read a mask read grouped heads.
         of_one: leave documents unread, see :func:`of_one`.
+        in_rectangles: attend from queries of some positions in rectangles of the score matrix; by default with a mask.
     """
 
     def __init__(
-        self, window: int | None, *, grouped_with_mask: bool, grouped: bool = True, of_one: bool = False
+        self,
+        window: int | None,
+        *,
+        grouped_with_mask: bool,
+        grouped: bool = True,
+        of_one: bool = False,
+        in_rectangles: bool = False,
     ) -> None:
         self._window = window
         self._of_one = of_one
+        self._in_rectangles = in_rectangles
         self._grouped = grouped
         self._grouped_with_mask = grouped_with_mask
 
@@ -86,14 +110,26 @@ class Sdpa:
             return visible(length, None, device, self._window)
         return None
 
-    def prepare_queries(self, documents: Tensor | None, queries: Tensor, length: int, device: torch.device) -> Tensor:
-        """Make the mask of queries at some positions int64 [Q]: bool [B, 1, Q, S] with documents, else [Q, S]."""
-        if documents is not None and not self._of_one:
-            return visible(length, documents, device, self._window, queries)[:, None]
-        return visible(length, None, device, self._window, queries)
+    def prepare_queries(
+        self, documents: Tensor | None, queries: Sequence[range], length: int, device: torch.device
+    ) -> Tensor | QueryRectangles:
+        """Make the mask of queries at some positions, in runs: bool [B, 1, Q, S] with documents, else [Q, S].
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        Or rectangles, which need no mask.
+        """
+        if self._in_rectangles:
+            return QueryRectangles(queries, length)
+        places = torch.cat([torch.arange(run.start, run.stop, device=device) for run in queries])
+        if documents is not None and not self._of_one:
+            return visible(length, documents, device, self._window, places)[:, None]
+        return visible(length, None, device, self._window, places)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | QueryRectangles | None = None
+    ) -> Tensor:
         """Compute attention, see :func:`d9d_nn.ops.attention.reference.attention`; ``mask`` is from :meth:`prepare`."""
+        if isinstance(mask, QueryRectangles):
+            return mask.attend(query, key, value)
         groups = query.shape[2] // key.shape[2]
         grouped = groups > 1 and (self._grouped if mask is None else self._grouped_with_mask)
         if groups > 1 and not grouped:

@@ -16,6 +16,7 @@ from d9d_core.extend import Decision, JobError, OpSignature
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from d9d_nn.ops.attention.queries import QueryRectangles
 from d9d_nn.ops.attention.sdpa import Sdpa, of_one
 
 
@@ -88,7 +89,9 @@ class _Pinned(Sdpa):
             )
         return super().prepare(documents, length, device)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | QueryRectangles | None = None
+    ) -> Tensor:
         # No fused kernel reads other strides than 1 along the features, and there is no other kernel to fall back to.
         q, k, v = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
         with sdpa_kernel(self._backend):

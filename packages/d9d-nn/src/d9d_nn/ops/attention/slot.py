@@ -22,8 +22,8 @@ class AttentionSlot(OpSlot):
     A bound function may have an attribute ``prepare(documents, length, device) -> mask``. Then it is called with that
     mask in place of documents. What a mask is, is the backend's affair: slots with equal ``mask_key`` may share it.
     With ``prepare_queries(documents, queries, length, device) -> mask`` it can also attend from queries at some
-    positions, int64 [Q], as context parallelism by ``all_gather`` asks for. The static fact ``own_queries`` is then
-    true, so that a backend without it can refuse.
+    positions, in runs (``range``), as context parallelism by ``all_gather`` asks for. The static fact ``own_queries``
+    is then true, so that a backend without it can refuse.
 
     Args:
         query_heads: N.
@@ -44,16 +44,16 @@ class AttentionSlot(OpSlot):
         )
         self._prepare: Callable[[Tensor | None, int, torch.device], Any] = _documents
         self._share: ContextShare | None = None
-        self._masks = True
+        self._replacement: Callable[..., Tensor] | None = None
 
     @property
     def mask_key(self) -> tuple[str, int | None]:
         """Key of everything that a mask depends on, but for the documents."""
-        return self.backend, self.static["window"]
+        return getattr(self._replacement, "backend", self.backend), self.static["window"]
 
     def refusal(self, function: Callable[..., Any]) -> str | None:
         """Reason why a function cannot attend from the queries of this slot; ``None`` if it can."""
-        if self._share is None or not self._masks or hasattr(function, "prepare_queries"):
+        if self._share is None or self._replacement is not None or hasattr(function, "prepare_queries"):
             return None
         return "attends from all positions of a sample only, but ranks of cp hold the queries of some"
 
@@ -78,9 +78,14 @@ class AttentionSlot(OpSlot):
         if self.backend != "reference":
             self._check(self.backend, self.function)
 
-    def make_no_masks(self) -> None:
-        """Make masks no more: somebody else attends."""
-        self._masks = False
+    def attend_by(self, function: Callable[..., Tensor]) -> None:
+        """Leave masks to a function that attends in the place of any backend.
+
+        Args:
+            function: may have ``prepare(documents, length, window, device)``, which makes the mask that its calls take,
+                and then has ``backend``, a name: masks of one name and window are alike. Without, there are no masks.
+        """
+        self._replacement = function
 
     def prepare(self, documents: Tensor | None, length: int, device: torch.device) -> Any:
         """Make the mask that calls take.
@@ -90,12 +95,14 @@ class AttentionSlot(OpSlot):
             length: S.
             device: device of queries and keys.
         """
-        if not self._masks:
-            return None
+        if self._replacement is not None:
+            prepare = getattr(self._replacement, "prepare", None)
+            return None if prepare is None else prepare(documents, length, self.static["window"], device)
         if self._share is None:
             return self._prepare(documents, length, device)
         self._check(self.backend, self.function)
-        queries = self._share.own(torch.arange(length, device=device).unsqueeze(0)).squeeze(0)
+        # On the host, which so knows what is hidden from whom without asking the device.
+        queries = _runs(self._share.own(torch.arange(length).unsqueeze(0)).squeeze(0))
         return self.function.prepare_queries(documents, queries, length, device)  # type: ignore[attr-defined]
 
     def _check(self, backend: str, function: Callable[..., Any]) -> None:
@@ -104,6 +111,14 @@ class AttentionSlot(OpSlot):
                 f"kernels.attention: '{backend}' {refusal}; choose sdpa or flex, or another method of "
                 "context_parallel, such as ulysses"
             )
+
+
+def _runs(places: Tensor) -> list[range]:
+    """Runs of neighbouring positions; int64 [Q] on the host."""
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), (places.diff() != 1).nonzero()[:, 0] + 1]).tolist()
+    ends = [*starts[1:], len(places)]
+    firsts = places[starts].tolist()
+    return [range(first, first + end - start) for first, start, end in zip(firsts, starts, ends, strict=True)]
 
 
 def _documents(documents: Tensor | None, length: int, device: torch.device) -> Tensor | None:  # noqa: ARG001

@@ -16,6 +16,8 @@ from d9d_core.extend import OpSlot
 from d9d_core.plugin import Ref
 from torch import Tensor
 
+from d9d_testing.suites.support.attention_blocks import attend_in_turns, block_slot
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -76,14 +78,25 @@ def _attention_slot(static: Mapping[str, Any]) -> OpSlot:
     return slot
 
 
-def _attention_calls() -> Iterator[Call]:
-    for samples, length, query_heads, heads, features, window, packed in (
-        (2, 7, 4, 2, 8, None, False),
-        (2, 7, 4, 2, 8, None, True),
-        (1, 1, 2, 2, 8, None, False),
-        (1, 17, 3, 1, 16, 5, False),
-        (3, 9, 6, 3, 8, 4, True),
-    ):
+_ATTENTIONS = (
+    (2, 7, 4, 2, 8, None, False),
+    (2, 7, 4, 2, 8, None, True),
+    (1, 1, 2, 2, 8, None, False),
+    (1, 17, 3, 1, 16, 5, False),
+    (3, 9, 6, 3, 8, 4, True),
+)
+#: Of lengths that a ring of two ranks can share.
+_BLOCKS = (
+    (2, 8, 4, 2, 16, None, False),
+    (1, 20, 3, 1, 16, None, False),
+    (2, 28, 4, 4, 16, None, True),
+    (1, 20, 3, 1, 16, 7, False),
+    (3, 12, 6, 3, 24, 4, True),
+)
+
+
+def _attention_calls(cases: Collection[tuple[int, int, int, int, int, int | None, bool]]) -> Iterator[Call]:
+    for samples, length, query_heads, heads, features, window, packed in cases:
         inputs = {
             "query": draw(samples, length, query_heads, features, seed=0),
             "key": draw(samples, length, heads, features, seed=1),
@@ -102,6 +115,11 @@ def _invoke_attention(slot: Any, call: Call) -> Tensor:
     mask = slot.prepare(call.inputs.get("documents"), query.shape[1], query.device)
     out: Tensor = slot(query, call.inputs["key"], call.inputs["value"], mask)
     return out
+
+
+def _invoke_attention_blocks(slot: OpSlot, call: Call) -> Tensor:
+    query, key, value = (call.inputs[name] for name in ("query", "key", "value"))
+    return attend_in_turns(slot, query, key, value, call.inputs.get("documents"))
 
 
 def _rms_norm_calls() -> Iterator[Call]:
@@ -228,9 +246,12 @@ def _permutation_op(op: str) -> Op:
     return Op(slot, partial(_permutation_calls, back=op == "unpermute"), invoke_plainly, package="d9d_moe")
 
 
-#: The ops that d9d-nn declares backends for, its small ones, and those of d9d-moe.
+#: The ops that d9d-nn declares backends for, its small ones, and those of d9d-moe and d9d-parallel.
 KNOWN_OPS: Mapping[str, Op] = {
-    "attention": Op(_attention_slot, _attention_calls, _invoke_attention),
+    "attention": Op(_attention_slot, partial(_attention_calls, _ATTENTIONS), _invoke_attention),
+    "attention_block": Op(
+        block_slot, partial(_attention_calls, _BLOCKS), _invoke_attention_blocks, package="d9d_parallel"
+    ),
     "rms_norm": Op(
         partial(_plain_slot, "rms_norm", "d9d_nn.ops.rms_norm:rms_norm"), _rms_norm_calls, invoke_plainly
     ),

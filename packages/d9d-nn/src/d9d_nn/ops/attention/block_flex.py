@@ -1,0 +1,246 @@
+"""Backend ``flex`` of ``attention_block``: FlexAttention, which skips what documents and windows hide.
+
+The op is that of :mod:`d9d_parallel.context_parallel.blocks`, which says what its backends compute.
+
+FlexAttention has no backward that takes the sums of a larger attention, so the backward computes the block again, with
+autograd: the output of the block has the gradient of the whole's, times the block's weight in it, and the logarithm of
+its sum the rest. A third more of the work, for which neither outputs nor keys of other ranks are kept.
+
+Shapes: B samples, S positions, Q queries and T keys of the block, N query heads, K key/value heads, D features of a
+head.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from d9d_core.extend import Decision, OpSignature
+from torch import Tensor
+
+from d9d_nn.ops.attention import block_sdpa, flex, partial
+from d9d_nn.ops.attention.block_mask import positions_block_mask
+from d9d_nn.ops.attention.flex import compilable, compiled_alone
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+#: Attention to some keys: query, key and value with heads before positions, and the mask -> output and sums.
+Attend = Callable[[Tensor, Tensor, Tensor, "BlockMask"], tuple[Tensor, Tensor]]
+
+_log = logging.getLogger("d9d.attention")
+
+
+def supports(signature: OpSignature) -> Decision:
+    """Accept causal attention on CUDA; where documents and windows hide nothing, sdpa is above."""
+    decision = flex.supports(signature)
+    if not decision.accept:
+        return decision
+    window = signature.static.get("window")
+    if signature.documents:
+        reason = "the data packs documents: skips what lies outside of them"
+    elif window is not None:
+        reason = f"skips what lies outside of windows of {window}"
+    elif signature.documents is None:
+        reason = "skips what lies outside of documents where microbatches have them, which the data does not say"
+    else:
+        reason = "samples are of one document and there is no window, so it skips what positions hide only"
+    return Decision(accept=True, reason=f"{reason}; compiled in the first step", priority=flex.PRIORITY)
+
+
+def build(signature: OpSignature) -> FlexBlocks:
+    """Backend for this data; compiled when it is first called."""
+    of_one = signature.documents is False
+    # Calls without documents and windows are sdpa's. Where all are such, flex was asked for by name, or sdpa refuses.
+    plain = partial.refusal(signature) is None and not of_one
+    return FlexBlocks(
+        _compiled_attention(),
+        of_one=of_one,
+        plain=block_sdpa.SdpaBlocks(of_one=True) if plain else None,
+        shares=_Compiled(shares_of),  # a pass in the place of ten
+    )
+
+
+class FlexBlocks:
+    """Attention of blocks by ``flex_attention`` with block masks.
+
+    Args:
+        attend: attention to some keys.
+        of_one: leave documents unread: each sample is one, and no token sees what is behind it.
+        plain: computes what neither documents nor windows hide; by default ``attend`` does.
+        shares: :func:`shares_of`, which may be compiled.
+    """
+
+    def __init__(
+        self,
+        attend: Attend,
+        *,
+        of_one: bool,
+        plain: block_sdpa.SdpaBlocks | None = None,
+        shares: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self._attend = attend
+        self._of_one = of_one
+        self._plain = plain
+        self._shares = shares_of if shares is None else shares
+
+    def prepare(
+        self,
+        queries: Sequence[range],
+        keys: Sequence[range],
+        documents: Tensor | None,
+        window: int | None,
+        device: torch.device,
+    ) -> Sequence[tuple[slice, slice, BlockMask | bool]]:
+        """Make the block mask of all queries and all keys, so that what is compiled meets one shape.
+
+        Args:
+            queries: positions of the queries, in runs.
+            keys: positions of the keys, likewise.
+            documents: int64 [B, S]; ``None`` if a sample is one document.
+            window: number of positions that a query sees, its own included; ``None`` for all.
+            device: device of queries and keys.
+
+        Returns:
+            Places of the queries and of the keys, and the mask; nothing if positions and window hide all keys.
+        """
+        if self._of_one:
+            documents = None
+        behind = max(run.stop for run in queries) - min(run.start for run in keys)  # more than any distance
+        if window is not None and window >= behind:
+            window = None
+        if documents is None and window is None and self._plain is not None:
+            return self._plain.prepare(queries, keys, None, None, device)
+        if not any(_sees(run, other, window) for run in queries for other in keys):
+            return []
+        mask = positions_block_mask(documents, queries, keys, window, device)
+        return [(slice(0, mask.shape[-2]), slice(0, mask.shape[-1]), mask)]
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask | bool) -> tuple[Tensor, Tensor]:
+        """Attend to the keys of a block.
+
+        Args:
+            query: [B, Q, N, D].
+            key: [B, T, K, D].
+            value: [B, T, K, D].
+            mask: from :meth:`prepare`.
+
+        Returns:
+            Output [B, Q, N, D], and logarithm of the sum of exponentials of the seen scores [B, Q, N], minus infinity
+            where there is none.
+        """
+        if isinstance(mask, bool):
+            assert self._plain is not None
+            return self._plain(query, key, value, mask)
+        with torch.enable_grad():  # the backward's kernels are compiled here, and calls of both are one compilation
+            out, total = self._attend(*_leaves(query, key, value), mask)
+        return out.detach().transpose(1, 2), total.detach().transpose(1, 2)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        total: Tensor,
+        mask: BlockMask | bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values by a block of a larger attention.
+
+        Args:
+            grad: gradient of the larger attention's output, [B, Q, N, D].
+            query: as in the call, like ``key``, ``value`` and ``mask``.
+            key: see ``query``.
+            value: see ``query``.
+            out: output of the larger attention, [B, Q, N, D].
+            total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
+            mask: see ``query``.
+
+        Returns:
+            Gradients of query, key and value, in their dtypes.
+        """
+        if isinstance(mask, bool):
+            assert self._plain is not None
+            return self._plain.backward(grad, query, key, value, out, total, mask)
+        leaves = _leaves(query, key, value)
+        with torch.enable_grad():
+            part, of_part = self._attend(*leaves, mask)
+        given = (grad.transpose(1, 2), part.detach(), of_part.detach(), out.transpose(1, 2), total.transpose(1, 2))
+        with torch.no_grad():
+            shares = self._shares(*given)
+        grads = torch.autograd.grad((part, of_part), leaves, shares)
+        of_query, of_key, of_value = (tensor.transpose(1, 2) for tensor in grads)
+        return of_query, of_key, of_value
+
+
+def shares_of(grad: Tensor, part: Tensor, of_part: Tensor, out: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the output and of the sums of a block of a larger attention.
+
+    Args:
+        grad: gradient of the larger attention's output, [B, N, Q, D].
+        part: output of the block, [B, N, Q, D].
+        of_part: logarithm of the sum of exponentials of the block's scores, [B, N, Q].
+        out: output of the larger attention, [B, N, Q, D].
+        total: logarithm of the sum of exponentials of all scores of each query, [B, N, Q].
+
+    Returns:
+        Gradient of ``part`` in the dtype of ``grad``, and of ``of_part`` in its own.
+    """
+    wide, weight = grad.to(of_part.dtype), (of_part - total).exp()  # zero of a query that sees none of these keys
+    of_out = (wide * weight.unsqueeze(-1)).to(grad.dtype)
+    # Kernels subtract the product of the block's output and its gradient from the gradient of each probability, where
+    # that of the whole belongs: with the same rounding it cancels here.
+    own = (of_out.to(wide.dtype) * part.to(wide.dtype)).sum(-1)
+    return of_out, own - weight * (wide * out.to(wide.dtype)).sum(-1)
+
+
+def _compiled_attention() -> _Compiled:
+    """``flex_attention`` with sums."""
+    # With torch's symbolic shapes, which take a second and are not needed to refuse.
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask) -> tuple[Tensor, Tensor | None]:
+        grouped, request = query.shape[1] != key.shape[1], AuxRequest(lse=True)
+        out, more = flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped, return_aux=request)
+        return out, more.lse
+
+    return _Compiled(attend)
+
+
+class _Compiled:
+    """Function that is compiled on its own, when it is first called.
+
+    Args:
+        function: of tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = function.__name__
+        self._function: Callable[..., tuple[Tensor, Tensor]] = compiled_alone(function)
+        self._called = False
+
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        started = time.perf_counter()
+        # Where somebody forces blocks to run eagerly, attention would hold all scores.
+        with compilable(), torch.compiler.set_stance("default"):
+            found = self._function(*inputs)
+        if not self._called:
+            self._called = True
+            _log.info("compiling attention (flex, blocks, %s): %.1f s", self._name, time.perf_counter() - started)
+        return found
+
+
+def _leaves(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, S, heads, D] as [B, heads, S, D], without history."""
+    heads = [tensor.detach().transpose(1, 2).requires_grad_() for tensor in (query, key, value)]
+    return heads[0], heads[1], heads[2]
+
+
+def _sees(queries: range, keys: range, window: int | None) -> bool:
+    """Whether some query may see some key, as far as positions tell."""
+    near = window is None or queries.start - (keys.stop - 1) < window
+    return near and queries.stop > keys.start

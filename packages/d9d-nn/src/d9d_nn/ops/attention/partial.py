@@ -1,0 +1,165 @@
+"""Attention to a part of the keys by PyTorch's fused kernels, with the logarithms of the sums that join such parts.
+
+A softmax over all keys is made of softmaxes over parts of them: their outputs are weighted by the exponentials of the
+logarithms of their sums (Dao et al. 2022, "FlashAttention", section 3.1). The backward of a part needs the output and
+the sums of the whole, and nothing of other parts (section B.2); the kernels' backwards are called with those.
+
+Shapes: B samples, Q queries and T keys of the part, N query heads, K key/value heads (N = K * G), D features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from d9d_core.extend import OpSignature
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+#: Widest head of the flash kernels; torch takes cuDNN's up to 128 or more.
+_WIDEST_HEAD = 256
+_HEAD_MULTIPLE = 8
+_CUDA_FLOATS = ("bfloat16", "float16")
+_CPU_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
+
+def refusal(signature: OpSignature) -> str | None:
+    """Reason why the kernels cannot compute parts of causal attention; ``None`` if they can."""
+    head_dim = signature.static.get("head_dim")
+    if signature.device not in ("cuda", "cpu"):
+        return f"its kernels are of CUDA and CPU, the device is {signature.device}"
+    floats = _CUDA_FLOATS if signature.device == "cuda" else _CPU_FLOATS
+    if signature.dtype not in floats:
+        return f"needs one of {', '.join(floats)} on {signature.device}, the model is {signature.dtype}"
+    if not signature.static.get("causal", True):
+        return "computes causal attention only"
+    if signature.device == "cuda" and head_dim is not None and (head_dim > _WIDEST_HEAD or head_dim % _HEAD_MULTIPLE):
+        return f"needs head_dim up to {_WIDEST_HEAD}, a multiple of {_HEAD_MULTIPLE}; here it is {head_dim}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Rectangle of the score matrix in which queries see all keys, or those up to their own.
+
+    Attributes:
+        queries: place of its queries.
+        keys: place of its keys.
+        causal: query n sees keys 0 to n of it, and there are as many; otherwise each sees all.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def rectangles(queries: Sequence[range], keys: Sequence[range]) -> list[Rectangle]:
+    """Rectangles of a causal mask without documents and windows; nothing is seen outside of them. Runs on the host.
+
+    Args:
+        queries: positions of the queries, runs in ascending order that lie one behind the other.
+        keys: positions of the keys, likewise. A run of queries lies in one run of keys, or in none.
+
+    Raises:
+        ValueError: a run of queries lies in a run of keys in part only.
+    """
+    if list(queries) == list(keys):
+        whole = slice(0, sum(len(run) for run in queries))
+        return [Rectangle(whole, whole, causal=True)]
+    found: list[Rectangle] = []
+    row = 0
+    for run in queries:
+        rows, before, column = slice(row, row + len(run)), 0, 0
+        for other in keys:
+            before += len(range(other.start, min(other.stop, run.start)))
+            if other.start < run.stop and run.start < other.stop:
+                if not (other.start <= run.start and run.stop <= other.stop):
+                    raise ValueError(f"queries {run} lie in keys {other} in part only")
+                own = column + run.start - other.start
+                found.append(Rectangle(rows, slice(own, own + len(run)), causal=True))
+            column += len(other)
+        if before:
+            # Neighbouring runs that see the same keys are one call.
+            last = next((one for one in found if not one.causal and one.queries.stop == row), None)
+            if last is not None and last.keys.stop == before:
+                found.remove(last)
+                rows = slice(last.queries.start, rows.stop)
+            found.append(Rectangle(rows, slice(0, before), causal=False))
+        row += len(run)
+    return found
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention to a part of the keys, with the fastest kernel that torch has for it. Not recorded by autograd.
+
+    Args:
+        query: [B, Q, N, D].
+        key: [B, T, K, D].
+        value: [B, T, K, D].
+        causal: query n sees keys 0 to n, and T = Q; otherwise each sees all.
+
+    Returns:
+        Output [B, Q, N, D], and logarithm of the sum of exponentials of the scores [B, Q, N], float32 or wider.
+    """
+    heads = _heads(query), _heads(key), _heads(value)
+    if query.device.type == "cpu":
+        out, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, causal)  # noqa: SLF001
+    elif _prefers_cudnn(*heads, causal=causal):
+        out, total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*heads, None, True, 0.0, causal)  # noqa: SLF001
+        total = total.view(total.shape[:3])  # [B, N, Q] or [B, N, Q, 1]
+    else:
+        out, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*heads, 0.0, causal)  # noqa: SLF001
+    return out.transpose(1, 2), total.transpose(1, 2)
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, total: Tensor, *, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values by one part of a larger attention.
+
+    Args:
+        grad: gradient of the larger attention's output, [B, Q, N, D].
+        query: as in :func:`attend`, like ``key``, ``value`` and ``causal``.
+        key: see ``query``.
+        value: see ``query``.
+        out: output of the larger attention, [B, Q, N, D].
+        total: logarithm of the sum of exponentials of all scores of each query, [B, Q, N].
+        causal: see ``query``.
+
+    Returns:
+        Gradients of query, key and value, in their dtypes.
+    """
+    heads = _heads(query), _heads(key), _heads(value)
+    # cuDNN wants output and gradient in one layout.
+    both = _heads(grad.contiguous()), _heads(out.contiguous())
+    if query.device.type == "cpu":
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+        grads = backward(both[0], *heads, both[1], total.contiguous().transpose(1, 2), 0.0, causal)
+    else:
+        # Without dropout nobody reads the state of a random generator, but its dtype is looked at.
+        sums, state = total.transpose(1, 2).contiguous(), query.new_empty((), dtype=torch.int64)
+        lengths = (None, None, query.shape[1], key.shape[1])
+        if _prefers_cudnn(*heads, causal=causal):
+            backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward  # noqa: SLF001
+            kept = (both[1], sums.unsqueeze(-1), state, state, None)
+            grads = backward(both[0], *heads, *kept, *lengths, 0.0, causal)
+        else:
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
+            state = query.new_empty(2, dtype=torch.uint64)
+            grads = backward(both[0], *heads, both[1], sums, *lengths, 0.0, causal, state, state)
+    of_query, of_key, of_value = grads
+    return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2)
+
+
+def _heads(tensor: Tensor) -> Tensor:
+    """[B, S, heads, D] as [B, heads, S, D]; no fused kernel reads other strides than 1 along the features."""
+    return (tensor if tensor.stride(-1) == 1 else tensor.contiguous()).transpose(1, 2)
+
+
+def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> bool:
+    """Whether torch would take cuDNN's kernel for these heads [B, N, Q, D]; the host knows without the device."""
+    grouped = query.shape[1] != key.shape[1]
+    # Private, so a test pins it; public functions do not tell.
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=grouped)  # noqa: SLF001
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
