@@ -5,24 +5,33 @@ Tokens are taken to be spread evenly over experts. All sizes are those of one ra
 
 from __future__ import annotations
 
-from d9d_core.extend import Exchange, OpCost
+from d9d_core.extend import Exchange, OpCost, Weight
 from d9d_nn.costs import silu_mul
 
 _FLOAT32 = 4
 
 
-def router(rows: float, features: int, experts: int, width: int) -> tuple[OpCost, ...]:
+def router(
+    rows: float, features: int, experts: int, width: int, *, weights: tuple[Weight, ...] = ()
+) -> tuple[OpCost, ...]:
     """Cost of a top-k router: scores in float32, softmax and choice."""
     flops = 2 * rows * features * experts
-    scores = _FLOAT32 * rows * experts
+    scores, traffic = _FLOAT32 * rows * experts, width * rows * features
     return (
-        OpCost("router", "product", flops, 2 * flops, width * rows * features, 2 * width * rows * features),
+        OpCost("router", "product", flops, 2 * flops, traffic, 2 * traffic, rows=rows, weights=weights),
         OpCost("choice of experts", "memory", traffic=4 * scores, backward_traffic=4 * scores, kept=2 * scores),
     )
 
 
 def grouped_swiglu(
-    rows: float, features: int, inside: int, experts: float, width: int, *, compiled: bool
+    rows: float,
+    features: int,
+    inside: int,
+    experts: float,
+    width: int,
+    *,
+    compiled: bool,
+    weights: tuple[Weight, ...] = (),
 ) -> tuple[OpCost, ...]:
     """Cost of SwiGLU experts.
 
@@ -33,11 +42,22 @@ def grouped_swiglu(
         experts: experts of this rank.
         width: bytes of a number.
         compiled: see :func:`d9d_nn.costs.silu_mul`.
+        weights: the banks.
     """
     flops = 2 * 3 * rows * features * inside
     traffic = width * (rows * (3 * features + 3 * inside) + 3 * experts * features * inside)
     return (
-        OpCost("experts", "grouped_product", flops, 2 * flops, traffic, 2 * traffic, width * rows * features),
+        OpCost(
+            "experts",
+            "grouped_product",
+            flops,
+            2 * flops,
+            traffic,
+            2 * traffic,
+            width * rows * features,
+            rows,
+            weights,
+        ),
         silu_mul(rows, inside, width, compiled=compiled),
     )
 

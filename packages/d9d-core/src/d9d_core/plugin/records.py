@@ -229,7 +229,15 @@ class TrackerSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class PeftSpec(ConfiguredSpec):
-    """A fine-tuning method. ``build(config) -> PeftMethod``."""
+    """A fine-tuning method. ``build(config) -> PeftMethod``.
+
+    Attributes:
+        cost: ``(config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost`` of one weight by its
+            whole name, imported without torch, for ``d9d plan``. That of a composite record gets a function of the same
+            arguments as its last one, which is the cost of any method inside.
+    """
+
+    cost: Ref | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

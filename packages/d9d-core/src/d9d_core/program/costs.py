@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Literal, Protocol
 
 from d9d_core.program.actions import Program
@@ -46,6 +47,35 @@ class Share:
         return self.samples * self.length / self.context
 
 
+#: Kinds of parameters, of which fine-tuning methods choose: matrices of linear layers, tables of words, projections to
+#: words, stacks of one matrix for each expert, and all others.
+WeightKind = Literal["linear", "embedding", "head", "bank", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """Parameter that an op computes with.
+
+    Attributes:
+        name: qualified name within its block, such as ``attention.q_proj.weight``; outside of blocks, within the model.
+        shape: on one rank of ``tp`` and ``ep``; of a matrix, features out and in, as torch has them.
+        kind: what it is.
+        cut: dimension that ``tp`` splits, if it does.
+        trains: whether it does; a fine-tuning method freezes it otherwise.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: WeightKind = "other"
+    cut: int | None = None
+    trains: bool = True
+
+    @property
+    def numbers(self) -> int:
+        """Number of its parameters on one rank, before data parallelism shards them."""
+        return prod(self.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class OpCost:
     """Cost of an op.
@@ -56,6 +86,9 @@ class OpCost:
         flops, backward_flops: operations of forward and backward; a multiply and an add are two.
         traffic, backward_traffic: bytes read and written.
         kept: bytes kept from the forward for the backward.
+        rows: rows that its weights are applied to.
+        weights: its parameters, for optimizers and fine-tuning methods whose costs depend on them.
+        workspace: the part of the workspace of its block that only gradients of its weights need.
     """
 
     name: str
@@ -65,6 +98,9 @@ class OpCost:
     traffic: float = 0.0
     backward_traffic: float = 0.0
     kept: float = 0.0
+    rows: float = 0.0
+    weights: tuple[Weight, ...] = ()
+    workspace: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +134,9 @@ class BlockCost:
         count: number of such blocks in the stage.
         is_block: it is a block of the trait ``model:blocks``, which strategies recompute, compile and shard one by one;
             embeddings and heads are not.
+        names: qualified names of the blocks, as many as ``count``, which those of their weights follow; none where
+            the weights have whole names.
+        frozen, frozen_experts: numbers of ``parameters`` and ``expert_parameters`` that do not train.
     """
 
     name: str
@@ -110,6 +149,14 @@ class BlockCost:
     backward_exchanges: tuple[Exchange, ...] = ()
     count: int = 1
     is_block: bool = True
+    names: tuple[str, ...] = ()
+    frozen: int = 0
+    frozen_experts: int = 0
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients pass through the block at all."""
+        return any(op.backward_flops or op.backward_traffic for op in self.ops)
 
     @property
     def kept(self) -> float:
@@ -163,16 +210,58 @@ class StrategyCost:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterCost:
+    """Cost of what a fine-tuning method does with one weight, for one microbatch; all else of the model is frozen.
+
+    Attributes:
+        trains: the weight itself trains.
+        parameters: parameters that the method adds, on this rank as the weight; they train.
+        flops, backward_flops: operations of the products that it adds.
+        traffic, backward_traffic: bytes that it reads and writes besides.
+        kept: bytes that it keeps for the backward besides.
+    """
+
+    trains: bool = False
+    parameters: int = 0
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    traffic: float = 0.0
+    backward_traffic: float = 0.0
+    kept: float = 0.0
+
+    def __add__(self, other: AdapterCost) -> AdapterCost:
+        """Cost of two methods on the same weight."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name != "trains"}
+        return AdapterCost(trains=self.trains or other.trains, **sums)
+
+
+#: Cost by a weight's whole name, the weight, the rows of its op, and the share: :attr:`d9d_core.plugin.PeftSpec.cost`
+#: of one config.
+AdapterCosts = Callable[[str, Weight, float, Share], AdapterCost]
+
+
+@dataclass(frozen=True, slots=True)
 class OptimizerCost:
     """Cost of an optimizer for each parameter.
 
     Attributes:
         state: bytes of its state.
         traffic: bytes that an update reads and writes, gradient and parameter included.
+        workspace: bytes that exist during an update, of all parameters at once.
+        workspace_of_one: bytes that exist while the largest weight is updated, for each of its parameters.
+        flops: operations of products in bfloat16.
+        exchanged: bytes that go to the one rank that updates a whole matrix, and come back, where ranks share it.
+        of_weight: cost for each parameter of a weight by its whole name and the shape of all of it, which then counts
+            in place of this one; ``None`` if all cost the same.
     """
 
     state: float
     traffic: float
+    workspace: float = 0.0
+    workspace_of_one: float = 0.0
+    flops: float = 0.0
+    exchanged: float = 0.0
+    of_weight: Callable[[str, tuple[int, ...]], OptimizerCost] | None = None
 
 
 class ModelCosts(Protocol):

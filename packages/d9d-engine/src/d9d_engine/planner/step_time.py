@@ -144,7 +144,7 @@ class TimeModel:
         return tally
 
     def _block(self, tally: _Tally, block: BlockCost) -> None:
-        count, again = block.count, self._effect.recomputed if block.is_block else 0.0
+        count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0
         # The weight gradients of compiled and of recomputed blocks do not come apart from the rest of their backward.
         whole = self._effect.compiled or again > 0
         for op in block.ops:
@@ -154,7 +154,7 @@ class TimeModel:
             )
             tally.add(_OF_KIND[op.kind], count * forward, count * backward)
             if block.is_block and not whole and op.kind in ("product", "grouped_product"):
-                tally.weight += count * backward / 2
+                tally.weight += count * max(0.0, backward - forward)
             tally.add("recomputation", 0.0, count * again * forward)
         sent, returned = self._exchanges(block.exchanges), self._exchanges(block.backward_exchanges)
         for name in {*sent, *returned}:
@@ -238,8 +238,8 @@ class TimeModel:
     def _reduced(self, block: BlockCost) -> list[tuple[int, Group, Group]]:
         groups = self._groups
         return [
-            (block.parameters, groups.shards, groups.replicas),
-            (block.expert_parameters, groups.expert_shards, groups.expert_replicas),
+            (block.parameters - block.frozen, groups.shards, groups.replicas),
+            (block.expert_parameters - block.frozen_experts, groups.expert_shards, groups.expert_replicas),
         ]
 
     def _sharded(self, block: BlockCost) -> list[tuple[int, Group]]:
@@ -250,18 +250,22 @@ class TimeModel:
         parts = (
             (number / group.size if self._effect.shards else number) * block.count
             for block in blocks
-            for number, group in self._sharded(block)
+            for number, group, _ in self._reduced(block)
         )
         return sum(parts)
 
     def _optimizer(self) -> float:
-        """Time of norm, clipping and update on the rank that has most parameters."""
-        hosts = self._workload.hosts(self._layout)
-        numbers = [0.0] * self._layout.mesh.pp
+        """Time of norm, clipping and update on the rank for which it takes longest."""
+        hosts, width, device = self._workload.hosts(self._layout), self._workload.gradient_width, self._device
+        updates, shards = self._workload.updates(self._layout), self._groups.shards
+        sharing = shards if shards.size > 1 else axis_group(self._layout.mesh, "tp")
+        taken = [0.0] * self._layout.mesh.pp
         for host, stage in zip(hosts, self._stages, strict=True):
-            numbers[host] += self._numbers(stage.blocks)
-        each = self._workload.optimizer.traffic + self._workload.gradient_width
-        return max(numbers) * each / self._device.copy_bytes
+            update = updates.of(stage.blocks)
+            moved = update.traffic + width * self._numbers(stage.blocks)
+            sent = 2 * seconds("all_to_all", update.exchanged, sharing, device)
+            taken[host] += moved / device.copy_bytes + update.flops / device.product + sent
+        return max(taken)
 
     def _ends(self) -> float:
         """Time of what no computation hides: the first gather and the last reduction, of parameters outside blocks.

@@ -12,16 +12,26 @@ from d9d_core.config.base import PluginConfig, ScheduleConfig
 from d9d_core.config.inner import choose
 from d9d_core.config.job import JobConfig, Mesh
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.records import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
+from d9d_core.plugin.records import ModelSpec, OptimizerSpec, PeftSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
-from d9d_core.program.costs import OptimizerCost, Share, Simulate, StageCost, StrategyCost
+from d9d_core.program.costs import (
+    AdapterCost,
+    AdapterCosts,
+    OptimizerCost,
+    Share,
+    Simulate,
+    StageCost,
+    StrategyCost,
+)
 from d9d_core.program.validation import placement
 from d9d_core.protocols.model import Stage
 
 from d9d_engine.planner.layout import DataGroups, Layout
 from d9d_engine.planner.live import Moment, moments
 from d9d_engine.planner.options import Options
+from d9d_engine.planner.parameters.tuning import tuned
+from d9d_engine.planner.parameters.update import Updates
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 
@@ -38,7 +48,7 @@ class Workload:
         notes: what could not be counted, and what was assumed in its place.
 
     Raises:
-        JobError: nothing describes the cost of the model, or the job trains in a way that no cost description covers.
+        JobError: nothing describes the cost of the model, or of its fine-tuning method.
     """
 
     def __init__(self, job: JobConfig, registry: Registry, views: Mapping[str, ViewSpec]) -> None:
@@ -50,8 +60,7 @@ class Workload:
             raise JobError(
                 f"model: {model.entry} has no cost description (ModelSpec.cost), so nothing can be predicted"
             )
-        if job.peft is not None:
-            raise JobError("peft: costs of fine-tuning methods are not described, so nothing can be predicted")
+        self._adapters: AdapterCosts | None = None if job.peft is None else self._adapter(job.peft)
         self._cost: Any = spec.cost.load()
         self._stages: dict[Any, list[StageCost]] = {}
         self._programs: dict[Any, Sequence[Program]] = {}
@@ -112,6 +121,29 @@ class Workload:
         effect: StrategyCost = spec.cost.load()(config)
         return effect
 
+    def _adapter(self, config: PluginConfig) -> AdapterCosts:
+        """Costs of a fine-tuning method, and of those inside of it.
+
+        Raises:
+            JobError: nothing describes them.
+        """
+        entry = self.registry.find("peft method", config.selector)
+        if not isinstance(entry.spec, PeftSpec) or entry.spec.cost is None:
+            raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), so nothing can be predicted")
+        cost: Any = entry.spec.cost.load()
+
+        def inner(config: PluginConfig, *arguments: Any) -> AdapterCost:
+            return self._adapter(config)(*arguments)
+
+        further = (inner,) if entry.spec.composite else ()
+        return lambda *arguments: cost(config, *arguments, *further)
+
+    def updates(self, layout: Layout) -> Updates:
+        """Costs of the optimizer's updates on a layout."""
+        groups, shards = self.groups(layout), self.strategy(layout).shards
+        sizes = (groups.shards.size, groups.expert_shards.size) if shards else (1, 1)
+        return Updates(self.optimizer, *sizes, layout.mesh.tp)
+
     def groups(self, layout: Layout) -> DataGroups:
         """Data-parallel groups of a layout."""
         mesh = layout.mesh
@@ -152,6 +184,8 @@ class Workload:
         key = (share, count, given)
         if key not in self._stages:
             costs = [self._cost(self.job.model, Stage(index, count, given), share) for index in range(count)]
+            if self._adapters is not None:
+                costs = tuned(costs, self._adapters, share)
             same: dict[StageCost, StageCost] = {}
             # Stages that are alike are one object, which is cheap to compare.
             self._stages[key] = [same.setdefault(cost, cost) for cost in costs]
