@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,15 +128,84 @@ def test_tensor_parallelism_shares_activations_and_exchanges_them() -> None:
     assert shared.time.parts["tensor parallelism"] > 0
 
 
+def context_parallel(method: str, **sections: Any) -> Prediction:
+    inner = {"head_ranks": 2} if method == "hybrid" else {}
+    strategy = {"name": "context_parallel", "method": method, **inner}
+    return prediction(DENSE, **{"mesh": {"cp": 4}, "parallel": ["compile", strategy], **sections})
+
+
 def test_context_parallelism_shares_activations_and_sums_gradients() -> None:
-    alone, shared = prediction(DENSE), prediction(DENSE, mesh={"cp": 2}, parallel=["compile", "context_parallel"])
-    assert 2 * shared.memory.activations == pytest.approx(alone.memory.activations, rel=0.01)
+    alone, shared = prediction(DENSE), context_parallel("ring")
+    assert 4 * shared.memory.activations == pytest.approx(alone.memory.activations, rel=0.01)
     assert shared.memory.parameters == alone.memory.parameters
     assert shared.time.parts["context parallelism"] > 0
     assert shared.time.parts["data parallelism"] > 0  # nothing hides the sum of gradients
     sections = {"mesh": {"cp": 2, "dp_replicate": 2}, "parallel": ["compile", "context_parallel", "replicate"]}
     replicas = prediction(DENSE, **sections)
     assert 2 * replicas.memory.parameters == alone.memory.parameters  # replicate shards over cp
+
+
+def test_methods_of_context_parallelism_differ_in_memory_and_time() -> None:
+    found = {method: context_parallel(method) for method in ("all_gather", "ulysses", "ring", "hybrid")}
+    # All keys and values of a sample: 8 heads of 128 features for 4 x 4,096 positions in 28 layers.
+    gathered = 28 * 2 * 8 * 128 * 4 * 4096 * 2 * 3 / 4
+    assert found["all_gather"].memory.activations - found["ring"].memory.activations == pytest.approx(gathered)
+    # PyTorch computes scores in float32.
+    assert found["ring"].time.parts["attention"] > 5 * found["ulysses"].time.parts["attention"]
+    times = {method: one.time.parts["context parallelism"] for method, one in found.items()}
+    assert times["hybrid"] > times["ulysses"] / 2
+    # Attention hides what travels beside it, which is three times as much as where it is gathered.
+    assert 0 < times["ring"] < 2 * times["all_gather"]
+
+
+def test_what_travels_in_a_ring_shows_where_attention_is_too_short_for_it() -> None:
+    slow = Device.named("h200").model_copy(update={"link": 1e9})
+    fast, held_up = (replace(context_parallel("ring"), device=device) for device in (Device.named("h200"), slow))
+    travels = 28 * (2 * 3 + 3 * 4 - 2) * 2 * 8 * 128 * 4 * 1024 / 1e9  # keys and values twice, wide gradients
+    exposed = held_up.time.parts["context parallelism"]
+    assert exposed > 10 * fast.time.parts["context parallelism"]
+    assert exposed < 2 * travels
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring", "hybrid"])
+@pytest.mark.parametrize("pairs", [4, 2], ids=["heads", "fewer heads"])
+def test_bytes_and_calls_between_ranks_of_cp_are_those_that_explain_lists(method: str, pairs: int) -> None:
+    from d9d_engine.api import Job
+
+    inner = {"head_ranks": 2} if method == "hybrid" else {}
+    strategy = {"name": "context_parallel", "method": method, **inner}
+    sections = {"mesh": {"cp": 4}, "parallel": [strategy], "batch": {"size": 4, "microbatch": 2}}
+    job = Job.from_values(values(SMALL | {"num_key_value_heads": pairs}, **sections))
+    listed: dict[tuple[str, bool], list[float]] = {}
+    for entry in job.plan().collectives.entries:
+        one = entry.collective
+        if entry.source == "context_parallel" and one.kind != "receive":
+            listed.setdefault((one.kind, "backward" in one.purpose), []).append(one.count * (one.bytes or 0))
+    found = predict(job, job.registry, job.views(), Device.named("h200"))  # type: ignore[arg-type]
+    (stage,) = found.workload.stages(found.layout, 1e9)
+    counted: dict[tuple[str, bool], float] = {}
+    for block in stage.blocks:
+        for backward, exchanges in (
+            (False, (*block.exchanges, *block.beside)),
+            (True, (*block.backward_exchanges, *block.backward_beside)),
+        ):
+            for one in exchanges:
+                key = (one.operation, backward)
+                counted[key] = counted.get(key, 0) + found.layout.microbatches * block.count * one.count * one.size
+    assert counted
+    assert counted == {key: sum(sizes) for key, sizes in listed.items()}
+
+
+def test_a_plan_tries_another_method_of_context_parallelism() -> None:
+    job = JobFile.from_values(values(DENSE, mesh={"cp": 2}, parallel=["compile", "context_parallel"]))
+    found = search(Workload(job, job.registry, job.views()), 2, Device.named("h200"))
+    methods = {
+        strategy.method  # type: ignore[attr-defined]
+        for one in found.ranked
+        for strategy in one.layout.parallel
+        if strategy.selector == "context_parallel"
+    }
+    assert methods == {"all_gather", "ulysses"}
 
 
 # --- d9d check --------------------------------------------------------------------------------------------------------

@@ -112,7 +112,9 @@ from d9d_core.program.actions import (
 )
 from d9d_core.program.costs import (
     AdapterCost,
+    AttentionShape,
     BlockCost,
+    ContextCost,
     Exchange,
     ModelCosts,
     OpCost,
@@ -285,6 +287,7 @@ __all__ = [
     "AddsLosses",
     "Applied",
     "Arrival",
+    "AttentionShape",
     "AveragesWeights",
     "Backward",
     "BlockCost",
@@ -299,6 +302,7 @@ __all__ = [
     "CommunicatesInContext",
     "Communication",
     "ContextCall",
+    "ContextCost",
     "ContextParallelizable",
     "ContextShare",
     "Continuation",

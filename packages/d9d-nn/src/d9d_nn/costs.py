@@ -6,7 +6,7 @@ Traffic is that of fused code: each op reads its inputs and writes its outputs o
 
 from __future__ import annotations
 
-from d9d_core.extend import OpCost, Weight
+from d9d_core.extend import AttentionShape, OpCost, Weight
 
 #: Logits that are kept for the backward, as part of the device's memory; see
 #: :data:`d9d_nn.ops.linear_cross_entropy.KEPT_ELEMENTS`.
@@ -76,7 +76,8 @@ def attention(
     flops = 4 * rows * keys * query_heads * head_dim
     size = width * rows * head_dim * (2 * query_heads + 2 * key_value_heads)
     kept = size + _FLOAT32 * rows * query_heads
-    return OpCost("attention", "attention", flops, 2.5 * flops, size, 2 * size, kept)
+    shape = AttentionShape(rows, query_heads, key_value_heads, head_dim, width)
+    return OpCost("attention", "attention", flops, 2.5 * flops, size, 2 * size, kept, attention=shape)
 
 
 def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpCost:

@@ -95,10 +95,6 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
     biases = (inside + hidden) if config.attention_bias else 0
     parameters = int(of_projections + biases) + 2 * hidden + 2 * config.head_dim
     forward, backward = _sequence(config, share)
-    if share.context > 1:
-        both = width * share.samples * share.length * 2 * pairs * config.head_dim
-        forward += (Exchange("all_gather", "cp", both),)
-        backward += (Exchange("all_gather", "cp", both), Exchange("reduce_scatter", "cp", both))
     if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:
         more, experts = _experts(config, share)
         sent = dispatch(own, config.experts_per_token, hidden, share.experts, width)

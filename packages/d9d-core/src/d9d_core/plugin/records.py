@@ -136,8 +136,8 @@ class StrategySpec(ConfiguredSpec):
         axes: mesh axes it makes use of, if they have more than one rank.
         cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` changes no cost but what
             the axes do.
-        alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan`` tries
-            where a step has several microbatches.
+        alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan``
+            tries; those of data parallelism where a step has several microbatches.
     """
 
     anchor: str

@@ -13,8 +13,9 @@ from typing import Literal, Protocol
 
 from d9d_core.program.actions import Program
 
-#: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
-OpKind = Literal["product", "grouped_product", "attention", "memory"]
+#: Which rate of a device bounds an op beside that of its memory: dense products, those in float32 whatever else is
+#: computed in, grouped ones, attention, or none.
+OpKind = Literal["product", "wide_product", "grouped_product", "attention", "memory"]
 #: Collectives, and the transfer between two ranks.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -77,6 +78,24 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Shape of an attention on one rank, from which a strategy tells what ranks of ``cp`` exchange.
+
+    Attributes:
+        rows: queries of own positions, which are as many as the own keys.
+        query_heads, key_value_heads: heads of this rank.
+        features: features of a head.
+        width: bytes of a number.
+    """
+
+    rows: float
+    query_heads: float
+    key_value_heads: float
+    features: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpCost:
     """Cost of an op.
 
@@ -89,6 +108,7 @@ class OpCost:
         rows: rows that its weights are applied to.
         weights: its parameters, for optimizers and fine-tuning methods whose costs depend on them.
         workspace: the part of the workspace of its block that only gradients of its weights need.
+        attention: shape of an attention across positions; ``None`` of other ops.
     """
 
     name: str
@@ -101,22 +121,29 @@ class OpCost:
     rows: float = 0.0
     weights: tuple[Weight, ...] = ()
     workspace: float = 0.0
+    attention: AttentionShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Collective inside a block, for which its computation waits.
+    """Collective of a block.
 
     Attributes:
         operation: which one.
         axis: mesh axis of its ranks.
         size: bytes: of the gathered tensor, of the one before a reduce-scatter or all-reduce, or of all that one rank
             sends.
+        ranks: ranks of the collective, if it is not among all of the axis.
+        stride: distance of neighbours among them along the axis.
+        count: how often it is made.
     """
 
     operation: Operation
     axis: str
     size: float
+    ranks: int | None = None
+    stride: int = 1
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +157,8 @@ class BlockCost:
         expert_parameters: further ones, of experts, which the view ``expert`` of the mesh spreads.
         input: bytes of its input, which is all that activation checkpointing keeps.
         workspace: further bytes at the peak of its backward.
-        exchanges, backward_exchanges: collectives of forward and backward.
+        exchanges, backward_exchanges: collectives of forward and backward, for which computation waits.
+        beside, backward_beside: those that travel while attention is computed.
         count: number of such blocks in the stage.
         is_block: it is a block of the trait ``model:blocks``, which strategies recompute, compile and shard one by one;
             embeddings and heads are not.
@@ -152,6 +180,8 @@ class BlockCost:
     names: tuple[str, ...] = ()
     frozen: int = 0
     frozen_experts: int = 0
+    beside: tuple[Exchange, ...] = ()
+    backward_beside: tuple[Exchange, ...] = ()
 
     @property
     def has_backward(self) -> bool:
@@ -178,6 +208,24 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextCost:
+    """Cost of an attention whose positions ranks of ``cp`` share.
+
+    Attributes:
+        ops: in the place of the attention alone.
+        exchanges, backward_exchanges, beside, backward_beside: see :class:`BlockCost`.
+        workspace: further bytes at the peak of the backward of its block.
+    """
+
+    ops: tuple[OpCost, ...]
+    exchanges: tuple[Exchange, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+    beside: tuple[Exchange, ...] = ()
+    backward_beside: tuple[Exchange, ...] = ()
+    workspace: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class StrategyCost:
     """Effect of a strategy on the cost of a job.
 
@@ -191,6 +239,8 @@ class StrategyCost:
         offloads: parameters, gradients and optimizer state are in the host's memory.
         compiled: blocks are compiled.
         recomputed: part of the blocks that the backward computes again.
+        context: cost of an attention on so many ranks of ``cp``; it raises ``BuildError`` where they cannot share the
+            heads. Functions that do the same should be equal, so that plans compute each once.
     """
 
     shards: bool = False
@@ -201,6 +251,7 @@ class StrategyCost:
     offloads: bool = False
     compiled: bool = False
     recomputed: float = 0.0
+    context: Callable[[OpCost, int], ContextCost] | None = None
 
     def __or__(self, other: StrategyCost) -> StrategyCost:
         """Effect of both: what the other one leaves as it is by default stays as here."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
 
+from d9d_engine.planner.costs.update import Update
 from d9d_engine.planner.layout import Layout
 from d9d_engine.planner.live import Moment
-from d9d_engine.planner.parameters.update import Update
 from d9d_engine.planner.workload import Workload
 
 #: Bytes outside of the allocator: the driver's context and kernels of libraries; and buffers of each communicator.

@@ -41,7 +41,13 @@ class StepTime:
 
 #: Kinds of work that every layout has; the rest is what layouts cost.
 _WORK = ("products", "experts", "attention", "elementwise", "optimizer", "idle")
-_OF_KIND = {"product": "products", "grouped_product": "experts", "attention": "attention", "memory": "elementwise"}
+_OF_KIND = {
+    "product": "products",
+    "wide_product": "products",
+    "grouped_product": "experts",
+    "attention": "attention",
+    "memory": "elementwise",
+}
 
 
 @dataclass
@@ -147,19 +153,29 @@ class TimeModel:
         count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0
         # The weight gradients of compiled and of recomputed blocks do not come apart from the rest of their backward.
         whole = self._effect.compiled or again > 0
+        attended = (0.0, 0.0)
         for op in block.ops:
             forward, backward = (
                 self._op(op.kind, op.flops, op.traffic),
                 self._op(op.kind, op.backward_flops, op.backward_traffic),
             )
-            tally.add(_OF_KIND[op.kind], count * forward, count * backward)
+            kind = "attention" if op.attention is not None else _OF_KIND[op.kind]
+            tally.add(kind, count * forward, count * backward)
+            if op.attention is not None:
+                attended = (attended[0] + forward, attended[1] + backward)
             if block.is_block and not whole and op.kind in ("product", "grouped_product"):
                 tally.weight += count * max(0.0, backward - forward)
             tally.add("recomputation", 0.0, count * again * forward)
         sent, returned = self._exchanges(block.exchanges), self._exchanges(block.backward_exchanges)
-        for name in {*sent, *returned}:
-            ahead, back = sent.get(name, 0.0), returned.get(name, 0.0)
+        beside = [self._exchanges(block.beside), self._exchanges(block.backward_beside)]
+        for name in {*sent, *returned, *beside[0], *beside[1]}:
+            ahead = sent.get(name, 0.0) + self._exposed(beside[0].get(name, 0.0), attended[0])
+            back = returned.get(name, 0.0) + self._exposed(beside[1].get(name, 0.0), attended[1])
             tally.add(name, count * ahead, count * (back + again * ahead))
+
+    def _exposed(self, taken: float, beside: float) -> float:
+        """Time that communication adds to the computation beside it: what takes longer, and what it slows down."""
+        return max(0.0, taken - beside) + self._device.interference * min(taken, beside)
 
     def _op(self, kind: str, flops: float, traffic: float) -> float:
         device = self._device
@@ -167,10 +183,11 @@ class TimeModel:
             return traffic / device.elementwise_bytes
         rate = {
             "product": device.product,
+            "wide_product": device.product_float32,
             "grouped_product": device.grouped_product,
             "attention": device.attention,
         }[kind]
-        if self._width >= _FLOAT32:
+        if self._width >= _FLOAT32 and kind != "wide_product":
             rate *= device.product_float32 / device.product
         return max(flops / rate, traffic / device.copy_bytes)
 
@@ -181,8 +198,11 @@ class TimeModel:
             name = _AXES[exchange.axis]
             if exchange.axis not in self._axes:
                 self._axes[exchange.axis] = axis_group(self._layout.mesh, exchange.axis)
-            taken = seconds(exchange.operation, exchange.size, self._axes[exchange.axis], self._device)
-            found[name] = found.get(name, 0.0) + taken
+            group = self._axes[exchange.axis]
+            if exchange.ranks is not None:
+                group = Group(exchange.ranks, exchange.stride * group.stride)
+            taken = seconds(exchange.operation, exchange.size, group, self._device)
+            found[name] = found.get(name, 0.0) + exchange.count * taken
         return found
 
     def _data_parallel(self, tally: _Tally, blocks: tuple[BlockCost, ...]) -> None:
@@ -200,9 +220,7 @@ class TimeModel:
             backward, moved = backward + sums, moved + reduced
         if effect.reduces == "each":
             backward += replicas
-        hidden = device.interference
-        ahead = max(0.0, forward - tally.forward) + hidden * min(forward, tally.forward)
-        behind = max(0.0, backward - tally.backward) + hidden * min(backward, tally.backward)
+        ahead, behind = self._exposed(forward, tally.forward), self._exposed(backward, tally.backward)
         tally.add("data parallelism", ahead, behind + moved / device.copy_bytes)
         if self._layout.microbatches > 1:  # gradients are read, added to and written
             number = self._numbers(blocks)
@@ -284,8 +302,7 @@ class TimeModel:
         for stage, tally in zip(self._stages, self._tallies(), strict=True):
             sums, replicas, _ = self._reduce(stage.blocks)
             waiting = {"last": sums + replicas, "replicas_last": replicas}.get(effect.reduces, 0.0)
-            hidden = min(waiting, tally.backward)
-            longest = max(longest, waiting - hidden + self._device.interference * hidden)
+            longest = max(longest, self._exposed(waiting, tally.backward))
         return exposed + longest
 
 

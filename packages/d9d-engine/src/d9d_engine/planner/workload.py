@@ -27,11 +27,12 @@ from d9d_core.program.costs import (
 from d9d_core.program.validation import placement
 from d9d_core.protocols.model import Stage
 
+from d9d_engine.planner.costs.context import shared
+from d9d_engine.planner.costs.tuning import tuned
+from d9d_engine.planner.costs.update import Updates
 from d9d_engine.planner.layout import DataGroups, Layout
 from d9d_engine.planner.live import Moment, moments
 from d9d_engine.planner.options import Options
-from d9d_engine.planner.parameters.tuning import tuned
-from d9d_engine.planner.parameters.update import Updates
 
 _WIDTHS = {"float32": 4, "bfloat16": 2}
 
@@ -181,9 +182,12 @@ class Workload:
         )
         count = count or len(self.hosts(layout))
         given = layout.pipeline.layers if isinstance(layout.pipeline, ScheduleConfig) else None
-        key = (share, count, given)
+        context = effect.context if mesh.cp > 1 else None
+        key = (share, count, given, context)
         if key not in self._stages:
             costs = [self._cost(self.job.model, Stage(index, count, given), share) for index in range(count)]
+            if context is not None:
+                costs = [shared(cost, context, mesh.cp) for cost in costs]
             if self._adapters is not None:
                 costs = tuned(costs, self._adapters, share)
             same: dict[StageCost, StageCost] = {}
