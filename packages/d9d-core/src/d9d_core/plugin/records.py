@@ -137,7 +137,7 @@ class StrategySpec(ConfiguredSpec):
         cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` changes no cost but what
             the axes do.
         alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan``
-            tries; those of data parallelism where a step has several microbatches.
+            tries; those of data parallelism where a step has several microbatches, others where a job has it.
     """
 
     anchor: str

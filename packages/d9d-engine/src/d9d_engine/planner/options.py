@@ -83,7 +83,9 @@ class Options:
         if axis not in self._of_axes:
             spec = self._by_axis[axis][0]
             config = self._config("strategy", spec.key)
-            more = spec.alternatives.load()(config) if config is not None and spec.alternatives is not None else ()
+            # Each further setting is that many layouts more, which only those pay for who asked for the strategy.
+            others = spec.alternatives if spec.key in self._own else None
+            more = others.load()(config) if config is not None and others is not None else ()
             self._of_axes[axis] = [] if config is None else [config, *more]
         return self._of_axes[axis]
 

@@ -81,7 +81,9 @@ class TimeModel:
         self._groups = workload.groups(layout)
         self._width = workload.compute_width(self._effect)
         self._found: dict[int, _Tally] = {}
-        self._axes: dict[str, Group] = {}
+        self._axes = {axis: axis_group(layout.mesh, axis) for axis in ("tp", "cp", "ep")}
+        effect, groups = self._effect, tuple(self._axes.values())
+        self._common = (id(device), self._width, effect.compiled, effect.recomputed, groups)
 
     def least(self) -> float:
         """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
@@ -143,11 +145,21 @@ class TimeModel:
         return busy
 
     def _stage(self, stage: StageCost) -> _Tally:
-        tally = _Tally()
-        for block in stage.blocks:
-            self._block(tally, block)
+        alone = self._alone(stage)
+        tally = _Tally(alone.forward, alone.backward, alone.weight, dict(alone.parts))
         self._data_parallel(tally, stage.blocks)
         return tally
+
+    def _alone(self, stage: StageCost) -> _Tally:
+        """Times of a stage without data parallelism, which many layouts of a search have in common."""
+        key = (id(stage), self._common)
+        if key not in self._workload.tallies:
+            tally = _Tally()
+            for block in stage.blocks:
+                self._block(tally, block)
+            self._workload.tallies[key] = (stage, self._device, tally)  # keeps what has these ids
+        found: _Tally = self._workload.tallies[key][2]
+        return found
 
     def _block(self, tally: _Tally, block: BlockCost) -> None:
         count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0

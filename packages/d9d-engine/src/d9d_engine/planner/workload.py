@@ -47,6 +47,7 @@ class Workload:
 
     Attributes:
         notes: what could not be counted, and what was assumed in its place.
+        tallies: times of stages that several layouts have in common; kept here for them.
 
     Raises:
         JobError: nothing describes the cost of the model, or of its fine-tuning method.
@@ -68,6 +69,7 @@ class Workload:
         self._rhythms: dict[Any, tuple[list[int], list[list[Moment]]]] = {}
         self._effects: dict[tuple[int, ...], tuple[tuple[PluginConfig, ...], StrategyCost]] = {}
         self._groups: dict[Mesh, DataGroups] = {}
+        self.tallies: dict[Any, Any] = {}
 
     @cached_property
     def options(self) -> Options:

@@ -48,25 +48,25 @@ class Updates:
 
     def of(self, blocks: Iterable[BlockCost]) -> Update:
         """Update of all parameters of blocks that train."""
-        blocks = tuple(blocks)
-        parts = [
-            part
-            for block in blocks
-            for part in (self._whole(block) if self.cost.of_weight is None else self._each(block))
-        ]
+        if self.cost.of_weight is None:
+            return self._alike(tuple(blocks))
+        parts = [part for block in blocks for part in self._each(block)]
         largest = max((one for _, one in parts), default=0.0)
         return sum((update for update, _ in parts), Update(workspace=largest))
 
-    def _whole(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
-        """Update of a block whose parameters all cost the same, and bytes while the largest weight is updated."""
-        number = block.parameters - block.frozen
-        experts = block.expert_parameters - block.frozen_experts
-        yield self._update(block.count * number, self.shards, self.cost), 0.0
-        yield self._update(block.count * experts, self.expert_shards, self.cost), 0.0
-        if self.cost.workspace_of_one:
-            trained = (weight for op in block.ops for weight in op.weights if weight.trains)
-            largest = max((weight.numbers / self._ranks(weight) for weight in trained), default=0.0)
-            yield Update(), largest * self.cost.workspace_of_one
+    def _alike(self, blocks: tuple[BlockCost, ...]) -> Update:
+        """Update of blocks whose parameters all cost the same; searches ask for many."""
+        cost, number, largest = self.cost, 0.0, 0.0
+        for block in blocks:
+            own = (block.parameters - block.frozen) / self.shards
+            number += block.count * (own + (block.expert_parameters - block.frozen_experts) / self.expert_shards)
+            if cost.workspace_of_one:
+                trained = (weight for op in block.ops for weight in op.weights if weight.trains)
+                largest = max(largest, *(weight.numbers / self._ranks(weight) for weight in trained), 0.0)
+        besides = largest * cost.workspace_of_one
+        return Update(
+            number * cost.state, number * cost.traffic, number * cost.workspace + besides, number * cost.flops
+        )
 
     def _each(self, block: BlockCost) -> Iterator[tuple[Update, float]]:
         """Updates of the weights of a block, each with the bytes while it is updated, and of what has no name."""
