@@ -34,6 +34,11 @@ SMALL = {
     "name": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
 }  # fmt: skip
+FEW_EXPERTS = {
+    "name": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32,
+    "max_positions": 64,
+}  # fmt: skip
 
 
 def values(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
@@ -167,33 +172,58 @@ def test_what_travels_in_a_ring_shows_where_attention_is_too_short_for_it() -> N
     assert exposed < 2 * travels
 
 
+def listed_and_counted(job_values: dict[str, Any], strategy: str) -> tuple[dict[Any, float], dict[Any, float]]:
+    """Bytes of a step by kind of collective and direction: those that explain lists, and those that are predicted."""
+    from d9d_engine.api import Job
+
+    job = Job.from_values(job_values)
+    listed: dict[Any, float] = {}
+    for entry in job.plan().collectives.entries:
+        one = entry.collective
+        if entry.source == strategy and one.kind != "receive":
+            key = (one.kind, "backward" in one.purpose)
+            listed[key] = listed.get(key, 0) + one.count * (one.bytes or 0)
+    found = predict(job, job.registry, job.views(), Device.named("h200"))  # type: ignore[arg-type]
+    (stage,) = found.workload.stages(found.layout, 1e9)
+    counted: dict[Any, float] = {}
+    for block in stage.blocks:
+        ahead, behind = (*block.exchanges, *block.beside), (*block.backward_exchanges, *block.backward_beside)
+        for backward, exchanges in ((False, ahead), (True, behind)):
+            for exchange in exchanges:
+                key = (exchange.operation, backward)
+                size = found.layout.microbatches * block.count * exchange.count * exchange.size
+                counted[key] = counted.get(key, 0) + size
+    return listed, counted
+
+
 @pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring", "hybrid"])
 @pytest.mark.parametrize("pairs", [4, 2], ids=["heads", "fewer heads"])
 def test_bytes_and_calls_between_ranks_of_cp_are_those_that_explain_lists(method: str, pairs: int) -> None:
-    from d9d_engine.api import Job
-
     inner = {"head_ranks": 2} if method == "hybrid" else {}
     strategy = {"name": "context_parallel", "method": method, **inner}
     sections = {"mesh": {"cp": 4}, "parallel": [strategy], "batch": {"size": 4, "microbatch": 2}}
-    job = Job.from_values(values(SMALL | {"num_key_value_heads": pairs}, **sections))
-    listed: dict[tuple[str, bool], list[float]] = {}
-    for entry in job.plan().collectives.entries:
-        one = entry.collective
-        if entry.source == "context_parallel" and one.kind != "receive":
-            listed.setdefault((one.kind, "backward" in one.purpose), []).append(one.count * (one.bytes or 0))
-    found = predict(job, job.registry, job.views(), Device.named("h200"))  # type: ignore[arg-type]
-    (stage,) = found.workload.stages(found.layout, 1e9)
-    counted: dict[tuple[str, bool], float] = {}
-    for block in stage.blocks:
-        for backward, exchanges in (
-            (False, (*block.exchanges, *block.beside)),
-            (True, (*block.backward_exchanges, *block.backward_beside)),
-        ):
-            for one in exchanges:
-                key = (one.operation, backward)
-                counted[key] = counted.get(key, 0) + found.layout.microbatches * block.count * one.count * one.size
+    listed, counted = listed_and_counted(values(SMALL | {"num_key_value_heads": pairs}, **sections), "context_parallel")
     assert counted
-    assert counted == {key: sum(sizes) for key, sizes in listed.items()}
+    assert counted == listed
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_between_ranks_of_ep_are_those_that_explain_lists(ep: int) -> None:
+    sections = {"mesh": {"dp_shard": 4, "ep": ep}, "parallel": ["fsdp", "expert_parallel"], "batch": {"size": 8}}
+    listed, counted = listed_and_counted(values(FEW_EXPERTS, **sections), "expert_parallel")
+    assert {key for key in counted if key[0] == "all_to_all"} == {("all_to_all", False), ("all_to_all", True)}
+    assert counted == pytest.approx(listed, rel=1e-3)
+
+
+def test_tokens_that_travel_are_copied_more_often_than_those_that_stay() -> None:
+    sections = {"mesh": {"dp_shard": 2}, "batch": {"size": 8}}
+    stay = prediction(EXPERTS, parallel=["compile", "fsdp"], **sections)
+    travel = prediction(
+        EXPERTS, parallel=["compile", "fsdp", "expert_parallel"], **{**sections, "mesh": {"dp_shard": 2, "ep": 2}}
+    )
+    # Nearly all tokens have experts on both ranks, so that twice as many arrive as there are: 8 passes each way.
+    passes = 8 * 2 * 8 * 4 * 4096 * 2048 * 2 / Device.named("h200").elementwise_bytes
+    assert travel.time.parts["elementwise"] - stay.time.parts["elementwise"] == pytest.approx(passes, rel=0.02)
 
 
 def test_a_plan_tries_another_method_of_context_parallelism() -> None:
@@ -335,11 +365,6 @@ def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Pat
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
 
 LORA = {"name": "lora", "r": 4}
-FEW_EXPERTS = {
-    "name": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32,
-    "max_positions": 64,
-}  # fmt: skip
 METHODS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "lora on everything": LORA | {"targets": ["all-linear", "embedding", "heads.*"], "exclude": ["layers.1.*"]},

@@ -5,10 +5,15 @@ Tokens are taken to be spread evenly over experts. All sizes are those of one ra
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from d9d_core.extend import Exchange, OpCost, Weight
 from d9d_nn.costs import silu_mul
 
 _FLOAT32 = 4
+#: Bytes of a number of rows; two are exchanged with each rank.
+_COUNT = 8
 
 
 def router(
@@ -74,18 +79,49 @@ def permutation(tokens: float, rows: float, features: int, width: int) -> OpCost
     )
 
 
-def dispatch(tokens: float, per_token: int, features: int, ranks: int, width: int) -> tuple[Exchange, ...]:
-    """All-to-alls that bring tokens to experts and back; a token travels once to each rank that has experts of it.
+class Dispatch(NamedTuple):
+    """Cost of what brings tokens to experts on other ranks, and back.
+
+    Attributes:
+        ops: copies around the exchanges, which all tokens that travel pass.
+        exchanges, backward_exchanges: all-to-alls, as :mod:`d9d_moe.expert_parallel.communication` declares them.
+        workspace: bytes of tokens that leave and arrive at once.
+    """
+
+    ops: tuple[OpCost, ...] = ()
+    exchanges: tuple[Exchange, ...] = ()
+    backward_exchanges: tuple[Exchange, ...] = ()
+    workspace: float = 0.0
+
+
+def dispatch(tokens: float, experts: int, per_token: int, features: int, ranks: int, width: int) -> Dispatch:
+    """Cost of a dispatch by all-to-all: a token travels once to each rank that has experts of it, and a sum returns.
+
+    The time in which the host waits for the numbers of rows is not counted.
 
     Args:
         tokens: tokens of this rank.
+        experts: experts of all ranks.
         per_token: experts of a token.
         features: features of a token.
         ranks: ranks of ``ep``.
         width: bytes of a number.
     """
     if ranks == 1:
-        return ()
-    reached = ranks * (1 - (1 - 1 / ranks) ** per_token)
-    one = Exchange("all_to_all", "ep", width * tokens * reached * features)
-    return (one, one)
+        return Dispatch()
+    elsewhere = math.comb(experts - experts // ranks, per_token) / math.comb(experts, per_token)
+    travelling, wide = tokens * ranks * (1 - elsewhere), max(width, _FLOAT32)
+    token, sent = width * tokens * features, width * travelling * features
+    # Tokens are copied to rows that leave, and those that return are summed; rows that arrived are read by the
+    # permutation in place of the rank's own tokens, and its sums are written for them.
+    moved = 2 * (token + sent) + 2 * (sent - token)
+    counts = Exchange("all_to_all", "ep", float(2 * _COUNT * ranks))
+    rows = Exchange("all_to_all", "ep", sent)
+    labels = Exchange("all_to_all", "ep", travelling * 2 * per_token * wide)
+    weights = Exchange("all_to_all", "ep", travelling * per_token * wide)
+    return Dispatch(
+        (OpCost("travelling tokens", "memory", traffic=moved, backward_traffic=moved),),
+        (counts, rows, labels, rows),
+        (rows, rows, weights),
+        2 * sent,
+    )

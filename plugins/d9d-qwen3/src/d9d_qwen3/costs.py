@@ -97,8 +97,8 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
     forward, backward = _sequence(config, share)
     if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:
         more, experts = _experts(config, share)
-        sent = dispatch(own, config.experts_per_token, hidden, share.experts, width)
-        ops += [*more]
+        sent = dispatch(own, config.num_experts, config.experts_per_token, hidden, share.experts, width)
+        ops += [*more, *sent.ops]
         parameters += hidden * config.num_experts
         return BlockCost(
             "layer with experts",
@@ -106,9 +106,9 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
             parameters,
             experts,
             _state(config, share),
-            3 * _state(config, share),
-            (*forward, *sent),
-            (*backward, *sent),
+            3 * _state(config, share) + sent.workspace,
+            (*forward, *sent.exchanges),
+            (*backward, *sent.backward_exchanges),
         )
     features = config.intermediate_size // tp
     ops += [
