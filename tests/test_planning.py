@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from d9d_core.errors import D9dError, JobError
+from d9d_core.errors import D9dError, JobError, TrainingError
 from d9d_core.job import JobFile
 from d9d_engine.planner.check import predicted, ways_out
 from d9d_engine.planner.device import Device
@@ -360,6 +360,23 @@ def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Pat
     assert measured.network == known.network
     assert invoke("plan", str(path), "--gpus", "1", "--gpu", str(rates))[0] == 0
     assert "exists" in invoke("plan", str(path), "--calibrate", str(rates))[1]
+
+
+def test_collectives_between_processes_are_measured() -> None:
+    from d9d_engine.planner.links.measure import measured_link
+
+    found = measured_link("cpu", 2)
+    assert set(found) == {"link", "link_latency"}
+    assert 1e6 < found["link"] < Device.named("h200").link
+    assert 1e-6 < found["link_latency"] < 1
+    assert Device.named("h200").model_copy(update=found).link == found["link"]
+
+
+def test_collectives_that_fail_are_an_error_with_what_the_process_said() -> None:
+    from d9d_engine.planner.links.measure import measured_link
+
+    with pytest.raises(TrainingError, match="between 2 devices could not be measured: process [01]: .*nothing-like-it"):
+        measured_link("nothing-like-it", 2)
 
 
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
