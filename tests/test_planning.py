@@ -263,12 +263,31 @@ def test_what_is_stored_is_what_the_plan_on_the_meta_device_counts(sections: dic
     assert found.optimizer == pytest.approx(counted.optimizer, rel=0.03)
 
 
-def test_tensor_parallelism_over_machines_has_its_price_said() -> None:
-    job = JobFile.from_values(values(DENSE, mesh={"tp": 16}, parallel=["compile", "tensor_parallel"]))
-    wide = [line for line in predicted(job, None) if line.startswith("warning")]
-    assert re.match(r"warning: mesh.tp is 16, wider than a machine of 8 devices: .* take \d+% of a step of", wide[0])
-    narrow = JobFile.from_values(values(DENSE, mesh={"tp": 8}, parallel=["compile", "tensor_parallel"]))
-    assert not [line for line in predicted(narrow, None) if line.startswith("warning")]
+@pytest.mark.parametrize("processes", ["2", None], ids=["two", "unknown"])
+def test_tensor_parallelism_over_machines_is_warned_of_once_with_its_price(
+    processes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    path, wide = tmp_path / "job.yaml", 4 if processes else 16
+    path.write_text(
+        yaml.safe_dump(values(SMALL | heads, mesh={"tp": wide}, parallel=["tensor_parallel"], device="cpu"))
+    )
+    status, output = invoke("check", str(path))
+    assert status == 0, output
+    text = " ".join(output.split())
+    assert text.count("warning") == 1
+    assert f"mesh.tp is {wide}, wider than the {processes or 8} processes of a node: " in text
+    assert re.search(r"they are predicted to take \d+% of a step of [\d.e-]+ s; use a tp that divides", text)
+    assert "several times as long" not in text
+
+
+def test_tensor_parallelism_within_a_machine_has_no_price() -> None:
+    job = JobFile.from_values(values(DENSE, mesh={"tp": 8}, parallel=["compile", "tensor_parallel"]))
+    assert predicted(job, None).price is None
+    assert predicted(job, None, node=4).price is not None
 
 
 def test_a_job_that_does_not_fit_is_told_three_ways_out_that_do() -> None:
@@ -477,8 +496,9 @@ def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> N
 
     plugins = [d9d_nn.plugin, d9d_data.plugin, d9d_optim.plugin, d9d_parallel.plugin, d9d_qwen3.plugin, Undescribed()]
     job = JobFile.from_values(values(SMALL, peft=LORA), registry=Registry.of(*plugins))
-    assert predicted(job, None)[0].startswith("not predicted: peft: ")
-    assert "has no cost description (PeftSpec.cost)" in predicted(job, None)[0]
+    outlook = predicted(job, None)
+    assert outlook.lines[0].startswith("not predicted: peft: ")
+    assert "has no cost description (PeftSpec.cost)" in outlook.lines[0]
     with pytest.raises(JobError, match="PeftSpec"):
         predicted(job, 80 * GIB)
 
