@@ -86,6 +86,32 @@ def test_parts_of_the_time_of_a_dense_step_are_as_measured() -> None:
         assert 1e3 * parts[name] == pytest.approx(ms, rel=0.15), name
 
 
+def test_lengths_are_those_that_the_data_states() -> None:
+    short = prediction(DENSE, data={"name": "text", "sources": ["x"], "sequence_length": 1024})
+    padded = {"name": "documents", "sources": ["x"], "sequence_length": 2048, "pad_multiple": 64}
+    documents = prediction(DENSE, data=padded)
+    assert short.workload.length == 1024
+    assert documents.workload.length == 2048
+    assert documents.workload.notes == ["samples have up to 2,048 positions; counted as if all had"]
+
+
+def test_a_plan_leaves_out_layouts_that_cannot_split_the_samples_of_an_evaluation() -> None:
+    evaluation = {"every": 5, "data": {"name": "text", "sources": ["y"], "sequence_length": 4098}}
+    job = JobFile.from_values(values(DENSE | {"max_positions": 8192}, evaluation=evaluation, batch={"size": 8}))
+    found = search(Workload(job, job.registry, job.views()), 8, Device.named("h200"))
+    assert {(one.layout.mesh.tp, one.layout.mesh.cp) for one in found.ranked} == {(1, 1), (2, 1)}
+    with pytest.raises(JobError, match="those of evaluation are multiples of 4098; use other sizes of the mesh"):
+        prediction(DENSE, evaluation=evaluation, mesh={"cp": 2}, parallel=["context_parallel"]).memory  # noqa: B018
+
+
+def test_each_text_of_a_sample_is_a_row() -> None:
+    pairs = {"name": "preference", "sources": ["x"], "sequence_length": 4096}
+    one, two = prediction(DENSE), prediction(DENSE, data=pairs)
+    assert two.workload.texts == 2
+    assert two.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
+    assert two.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.1)
+
+
 # --- what layouts change ----------------------------------------------------------------------------------------------
 
 

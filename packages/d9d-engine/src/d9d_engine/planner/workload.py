@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
 from operator import or_
@@ -25,6 +26,7 @@ from d9d_core.program.costs import (
     StrategyCost,
 )
 from d9d_core.program.validation import placement
+from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.model import Stage
 
 from d9d_engine.planner.costs.context import shared
@@ -78,7 +80,12 @@ class Workload:
 
     @cached_property
     def length(self) -> int:
-        """Positions of a sample; the longest one that the model is meant for, if the data does not tell."""
+        """Positions of a sample: the most that the data allows, or that the model is meant for, if it does not tell."""
+        lengths = sample_lengths(self.job.data)
+        if lengths is not None and lengths.most is not None:
+            if lengths.fixed is None:
+                self.notes.append(f"samples have up to {lengths.most:,} positions; counted as if all had")
+            return lengths.most
         length = getattr(self.job.data, "sequence_length", None)
         if isinstance(length, int):
             return length
@@ -87,6 +94,37 @@ class Workload:
             raise JobError("data: neither the data nor the model says how long samples are")
         self.notes.append(f"data does not say how long samples are; counted as max_positions, {longest:,}")
         return longest
+
+    @cached_property
+    def _multiples(self) -> dict[str, int]:
+        """Places of the datasets that state the lengths of microbatches -> what those are multiples of."""
+        evaluation = self.job.evaluation
+        datasets = {"data": self.job.data}
+        datasets |= (
+            {f"evaluation {name}".rstrip(): data for name, data in evaluation.datasets.items()} if evaluation else {}
+        )
+        found = ((where, sample_lengths(data)) for where, data in datasets.items())
+        return {where: lengths.multiple for where, lengths in found if lengths is not None}
+
+    def _check_lengths(self, mesh: Mesh) -> None:
+        """Compare the lengths of training and evaluation with the ranks that split positions.
+
+        Raises:
+            JobError: they do not divide every length; see :mod:`d9d_engine.build.parts.sample_lengths`.
+        """
+        ranks = math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.tp * mesh.cp)
+        for where, multiple in self._multiples.items():
+            if multiple % ranks:
+                raise JobError(
+                    f"mesh.tp {mesh.tp} and mesh.cp {mesh.cp} split positions into multiples of {ranks}, but those of "
+                    f"{where} are multiples of {multiple}; use other sizes of the mesh, or other lengths"
+                )
+
+    @cached_property
+    def texts(self) -> int:
+        """Rows of a microbatch for each sample, such as the two answers of a preference."""
+        lengths = sample_lengths(self.job.data)
+        return 1 if lengths is None else lengths.texts
 
     @cached_property
     def parameter_width(self) -> int:
@@ -172,8 +210,9 @@ class Workload:
             D9dError: the model cannot be laid out so.
         """
         effect, mesh = self.strategy(layout), layout.mesh
+        self._check_lengths(mesh)
         share = Share(
-            layout.microbatch,
+            layout.microbatch * self.texts,
             self.length,
             mesh.tp,
             mesh.cp,
