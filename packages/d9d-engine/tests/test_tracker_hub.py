@@ -190,6 +190,57 @@ def test_values_are_flushed_before_a_checkpoint_and_its_state_counts_them(tmp_pa
     assert blocked.calls == [1, "flush", "stopped"]
 
 
+def test_a_requested_state_is_of_the_moment_of_the_request_and_is_waited_for_later(
+    tmp_path: Path, blocked: Blocked
+) -> None:
+    hub = TrackerHub({"slow": blocked}, print, patience=60.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {})
+    hub.write(1, {"loss": 1.0})
+    answer = hub.request_state()  # its write has not come to an end
+    hub.write(2, {"loss": 2.0})
+    blocked.may_go_on.set()
+    assert answer() == {"slow": {"writes": 2}}
+    hub.flush()
+    assert blocked.calls == [1, "flush", 2, "flush"]
+    assert (hub.state(), answer()) == ({"slow": {"writes": 4}}, {"slow": {"writes": 2}})
+    hub.close("finished")
+
+
+def test_a_requested_state_that_does_not_come_is_the_last_known_with_what_was_behind_then(
+    tmp_path: Path, blocked: Blocked
+) -> None:
+    hub = TrackerHub({"slow": blocked}, lambda _: None, patience=0.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {"slow": {"writes": -1}})
+    hub.write(1, {"loss": 1.0})
+    answer = hub.request_state()
+    hub.write(2, {"loss": 2.0})
+    found = answer()
+    assert found["slow"] == {"writes": -1}
+    assert found["(behind)"] == {"slow": {"step": 0, "entries": [["write", 1, [["loss", {}, 1.0]]]]}}
+    blocked.may_go_on.set()
+    hub.close("finished")
+
+
+def test_training_goes_on_while_a_checkpoint_waits_for_a_tracker(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_gone_on = threading.Event()
+
+    def flush(_: ToyTracker) -> None:
+        assert has_gone_on.wait(20)
+
+    monkeypatch.setattr(ToyTracker, "flush", flush)
+    saving = job(steps=3, trackers=["toy_tracker"], checkpoint={"every": 1, "asynchronous": True})
+    notes: list[str] = []
+    with saving.build(notes.append) as trainer:
+        list(trainer.steps(1))
+        store = trainer.checkpointer.store
+        assert not store.steps()
+        has_gone_on.set()
+        trainer.checkpointer.wait()
+        values = store.open("step-00000001").values()
+    assert values["trackers"] == {"toy_tracker": {"id": "toy-1"}}
+    assert not [note for note in notes if "tracker" in note]
+
+
 def test_a_flush_that_is_not_through_yet_is_no_failure_and_is_repeated(tmp_path: Path, blocked: Blocked) -> None:
     blocked.may_go_on.set()
     answers = iter([False, None])

@@ -41,6 +41,25 @@ def manifest_bytes(
     return json_bytes({**content, "sha256": _digest(content)})
 
 
+def readable_bytes(values: Mapping[str, Any]) -> bytes:
+    """JSON of values that a resumed run is to read.
+
+    Raises:
+        CheckpointError: it could not read them.
+    """
+    content = json_bytes(values)
+    try:
+        parse_json(content, strict=True, limit=MAX_BYTES)
+    except ValueError as error:
+        raise CheckpointError(f"the state of the run cannot be read again: {error}") from error
+    return content
+
+
+def with_values(content: bytes, more: Mapping[str, Any]) -> bytes:
+    """JSON of an object with further values; see :func:`readable_bytes`."""
+    return readable_bytes({**json.loads(content), **more}) if more else content
+
+
 def read_manifest(storage: DirectoryStore, name: str) -> dict[str, Any]:
     """Read and check a checkpoint's manifest, not the other files.
 

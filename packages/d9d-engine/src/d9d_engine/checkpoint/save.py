@@ -108,11 +108,13 @@ class CheckpointWriter(StorageWriter):
         draft: the folder to fill.
         rank: of this process.
         step: optimizer steps done.
-        values: contents of ``state.json``; the first rank's count.
+        values: returns the contents of ``state.json``; called by the first rank, when all tensors are written.
         facts: JSON values for the manifest; the first rank's count.
     """
 
-    def __init__(self, draft: Draft, rank: int, step: int, values: bytes, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, draft: Draft, rank: int, step: int, values: Callable[[], bytes], facts: Mapping[str, Any]
+    ) -> None:
         self._draft = draft
         self._rank = rank
         self._step = step
@@ -155,9 +157,10 @@ class CheckpointWriter(StorageWriter):
                     f"{file} was written, but the first rank does not see it; "
                     "checkpoints need a directory that all machines share"
                 )
+        values = self._values()
         with self._draft.create(VALUES) as out:
-            out.write(self._values)
-        files[VALUES] = Written(len(self._values), hashlib.sha256(self._values).hexdigest())
+            out.write(values)
+        files[VALUES] = Written(len(values), hashlib.sha256(values).hexdigest())
         self._draft.publish({MANIFEST: manifest_bytes(self._step, _table(metadata), files, self._facts)})
         metadata.planner_data = sum(written.bytes for written in files.values())  # travels to all ranks
 

@@ -25,7 +25,7 @@ class SaveJob:
         storage: where checkpoints lie.
         name: of the new one.
         step: optimizer steps done.
-        values: contents of ``state.json``; the first rank's count.
+        values: returns the contents of ``state.json``; the first rank's count, and are asked for last.
         facts: for the manifest; the first rank's count.
         rank: of this process.
         group: all ranks; used by nobody else meanwhile.
@@ -35,7 +35,7 @@ class SaveJob:
     storage: DirectoryStore
     name: str
     step: int
-    values: bytes
+    values: Callable[[], bytes]
     facts: Mapping[str, Any]
     rank: int
     group: dist.ProcessGroup | None

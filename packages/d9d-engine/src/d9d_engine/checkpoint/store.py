@@ -12,6 +12,7 @@ manifest makes the checkpoint exist. A file damaged later is found by its checks
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
@@ -24,8 +25,6 @@ from typing import Any
 
 from d9d_core.errors import CheckpointError
 from d9d_core.events import SaveReport
-from d9d_core.untrusted import parse_json
-from d9d_weights.files.atomic import json_bytes
 from d9d_weights.files.open import open_store
 from d9d_weights.sharding.agreement import on_all, on_main
 from d9d_weights.sharding.collectives import all_gather_objects
@@ -35,7 +34,7 @@ from torch import distributed as dist
 
 from d9d_engine.checkpoint.attempts import Attempts
 from d9d_engine.checkpoint.background import Background
-from d9d_engine.checkpoint.manifest import MAX_BYTES, read_manifest, verify_file
+from d9d_engine.checkpoint.manifest import read_manifest, readable_bytes, verify_file, with_values
 from d9d_engine.checkpoint.prune import Pruner, folder, steps_in, strays_in
 from d9d_engine.checkpoint.retention import Retention
 from d9d_engine.checkpoint.save_job import SaveJob, unwritten
@@ -217,6 +216,7 @@ class CheckpointStore:
         volatile: Collection[str] = (),
         score: float | None = None,
         wait: bool = False,
+        late_values: Callable[[], Mapping[str, Any]] = dict,
     ) -> bool:
         """Write a checkpoint, then remove those that are kept no longer. Collective over all ranks.
 
@@ -235,6 +235,8 @@ class CheckpointStore:
             volatile: names of tensors that may change before ``before_mutation`` is called.
             score: the value by which the best checkpoint is chosen.
             wait: return when it exists, even if the store is asynchronous; needs no memory for copies.
+            late_values: further values for ``state.json``, which may take time; called by the first rank, when all
+                tensors are written, in the thread that writes, and again if the storage fails.
 
         Returns:
             Whether the checkpoint exists or is under way; else the caller is to try again. The same on all ranks.
@@ -260,9 +262,11 @@ class CheckpointStore:
             own = self._own(local_shards, form)
         except CheckpointError as error:
             raise CheckpointError(unwritten(self._storage.location(name), str(error))) from error
+        content, facts = snapshot
         job = SaveJob(
-            self._storage, name, step, *snapshot, rank=self.topology.rank, group=self.group, pruner=self._pruner
-        )
+            self._storage, name, step, lambda: with_values(content, late_values()), facts,
+            rank=self.topology.rank, group=self.group, pruner=self._pruner,
+        )  # fmt: skip
         if wait or not self.asynchronous:
 
             def write() -> SaveReport:
@@ -366,12 +370,7 @@ class CheckpointStore:
     def _snapshot(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
         if not self.topology.is_main:
             return b"", {}
-        content = json_bytes(values)
-        try:
-            parse_json(content, strict=True, limit=MAX_BYTES)  # what no resume could read fails now
-            return content, parse_json(json_bytes(facts), strict=True, limit=MAX_BYTES)
-        except ValueError as error:
-            raise CheckpointError(f"the state of the run cannot be read again: {error}") from error
+        return readable_bytes(values), json.loads(readable_bytes(facts))
 
     def open(self, name: str) -> Checkpoint:
         """Checkpoint of this name, verified. Collective over all ranks."""

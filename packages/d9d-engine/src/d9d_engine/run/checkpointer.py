@@ -165,10 +165,9 @@ class Checkpointer:
         Raises:
             CheckpointError: this save (unless it goes on in the background) or the one before failed for good.
         """
-        self._trackers.flush()
+        trackers = self._trackers.request_state()
         values = {
             "data": self._stream.state(),
-            "trackers": self._trackers.state(),
             "tokens": progress.tokens,
             "skipped": progress.skipped,
             "losses": progress.losses(),
@@ -190,6 +189,7 @@ class Checkpointer:
             volatile=tensors.keys() - self._changed_by_optimizer(),
             score=self._score(progress.logged),
             wait=wait,
+            late_values=lambda: {"trackers": trackers()},
         )
 
     def before_mutation(self) -> None:

@@ -37,6 +37,7 @@ BEHIND = "(behind)"
 #: Share of the patience: a tracker that takes longer is late. What it has not written is in the checkpoint, too, so
 #: that waiting again and again would buy little for the time of all ranks.
 _SOON = 0.02
+_NOT_YET = "has not written everything yet"
 
 
 #: Kind of values, by the method that writes it -> the protocol of runs that take it.
@@ -142,28 +143,69 @@ class TrackerHub:
 
             def call(run: TrackerRun) -> None:
                 if run.flush() is False:
-                    thread.say_late("has not written everything yet")
+                    thread.say_late(_NOT_YET)
                 else:
                     keep(run)
                     done()
 
             return call
 
-        self._ask(flush)
+        self._ask(flush)()
+
+    def request_state(self) -> Callable[[], dict[str, State]]:
+        """Have every tracker flush, and keep its state at this moment, for a checkpoint that is written meanwhile.
+
+        Does not wait.
+
+        Returns:
+            What waits for a limited time, in any thread, and returns the same as :meth:`state` would have.
+        """
+        # Of now: what follows until the answers are there is no part of the checkpoint.
+        before, behind = dict(self._states), self._behind()
+        states: dict[str, State] = {}
+        flushed: set[str] = set()
+
+        def request(thread: _TrackerThread) -> Callable[[TrackerRun], None]:
+            done = thread.backlog.mark()
+
+            def call(run: TrackerRun) -> None:
+                is_flushed = run.flush() is not False
+                self._states[thread.name] = states[thread.name] = _plain_state(run)
+                if is_flushed:
+                    flushed.add(thread.name)
+                    done()
+                else:
+                    thread.say_late(_NOT_YET)
+
+            return call
+
+        wait = self._ask(request)
+
+        def answer() -> dict[str, State]:
+            wait()
+            there = flushed.copy()  # a tracker may answer while this is put together
+            late = {name: waiting for name, waiting in behind.items() if name not in there}
+            return {**before, **states, **({BEHIND: late} if late else {})}
+
+        return answer
 
     def state(self) -> dict[str, State]:
         """States of the trackers by name; of one that failed or is behind, the last that is known.
 
         Of those that are behind, also what they have not written for sure, as far as JSON can hold it.
         """
-        self._ask(lambda thread: self._keeps(thread.name))
-        waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
-        behind = {name: state for name, state in waiting.items() if state["entries"]}
+        self._ask(lambda thread: self._keeps(thread.name))()
+        behind = self._behind()
         return {**self._states, **({BEHIND: behind} if behind else {})}
+
+    def _behind(self) -> dict[str, State]:
+        """What trackers have not written for sure, by name."""
+        waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
+        return {name: state for name, state in waiting.items() if state["entries"]}
 
     def _keeps(self, name: str) -> Callable[[TrackerRun], None]:
         def call(run: TrackerRun) -> None:
-            self._states[name] = json.loads(json.dumps(run.state(), allow_nan=False))
+            self._states[name] = _plain_state(run)
 
         return call
 
@@ -181,8 +223,8 @@ class TrackerHub:
                 )
         self._threads = []
 
-    def _ask(self, call: Callable[[_TrackerThread], Callable[[TrackerRun], None]]) -> None:
-        """Have all trackers run a call after all before it, and wait; little for those that are late."""
+    def _ask(self, call: Callable[[_TrackerThread], Callable[[TrackerRun], None]]) -> Callable[[], None]:
+        """Have all trackers run a call after all before it; returns what waits, little for those that are late."""
         begin = time.monotonic()
         asked = []
         for thread in self._threads:
@@ -191,10 +233,14 @@ class TrackerHub:
                 patience = self._patience if thread.opened.is_set() else 3 * self._patience
                 soon = patience * _SOON if thread.opened.is_set() else patience
                 asked.append((thread, 0.0 if thread.is_late else patience, thread.ask(call(thread), soon)))
-        for thread, patience, done in asked:
-            if not done.wait(max(0.0, begin + patience - time.monotonic())):
-                thread.is_late = True
-                thread.say_late(f"has not written everything within {patience:g} s, and is not waited for")
+
+        def wait() -> None:
+            for thread, patience, done in asked:
+                if not done.wait(max(0.0, begin + patience - time.monotonic())):
+                    thread.is_late = True
+                    thread.say_late(f"has not written everything within {patience:g} s, and is not waited for")
+
+        return wait
 
 
 class _TrackerThread:
@@ -305,3 +351,8 @@ def _opened(tracker: Tracker, run: RunInfo, state: State | None) -> TrackerRun:
     if lacking:
         raise TypeError(f"open() returned a {type(opened).__name__}, which lacks {', '.join(lacking)}")
     return opened
+
+
+def _plain_state(run: TrackerRun) -> State:
+    state: State = json.loads(json.dumps(run.state(), allow_nan=False))
+    return state
