@@ -291,6 +291,50 @@ def test_lengths_that_ranks_of_cp_cannot_share_are_refused_before_data_is_read(
     assert said in " ".join(err.split())
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "said"),
+    [
+        ({"data": {"sequence_length": 30}}, "30 (evaluation.data.sequence_length); use 28 or 32"),
+        (
+            {
+                "sets": {
+                    "good": {"sequence_length": 32},
+                    "long": {"name": "documents", "sequence_length": 36, "pad_multiple": 6},
+                }
+            },
+            "multiples of 6 (evaluation.sets.long.pad_multiple); use 4 or 8",
+        ),
+    ],
+    ids=["one", "sets"],
+)
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "who"),
+    [
+        ({"tp": 4}, "tensor_parallel", "strategy 'tensor_parallel' splits positions over 4 ranks"),
+        ({"cp": 2}, "context_parallel", "mesh.cp: 2 ranks have two chunks of positions each"),
+    ],
+    ids=["tp", "cp"],
+)
+def test_lengths_of_evaluations_that_ranks_cannot_share_are_refused_before_the_run(
+    small_job: Callable[..., Path],
+    d9d: D9d,
+    tmp_path: Path,
+    mesh: Mapping[str, int],
+    strategy: str,
+    who: str,
+    evaluation: dict[str, Any],
+    said: str,
+) -> None:
+    text = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 32}
+    sets = {name: text | data for name, data in evaluation.get("sets", {}).items()}
+    own = {"sets": sets} if sets else {"data": text | evaluation["data"]}
+    path = str(small_job(mesh=mesh, parallel=[strategy], data=text, evaluation={"every": 1, **own}))
+    status, _, err = d9d("check", path)
+    assert status == 2
+    assert who in " ".join(err.split())
+    assert said in " ".join(err.split())
+
+
 def test_explain_shows_placements_and_collectives(small_job: Callable[..., Path], d9d: D9d) -> None:
     path = small_job(
         mesh={"dp_shard": 2, "tp": 2},

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from d9d_core.errors import D9dError, JobError
+from d9d_core.errors import D9dError, JobError, TrainingError
 from d9d_core.job import JobFile
 from d9d_engine.planner.check import predicted, ways_out
 from d9d_engine.planner.device import Device
@@ -32,6 +33,11 @@ EXPERTS = {
 SMALL = {
     "name": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_positions": 64,
+}  # fmt: skip
+FEW_EXPERTS = {
+    "name": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "num_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 32,
+    "max_positions": 64,
 }  # fmt: skip
 
 
@@ -78,6 +84,32 @@ def test_parts_of_the_time_of_a_dense_step_are_as_measured() -> None:
     parts = prediction(DENSE).time.parts
     for name, ms in (("products", 242), ("attention", 62), ("elementwise", 40), ("optimizer", 7), ("idle", 4.5)):
         assert 1e3 * parts[name] == pytest.approx(ms, rel=0.15), name
+
+
+def test_lengths_are_those_that_the_data_states() -> None:
+    short = prediction(DENSE, data={"name": "text", "sources": ["x"], "sequence_length": 1024})
+    padded = {"name": "documents", "sources": ["x"], "sequence_length": 2048, "pad_multiple": 64}
+    documents = prediction(DENSE, data=padded)
+    assert short.workload.length == 1024
+    assert documents.workload.length == 2048
+    assert documents.workload.notes == ["samples have up to 2,048 positions; counted as if all had"]
+
+
+def test_a_plan_leaves_out_layouts_that_cannot_split_the_samples_of_an_evaluation() -> None:
+    evaluation = {"every": 5, "data": {"name": "text", "sources": ["y"], "sequence_length": 4098}}
+    job = JobFile.from_values(values(DENSE | {"max_positions": 8192}, evaluation=evaluation, batch={"size": 8}))
+    found = search(Workload(job, job.registry, job.views()), 8, Device.named("h200"))
+    assert {(one.layout.mesh.tp, one.layout.mesh.cp) for one in found.ranked} == {(1, 1), (2, 1)}
+    with pytest.raises(JobError, match="those of evaluation are multiples of 4098; use other sizes of the mesh"):
+        prediction(DENSE, evaluation=evaluation, mesh={"cp": 2}, parallel=["context_parallel"]).memory  # noqa: B018
+
+
+def test_each_text_of_a_sample_is_a_row() -> None:
+    pairs = {"name": "preference", "sources": ["x"], "sequence_length": 4096}
+    one, two = prediction(DENSE), prediction(DENSE, data=pairs)
+    assert two.workload.texts == 2
+    assert two.memory.activations == pytest.approx(2 * one.memory.activations, rel=0.01)
+    assert two.tokens_per_second == pytest.approx(one.tokens_per_second, rel=0.1)
 
 
 # --- what layouts change ----------------------------------------------------------------------------------------------
@@ -127,15 +159,109 @@ def test_tensor_parallelism_shares_activations_and_exchanges_them() -> None:
     assert shared.time.parts["tensor parallelism"] > 0
 
 
+def context_parallel(method: str, **sections: Any) -> Prediction:
+    inner = {"head_ranks": 2} if method == "hybrid" else {}
+    strategy = {"name": "context_parallel", "method": method, **inner}
+    return prediction(DENSE, **{"mesh": {"cp": 4}, "parallel": ["compile", strategy], **sections})
+
+
 def test_context_parallelism_shares_activations_and_sums_gradients() -> None:
-    alone, shared = prediction(DENSE), prediction(DENSE, mesh={"cp": 2}, parallel=["compile", "context_parallel"])
-    assert 2 * shared.memory.activations == pytest.approx(alone.memory.activations, rel=0.01)
+    alone, shared = prediction(DENSE), context_parallel("ring")
+    assert 4 * shared.memory.activations == pytest.approx(alone.memory.activations, rel=0.01)
     assert shared.memory.parameters == alone.memory.parameters
     assert shared.time.parts["context parallelism"] > 0
     assert shared.time.parts["data parallelism"] > 0  # nothing hides the sum of gradients
     sections = {"mesh": {"cp": 2, "dp_replicate": 2}, "parallel": ["compile", "context_parallel", "replicate"]}
     replicas = prediction(DENSE, **sections)
     assert 2 * replicas.memory.parameters == alone.memory.parameters  # replicate shards over cp
+
+
+def test_methods_of_context_parallelism_differ_in_memory_and_time() -> None:
+    found = {method: context_parallel(method) for method in ("all_gather", "ulysses", "ring", "hybrid")}
+    # All keys and values of a sample: 8 heads of 128 features for 4 x 4,096 positions in 28 layers.
+    gathered = 28 * 2 * 8 * 128 * 4 * 4096 * 2 * 3 / 4
+    assert found["all_gather"].memory.activations - found["ring"].memory.activations == pytest.approx(gathered)
+    # PyTorch computes scores in float32.
+    assert found["ring"].time.parts["attention"] > 5 * found["ulysses"].time.parts["attention"]
+    times = {method: one.time.parts["context parallelism"] for method, one in found.items()}
+    assert times["hybrid"] > times["ulysses"] / 2
+    # Attention hides what travels beside it, which is three times as much as where it is gathered.
+    assert 0 < times["ring"] < 2 * times["all_gather"]
+
+
+def test_what_travels_in_a_ring_shows_where_attention_is_too_short_for_it() -> None:
+    slow = Device.named("h200").model_copy(update={"link": 1e9})
+    fast, held_up = (replace(context_parallel("ring"), device=device) for device in (Device.named("h200"), slow))
+    travels = 28 * (2 * 3 + 3 * 4 - 2) * 2 * 8 * 128 * 4 * 1024 / 1e9  # keys and values twice, wide gradients
+    exposed = held_up.time.parts["context parallelism"]
+    assert exposed > 10 * fast.time.parts["context parallelism"]
+    assert exposed < 2 * travels
+
+
+def listed_and_counted(job_values: dict[str, Any], strategy: str) -> tuple[dict[Any, float], dict[Any, float]]:
+    """Bytes of a step by kind of collective and direction: those that explain lists, and those that are predicted."""
+    from d9d_engine.api import Job
+
+    job = Job.from_values(job_values)
+    listed: dict[Any, float] = {}
+    for entry in job.plan().collectives.entries:
+        one = entry.collective
+        if entry.source == strategy and one.kind != "receive":
+            key = (one.kind, "backward" in one.purpose)
+            listed[key] = listed.get(key, 0) + one.count * (one.bytes or 0)
+    found = predict(job, job.registry, job.views(), Device.named("h200"))  # type: ignore[arg-type]
+    (stage,) = found.workload.stages(found.layout, 1e9)
+    counted: dict[Any, float] = {}
+    for block in stage.blocks:
+        ahead, behind = (*block.exchanges, *block.beside), (*block.backward_exchanges, *block.backward_beside)
+        for backward, exchanges in ((False, ahead), (True, behind)):
+            for exchange in exchanges:
+                key = (exchange.operation, backward)
+                size = found.layout.microbatches * block.count * exchange.count * exchange.size
+                counted[key] = counted.get(key, 0) + size
+    return listed, counted
+
+
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring", "hybrid"])
+@pytest.mark.parametrize("pairs", [4, 2], ids=["heads", "fewer heads"])
+def test_bytes_and_calls_between_ranks_of_cp_are_those_that_explain_lists(method: str, pairs: int) -> None:
+    inner = {"head_ranks": 2} if method == "hybrid" else {}
+    strategy = {"name": "context_parallel", "method": method, **inner}
+    sections = {"mesh": {"cp": 4}, "parallel": [strategy], "batch": {"size": 4, "microbatch": 2}}
+    listed, counted = listed_and_counted(values(SMALL | {"num_key_value_heads": pairs}, **sections), "context_parallel")
+    assert counted
+    assert counted == listed
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_between_ranks_of_ep_are_those_that_explain_lists(ep: int) -> None:
+    sections = {"mesh": {"dp_shard": 4, "ep": ep}, "parallel": ["fsdp", "expert_parallel"], "batch": {"size": 8}}
+    listed, counted = listed_and_counted(values(FEW_EXPERTS, **sections), "expert_parallel")
+    assert {key for key in counted if key[0] == "all_to_all"} == {("all_to_all", False), ("all_to_all", True)}
+    assert counted == pytest.approx(listed, rel=1e-3)
+
+
+def test_tokens_that_travel_are_copied_more_often_than_those_that_stay() -> None:
+    sections = {"mesh": {"dp_shard": 2}, "batch": {"size": 8}}
+    stay = prediction(EXPERTS, parallel=["compile", "fsdp"], **sections)
+    travel = prediction(
+        EXPERTS, parallel=["compile", "fsdp", "expert_parallel"], **{**sections, "mesh": {"dp_shard": 2, "ep": 2}}
+    )
+    # Nearly all tokens have experts on both ranks, so that twice as many arrive as there are: 8 passes each way.
+    passes = 8 * 2 * 8 * 4 * 4096 * 2048 * 2 / Device.named("h200").elementwise_bytes
+    assert travel.time.parts["elementwise"] - stay.time.parts["elementwise"] == pytest.approx(passes, rel=0.02)
+
+
+def test_a_plan_tries_another_method_of_context_parallelism() -> None:
+    job = JobFile.from_values(values(DENSE, mesh={"cp": 2}, parallel=["compile", "context_parallel"]))
+    found = search(Workload(job, job.registry, job.views()), 2, Device.named("h200"))
+    methods = {
+        strategy.method  # type: ignore[attr-defined]
+        for one in found.ranked
+        for strategy in one.layout.parallel
+        if strategy.selector == "context_parallel"
+    }
+    assert methods == {"all_gather", "ulysses"}
 
 
 # --- d9d check --------------------------------------------------------------------------------------------------------
@@ -163,12 +289,31 @@ def test_what_is_stored_is_what_the_plan_on_the_meta_device_counts(sections: dic
     assert found.optimizer == pytest.approx(counted.optimizer, rel=0.03)
 
 
-def test_tensor_parallelism_over_machines_has_its_price_said() -> None:
-    job = JobFile.from_values(values(DENSE, mesh={"tp": 16}, parallel=["compile", "tensor_parallel"]))
-    wide = [line for line in predicted(job, None) if line.startswith("warning")]
-    assert re.match(r"warning: mesh.tp is 16, wider than a machine of 8 devices: .* take \d+% of a step of", wide[0])
-    narrow = JobFile.from_values(values(DENSE, mesh={"tp": 8}, parallel=["compile", "tensor_parallel"]))
-    assert not [line for line in predicted(narrow, None) if line.startswith("warning")]
+@pytest.mark.parametrize("processes", ["2", None], ids=["two", "unknown"])
+def test_tensor_parallelism_over_machines_is_warned_of_once_with_its_price(
+    processes: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
+    path, wide = tmp_path / "job.yaml", 4 if processes else 16
+    path.write_text(
+        yaml.safe_dump(values(SMALL | heads, mesh={"tp": wide}, parallel=["tensor_parallel"], device="cpu"))
+    )
+    status, output = invoke("check", str(path))
+    assert status == 0, output
+    text = " ".join(output.split())
+    assert text.count("warning") == 1
+    assert f"mesh.tp is {wide}, wider than the {processes or 8} processes of a node: " in text
+    assert re.search(r"they are predicted to take \d+% of a step of [\d.e-]+ s; use a tp that divides", text)
+    assert "several times as long" not in text
+
+
+def test_tensor_parallelism_within_a_machine_has_no_price() -> None:
+    job = JobFile.from_values(values(DENSE, mesh={"tp": 8}, parallel=["compile", "tensor_parallel"]))
+    assert predicted(job, None).price is None
+    assert predicted(job, None, node=4).price is not None
 
 
 def test_a_job_that_does_not_fit_is_told_three_ways_out_that_do() -> None:
@@ -262,11 +407,146 @@ def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Pat
     assert "exists" in invoke("plan", str(path), "--calibrate", str(rates))[1]
 
 
-def test_a_fine_tuning_method_is_not_predicted_and_said_so() -> None:
-    job = JobFile.from_values(values(SMALL, peft={"name": "lora", "r": 4, "targets": ["*q_proj"]}))
-    assert predicted(job, None)[0].startswith("not predicted: peft: costs of fine-tuning methods")
-    with pytest.raises(JobError, match="costs of fine-tuning methods"):
+def test_collectives_between_processes_are_measured() -> None:
+    from d9d_engine.planner.links.measure import measured_link
+
+    found = measured_link("cpu", 2)
+    assert set(found) == {"link", "link_latency"}
+    assert 1e6 < found["link"] < Device.named("h200").link
+    assert 1e-6 < found["link_latency"] < 1
+    assert Device.named("h200").model_copy(update=found).link == found["link"]
+
+
+def test_collectives_that_fail_are_an_error_with_what_the_process_said() -> None:
+    from d9d_engine.planner.links.measure import measured_link
+
+    with pytest.raises(TrainingError, match="between 2 devices could not be measured: process [01]: .*nothing-like-it"):
+        measured_link("nothing-like-it", 2)
+
+
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
+
+LORA = {"name": "lora", "r": 4}
+METHODS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "lora on everything": LORA | {"targets": ["all-linear", "embedding", "heads.*"], "exclude": ["layers.1.*"]},
+    "dora": {"name": "dora", "r": 4, "targets": ["q_proj", "down_proj"]},
+    "ia3": {"name": "ia3"},
+    "full_tune": {"name": "full_tune", "match": ["layers.3.*", "norm", "heads.*"]},
+    "stack": {"name": "stack", "methods": [LORA, {"name": "full_tune", "match": ["heads.*"]}]},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("model", [SMALL, FEW_EXPERTS], ids=["dense", "experts"])
+def test_a_fine_tuned_model_stores_what_the_plan_counts(method: str, model: dict[str, Any]) -> None:
+    peft = METHODS[method]
+    if model is FEW_EXPERTS:
+        banks = {"ia3": {"feedforward": []}, "dora": {"targets": ["q_proj", "o_proj"]}}
+        peft = peft | banks.get(method, {"targets": ["all-linear", "*.experts.*"]} if method == "lora" else {})
+    compare_with_plan(values(model, peft=peft, precision={"parameters": "bfloat16"}))
+
+
+@pytest.mark.parametrize("method", ["lora", "dora", "full_tune"])
+@pytest.mark.parametrize("mesh", [{"tp": 2, "dp_shard": 2}, {"pp": 2, "dp_shard": 2}], ids=["tp, fsdp", "pp, fsdp"])
+def test_layouts_share_what_fine_tuning_adds(method: str, mesh: dict[str, int]) -> None:
+    strategies = ["fsdp", *(["tensor_parallel"] if "tp" in mesh else [])]
+    sections = {"pipeline": "1f1b", "batch": {"size": 8, "microbatch": 1}} if "pp" in mesh else {}
+    compare_with_plan(values(SMALL, peft=METHODS[method], mesh=mesh, parallel=strategies, **sections))
+
+
+def compare_with_plan(job_values: dict[str, Any]) -> None:
+    """Compare what the first rank stores by the prediction with the tensors of the plan on the meta device."""
+    from d9d_engine.api import Job
+
+    job = Job.from_values(job_values)
+    counted = job.plan().memory
+    found = predict(job, job.registry, job.views(), Device.named("h200"))  # type: ignore[arg-type]
+    stored = found.ranks[0]
+    assert stored.parameters == pytest.approx(counted.parameters, rel=0.03)
+    # Besides, each parameter has a counter.
+    assert stored.optimizer == pytest.approx(counted.optimizer, rel=0.03, abs=100)
+    stages = found.workload.stages(found.layout, 1e9)
+    trained = sum(
+        block.count * (block.parameters + block.expert_parameters - block.frozen - block.frozen_experts)
+        for stage in stages
+        for block in stage.blocks
+    )
+    if found.layout.mesh.world_size == 1:
+        assert 2 * trained == counted.gradients
+
+
+def test_frozen_weights_take_no_gradients_and_fewer_products() -> None:
+    whole, lora = prediction(DENSE), prediction(DENSE, peft=LORA)
+    assert lora.memory.parameters == pytest.approx(whole.memory.parameters, rel=0.01)
+    assert lora.memory.gradients + lora.memory.optimizer < 0.02 * whole.memory.optimizer
+    # A third of the products of linear layers is left out, and small ones are added; attention is what it was.
+    assert 2 / 3 < lora.time.parts["products"] / whole.time.parts["products"] < 0.95
+    assert lora.time.parts["attention"] == whole.time.parts["attention"]
+    assert lora.time.parts["optimizer"] < 0.02 * whole.time.parts["optimizer"]
+
+
+def test_layers_before_the_first_trained_one_have_no_backward_and_keep_nothing() -> None:
+    last = prediction(DENSE, peft={"name": "full_tune", "match": ["layers.27.*", "norm", "heads.*"]})
+    whole = prediction(DENSE)
+    assert last.memory.activations < whole.memory.activations / 20
+    assert last.time.parts["attention"] < 0.4 * whole.time.parts["attention"]
+    recomputed = prediction(
+        DENSE,
+        parallel=["activation_checkpointing", "compile"],
+        peft={"name": "full_tune", "match": ["layers.27.*", "norm", "heads.*"]},
+    )
+    again = recomputed.time.parts["recomputation"]
+    assert again < 0.1 * prediction(DENSE, parallel=["activation_checkpointing", "compile"]).time.parts["recomputation"]
+    first = prediction(DENSE, peft={"name": "full_tune", "match": ["layers.0.*"]})
+    assert first.time.parts["attention"] == pytest.approx(whole.time.parts["attention"])
+
+
+def test_a_method_without_a_cost_description_is_not_predicted_and_said_so() -> None:
+    from dataclasses import replace as replaced
+
+    import d9d_data.plugin
+    import d9d_nn.plugin
+    import d9d_optim.plugin
+    import d9d_parallel.plugin
+    import d9d_peft.plugin
+    import d9d_qwen3.plugin
+    from d9d_core.plugin import Registry, hookimpl
+
+    class Undescribed:
+        D9D_API = 1
+
+        @hookimpl
+        def d9d_peft_methods(self) -> Any:
+            return [replaced(spec, cost=None) for spec in d9d_peft.plugin.d9d_peft_methods()]
+
+    plugins = [d9d_nn.plugin, d9d_data.plugin, d9d_optim.plugin, d9d_parallel.plugin, d9d_qwen3.plugin, Undescribed()]
+    job = JobFile.from_values(values(SMALL, peft=LORA), registry=Registry.of(*plugins))
+    outlook = predicted(job, None)
+    assert outlook.lines[0].startswith("not predicted: peft: ")
+    assert "has no cost description (PeftSpec.cost)" in outlook.lines[0]
+    with pytest.raises(JobError, match="PeftSpec"):
         predicted(job, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"),
+    [("muon", {}), ("lion", {}), ("schedule_free", {}), ("sgd", {}), ("muon", {"dp_shard": 2})],
+    ids=["muon", "lion", "schedule_free", "sgd", "muon, fsdp"],
+)
+def test_states_of_every_optimizer_are_those_of_the_plan(optimizer: str, mesh: dict[str, int]) -> None:
+    parallel = ["fsdp"] if mesh else []
+    compare_with_plan(values(SMALL, optimizer={"name": optimizer, "lr": 1e-4}, mesh=mesh, parallel=parallel))
+
+
+def test_muon_takes_less_memory_and_more_time_than_adamw() -> None:
+    adamw, muon = prediction(DENSE), prediction(DENSE, optimizer={"name": "muon", "lr": 1e-4})
+    assert muon.memory.optimizer < 0.75 * adamw.memory.optimizer
+    assert muon.time.parts["optimizer"] > 10 * adamw.time.parts["optimizer"]
+    shared = prediction(
+        DENSE, optimizer={"name": "muon", "lr": 1e-4}, mesh={"dp_shard": 4}, parallel=["compile", "fsdp"]
+    )
+    assert shared.time.parts["optimizer"] < muon.time.parts["optimizer"] / 3
 
 
 @pytest.mark.thorough

@@ -42,6 +42,11 @@ def _config() -> Any:
         sequence_length: int
         """Positions of a sample."""
 
+        @property
+        def packs_documents(self) -> bool:
+            """Whether samples hold several documents."""
+            return False
+
     return RandomTokensConfig
 
 

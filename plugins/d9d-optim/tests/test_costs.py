@@ -7,30 +7,105 @@ from typing import Any
 import d9d_optim.plugin as plugin
 import pytest
 import torch
+from d9d_core.extend import OptimizerCost
 from d9d_core.plugin import OptimizerSpec
+from d9d_optim.optimizer.newton_schulz import orthogonalize
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-SPECS = {spec.name: spec for spec in plugin.d9d_optimizers() if spec.cost is not None}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embedding.weight": (80, 32),
+    "layers.0.proj.weight": (64, 32),
+    "layers.0.wide.weight": (32, 96),
+    "layers.0.experts.up_proj": (4, 32, 16),
+    "norm.weight": (32,),
+    "heads.causal_lm.weight": (80, 32),
+}
+SPECS: dict[str, OptimizerSpec] = {spec.name: spec for spec in plugin.d9d_optimizers() if spec.cost is not None}
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in SPECS),
     ("adamw", {"amsgrad": True}),
     ("adamw", {"state_dtype": "float32"}),
     ("sgd", {"momentum": 0.9}),
+    ("sgd", {"momentum": 0.9, "dampening": 0.1, "state_dtype": "float32"}),
+    ("muon", {"state_dtype": "float32"}),
+    ("muon", {"adamw": {"match": ["*wide*"]}}),
+    ("lion", {"state_dtype": "float32"}),
+    ("schedule_free", {"state_dtype": "parameter"}),
 ]
 
 
 @pytest.mark.parametrize(("name", "fields"), SETTINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_state_is_as_large_as_described(name: str, fields: dict[str, Any], dtype: torch.dtype) -> None:
-    spec: OptimizerSpec = SPECS[name]
     if name == "stochastic_adamw" and dtype == torch.float32:
         dtype = torch.bfloat16  # the only one that it trains
-    assert spec.cost is not None
-    config = spec.config.load()(**{"lr": 0.1, **fields})
-    weight = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
-    optimizer = spec.build.load()(config, {"weight": weight})
+    parameters = {
+        shape_name: nn.Parameter(torch.zeros(shape, dtype=dtype, device="meta")) for shape_name, shape in SHAPES.items()
+    }
+    config = SPECS[name].config.load()(**{"lr": 0.1, **fields})
+    optimizer = SPECS[name].build.load()(config, parameters)
     optimizer.init_state()
-    state = sum(tensor.nbytes for tensor in optimizer.state().values() if tensor.shape == weight.shape)
-    cost = spec.cost.load()(config, dtype.itemsize)
-    assert state == cost.state * weight.numel()
-    assert cost.traffic == 3 * dtype.itemsize + 2 * cost.state
+    for weight_name, weight in parameters.items():
+        cost = cost_of(name, config, dtype.itemsize, weight_name)
+        own = {key: tensor for key, tensor in optimizer.state().items() if key.rpartition("/")[0] == weight_name}
+        state = sum(tensor.nbytes for tensor in own.values() if tensor.shape == weight.shape)
+        assert state == cost.state * weight.numel(), weight_name
+        # The gradient is read, the parameter and all state are read and written at least.
+        assert cost.traffic >= 3 * dtype.itemsize + 2 * cost.state
+
+
+def cost_of(name: str, config: Any, width: int, weight: str) -> OptimizerCost:
+    reference = SPECS[name].cost
+    assert reference is not None
+    cost: OptimizerCost = reference.load()(config, width)
+    return cost if cost.of_weight is None else cost.of_weight(weight, SHAPES[weight])
+
+
+class Passes(TorchDispatchMode):
+    """Counts the bytes of tensors of one size that operations read and write."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self.numbers, self.bytes = numbers, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            # What an operation writes in place is an argument and a result.
+            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            if func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten.empty_like):
+                read = read[1:]  # its first argument is only written
+            written = tree_leaves(result) if result is not None else args[0]
+            for one in [*read, *written]:
+                if isinstance(one, torch.Tensor) and one.numel() == self.numbers:
+                    self.bytes += one.nbytes
+        return result
+
+
+@pytest.mark.parametrize("name", ["lion", "schedule_free"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_passes_of_plain_updates_are_counted(name: str, dtype: torch.dtype) -> None:
+    config = SPECS[name].config.load()(lr=0.1, state_dtype="parameter")
+    weight = nn.Parameter(torch.zeros(SHAPES["layers.0.proj.weight"], dtype=dtype))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = SPECS[name].build.load()(config, {"layers.0.proj.weight": weight})
+    optimizer.init_state()
+    optimizer.divide_gradients(torch.tensor(1.0))
+    with Passes(weight.numel()) as passes:
+        optimizer.step(torch.tensor(True))
+    cost = cost_of(name, config, dtype.itemsize, "layers.0.proj.weight")
+    assert cost.traffic == pytest.approx(passes.bytes / weight.numel(), rel=0.1)
+
+
+def test_products_of_muon_are_those_of_its_iterations() -> None:
+    config = SPECS["muon"].config.load()(lr=0.1)
+    for name in ("layers.0.proj.weight", "layers.0.wide.weight", "layers.0.experts.up_proj"):
+        weight = torch.zeros(SHAPES[name], dtype=torch.bfloat16)
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(weight, config.ns_coefficients, config.ns_steps, config.eps)
+        assert cost_of("muon", config, 2, name).flops * weight.numel() == pytest.approx(counter.get_total_flops())
+    for name in ("norm.weight", "embedding.weight", "heads.causal_lm.weight"):
+        assert cost_of("muon", config, 2, name).flops == 0

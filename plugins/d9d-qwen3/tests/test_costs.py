@@ -49,6 +49,34 @@ def test_parameters_are_those_of_the_stages_that_are_built(config: Any, count: i
 
 
 @configs
+@pytest.mark.parametrize("count", [1, 3])
+def test_weights_have_the_names_and_shapes_of_the_stages_that_are_built(config: Any, count: int) -> None:
+    for index in range(count):
+        with torch.device("meta"):
+            built = Qwen3(config, Stage(index, count))
+        described = {
+            f"{name}.{weight.name}" if name else weight.name: weight.shape
+            for block in stage_cost(config, Stage(index, count), Share(2, 16)).blocks
+            for name in block.names or ("",)
+            for op in block.ops
+            for weight in op.weights
+        }
+        own = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+        if config.tie_embeddings:  # one name on all stages
+            described.pop("embedding.weight", None)
+            own = {name: shape for name, shape in own.items() if shape[0] != config.vocab_size}
+        assert described == own, index
+
+
+@configs
+def test_ranks_have_the_weights_that_their_parameters_are_counted_from(config: Any) -> None:
+    for block in stage_cost(config, Stage(), Share(2, 16, tensor=2)).blocks:
+        numbers = sum(weight.numbers for op in block.ops for weight in op.weights)
+        tied = config.tie_embeddings and block.name == "norm and heads"
+        assert numbers - tied * config.vocab_size // 2 * 32 == block.parameters + block.expert_parameters, block.name
+
+
+@configs
 def test_products_are_six_operations_for_each_parameter_that_a_token_uses(config: Any) -> None:
     cost = stage_cost(config, Stage(), Share(2, 16))
     used = layer_parameters(config) + head_parameters(config, 16)

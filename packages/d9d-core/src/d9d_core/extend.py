@@ -22,7 +22,7 @@ Everything a component itself needs is here; importing this module imports no to
 | log of a run | ``RunLog``, ``LogsValues`` |
 | subscriber | ``Subscriber``, ``subscribe``, ``OwnEvent``, ``StatefulSubscriber``, ``EndsTraining``, the events |
 | schedule | ``Schedule``, ``Program``, the actions, ``StageRunner`` and what handlers share |
-| costs | ``Share``, ``StageCost`` of ``BlockCost`` of ``OpCost``, ``StrategyCost``, ``OptimizerCost``, ``StageTimes`` |
+| costs | ``Share``, ``StageCost`` of ``BlockCost`` of ``OpCost`` of ``Weight``, ``StrategyCost`` and its like |
 
 Strategies and handlers of schedules find more in :mod:`d9d_engine.extend`, models and fine-tuning methods in
 :mod:`d9d_weights`.
@@ -111,7 +111,10 @@ from d9d_core.program.actions import (
     single_stage,
 )
 from d9d_core.program.costs import (
+    AdapterCost,
+    AttentionShape,
     BlockCost,
+    ContextCost,
     Exchange,
     ModelCosts,
     OpCost,
@@ -120,6 +123,7 @@ from d9d_core.program.costs import (
     StageCost,
     StageTimes,
     StrategyCost,
+    Weight,
 )
 from d9d_core.program.deadlock import awaited, find_deadlock
 from d9d_core.program.index import ProgramIndex
@@ -279,10 +283,12 @@ __all__ = [
     "AccumulatedMetric",
     "Accumulator",
     "Action",
+    "AdapterCost",
     "Adapts",
     "AddsLosses",
     "Applied",
     "Arrival",
+    "AttentionShape",
     "AveragesWeights",
     "Backward",
     "BlockCost",
@@ -297,6 +303,7 @@ __all__ = [
     "CommunicatesInContext",
     "Communication",
     "ContextCall",
+    "ContextCost",
     "ContextParallelizable",
     "ContextShare",
     "Continuation",
@@ -475,6 +482,7 @@ __all__ = [
     "WakeEnds",
     "WakeStarts",
     "WeighsOutputs",
+    "Weight",
     "WeightBackward",
     "Writer",
     "WritesText",

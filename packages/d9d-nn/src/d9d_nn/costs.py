@@ -1,11 +1,12 @@
 """Costs of the ops of this package, for cost descriptions of models. Imports no torch.
 
 Traffic is that of fused code: each op reads its inputs and writes its outputs once. All sizes are those of one rank.
+``weights`` are an op's parameters: with them, fine-tuning and optimizers that tell matrices apart are predicted, too.
 """
 
 from __future__ import annotations
 
-from d9d_core.extend import OpCost
+from d9d_core.extend import AttentionShape, OpCost, Weight
 
 #: Logits that are kept for the backward, as part of the device's memory; see
 #: :data:`d9d_nn.ops.linear_cross_entropy.KEPT_ELEMENTS`.
@@ -15,8 +16,17 @@ _CHUNK_BYTES = 1 << 30
 _FLOAT32 = 4
 
 
-def linear(name: str, rows: float, features: int, outputs: float, width: int, *, keeps_input: bool = True) -> OpCost:
-    """Cost of a linear layer: one product forward, two backward.
+def linear(
+    name: str,
+    rows: float,
+    features: int,
+    outputs: float,
+    width: int,
+    *,
+    keeps_input: bool = True,
+    weights: tuple[Weight, ...] = (),
+) -> OpCost:
+    """Cost of a linear layer, or of several with the same input: one product forward, two backward.
 
     Args:
         name: of the op.
@@ -25,25 +35,27 @@ def linear(name: str, rows: float, features: int, outputs: float, width: int, *,
         outputs: columns of the output.
         width: bytes of a number.
         keeps_input: no op before it keeps the same tensor for the backward.
+        weights: parameters of the layers.
     """
     flops = 2 * rows * features * outputs
     traffic = width * (rows * (features + outputs) + features * outputs)
     kept = width * rows * features if keeps_input else 0.0
-    return OpCost(name, "product", flops, 2 * flops, traffic, 2 * traffic, kept)
+    return OpCost(name, "product", flops, 2 * flops, traffic, 2 * traffic, kept, rows, weights)
 
 
-def rms_norm(name: str, rows: float, features: int, width: int) -> OpCost:
+def rms_norm(name: str, rows: float, features: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
     """Cost of an RMSNorm of rows, fused with the residual addition in front of it: both inputs, sum and output."""
     size = width * rows * features
-    return OpCost(name, "memory", traffic=4 * size, backward_traffic=5 * size, kept=size + _FLOAT32 * rows)
+    kept = size + _FLOAT32 * rows
+    return OpCost(name, "memory", traffic=4 * size, backward_traffic=5 * size, kept=kept, rows=rows, weights=weights)
 
 
-def rotated_heads(rows: float, heads: float, head_dim: int, width: int) -> OpCost:
+def rotated_heads(rows: float, heads: float, head_dim: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
     """Cost of head norms and rotation of queries and keys, which keep both of them as they were before."""
     size = width * rows * heads * head_dim
-    return OpCost(
-        "head norms, rope", "memory", traffic=2 * size, backward_traffic=3 * size, kept=size + _FLOAT32 * rows * heads
-    )
+    kept = size + _FLOAT32 * rows * heads
+    name = "head norms, rope"
+    return OpCost(name, "memory", traffic=2 * size, backward_traffic=3 * size, kept=kept, rows=rows, weights=weights)
 
 
 def attention(
@@ -64,7 +76,8 @@ def attention(
     flops = 4 * rows * keys * query_heads * head_dim
     size = width * rows * head_dim * (2 * query_heads + 2 * key_value_heads)
     kept = size + _FLOAT32 * rows * query_heads
-    return OpCost("attention", "attention", flops, 2.5 * flops, size, 2 * size, kept)
+    shape = AttentionShape(rows, query_heads, key_value_heads, head_dim, width)
+    return OpCost("attention", "attention", flops, 2.5 * flops, size, 2 * size, kept, attention=shape)
 
 
 def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpCost:
@@ -76,7 +89,7 @@ def silu_mul(rows: float, features: float, width: int, *, compiled: bool) -> OpC
     return OpCost("silu_mul", "memory", traffic=traffic, backward_traffic=backward, kept=(2 + extra) * size)
 
 
-def embedding(rows: float, words: float, features: int, width: int) -> OpCost:
+def embedding(rows: float, words: float, features: int, width: int, *, weights: tuple[Weight, ...] = ()) -> OpCost:
     """Cost of a look-up; the gradient is a dense tensor, which is cleared and added up."""
     size = width * rows * features
     return OpCost(
@@ -85,11 +98,13 @@ def embedding(rows: float, words: float, features: int, width: int) -> OpCost:
         traffic=2 * size,
         backward_traffic=3 * size + 2 * width * words * features,
         kept=8 * rows,
+        rows=rows,
+        weights=weights,
     )
 
 
 def linear_cross_entropy(
-    rows: float, features: int, words: float, width: int, memory: float
+    rows: float, features: int, words: float, width: int, memory: float, *, weights: tuple[Weight, ...] = ()
 ) -> tuple[tuple[OpCost, OpCost], float]:
     """Cost of projection and loss in chunks, and bytes that the backward needs besides.
 
@@ -102,10 +117,14 @@ def linear_cross_entropy(
         words: words of the vocabulary on this rank.
         width: bytes of a number.
         memory: bytes of the device.
+        weights: the projection.
     """
     logits, flops = width * rows * words, 2 * rows * features * words
     kept = min(logits, memory / _KEPT_PART)
     again = 1 - kept / logits if logits else 0.0
+    chunk = min(logits - kept, _CHUNK_BYTES)
+    # The weight's gradient, in float32 where chunks add up, and that of the hidden states.
+    gradient = (_FLOAT32 if chunk else width) * words * features
     product = OpCost(
         "head",
         "product",
@@ -114,9 +133,9 @@ def linear_cross_entropy(
         width * (rows * features + words * features) + logits,
         2 * width * (rows * features + words * features) + (2 + again) * logits,
         kept + width * rows * features,
+        rows,
+        weights,
+        gradient,
     )
     loss = OpCost("loss", "memory", traffic=logits, backward_traffic=2 * logits, kept=(_FLOAT32 + 8) * rows)
-    chunk = min(logits - kept, _CHUNK_BYTES)
-    # The weight's gradient, in float32 where chunks add up, and that of the hidden states.
-    gradient = (_FLOAT32 if chunk else width) * words * features
     return (product, loss), chunk + gradient + width * rows * features

@@ -1,35 +1,105 @@
-"""Costs of the optimizers for each parameter, from their configs alone. Imports no torch."""
+"""Costs of the optimizers for each parameter, from their configs alone. Imports no torch.
+
+Updates are fused kernels that read and write each tensor once, or plain tensor operations, whose passes are counted.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+from functools import partial
+
 from d9d_core.extend import OptimizerCost
 
-from d9d_optim.optimizer.config import AdamFields, OptimizerConfig, SGDConfig
+from d9d_optim.optimizer.config import AdamFields, MuonConfig, OptimizerConfig, SGDConfig
 
-_FLOAT32 = 4
+_FLOAT32, _BFLOAT16 = 4, 2
+#: Tensors of the state's width that an update of plain operations reads and writes, and those that exist at once.
+_LION, _SCHEDULE_FREE, _DAMPENED = (23, 3), (43, 5), (24, 3)
+#: Tensors of the state's width that muon reads and writes around its products, and bytes of bfloat16 ones.
+_AROUND, _AROUND_BFLOAT16 = 21, 14
 
 
-def _cost(config: OptimizerConfig, width: int, moments: int) -> OptimizerCost:
+def _state_width(config: OptimizerConfig, width: int) -> int:
+    """Bytes of a number of the state, and of the computation of an update."""
+    return _FLOAT32 if config.state_dtype == "float32" else width
+
+
+def _fused(config: OptimizerConfig, width: int, moments: int) -> OptimizerCost:
     """Cost of an update that reads the gradient, and reads and writes the parameter and all moments."""
-    state = moments * (_FLOAT32 if config.state_dtype == "float32" else width)
+    state = moments * _state_width(config, width)
     return OptimizerCost(state, traffic=3 * width + 2 * state)
 
 
+def _by_torch(config: OptimizerConfig, width: int, cost: OptimizerCost) -> OptimizerCost:
+    """Cost with the passes beside torch's fused kernels: division of narrow gradients, and wide copies."""
+    wide = _state_width(config, width)
+    divided = 2 * width if width < _FLOAT32 else 0
+    copied = 3 * (width + wide) if wide > width else 0
+    besides = 2.0 * wide if wide > width else 0.0
+    return OptimizerCost(cost.state, cost.traffic + divided + copied, workspace_of_one=besides)
+
+
+def _plain(config: OptimizerConfig, width: int, moments: int, passes: tuple[int, int]) -> OptimizerCost:
+    """Cost of an update of plain tensor operations, after a pass that divides gradients."""
+    wide = _state_width(config, width)
+    copied = 3 * (width + wide) if wide > width else 0
+    traffic = passes[0] * wide + 2 * width + copied
+    return OptimizerCost(moments * wide, traffic, workspace_of_one=float(passes[1] * wide))
+
+
+def adamw(config: AdamFields, width: int) -> OptimizerCost:
+    """Cost of ``adamw``: two moments, with ``amsgrad`` three."""
+    return _fused(config, width, 3 if config.amsgrad else 2)
+
+
 def adam(config: AdamFields, width: int) -> OptimizerCost:
-    """Cost of ``adam`` and ``adamw``: two moments, with ``amsgrad`` three."""
-    return _cost(config, width, 3 if config.amsgrad else 2)
+    """Cost of ``adam``: as of ``adamw``, with torch's kernel."""
+    return _by_torch(config, width, adamw(config, width))
 
 
-def two_moments(config: OptimizerConfig, width: int) -> OptimizerCost:
-    """Cost of ``stochastic_adamw`` and ``schedule_free``: two tensors of state."""
-    return _cost(config, width, 2)
+def stochastic_adamw(config: OptimizerConfig, width: int) -> OptimizerCost:
+    """Cost of ``stochastic_adamw``: two moments."""
+    return _fused(config, width, 2)
 
 
-def one_moment(config: OptimizerConfig, width: int) -> OptimizerCost:
+def schedule_free(config: OptimizerConfig, width: int) -> OptimizerCost:
+    """Cost of ``schedule_free``: the iterate and the second moment."""
+    return _plain(config, width, 2, _SCHEDULE_FREE)
+
+
+def lion(config: OptimizerConfig, width: int) -> OptimizerCost:
     """Cost of ``lion``: one moment."""
-    return _cost(config, width, 1)
+    return _plain(config, width, 1, _LION)
 
 
 def sgd(config: SGDConfig, width: int) -> OptimizerCost:
     """Cost of ``sgd``: a velocity, if there is momentum."""
-    return _cost(config, width, 1 if config.momentum else 0)
+    if config.dampening:
+        return _plain(config, width, 1, _DAMPENED)
+    return _by_torch(config, width, _fused(config, width, 1 if config.momentum else 0))
+
+
+def muon(config: MuonConfig, width: int) -> OptimizerCost:
+    """Cost of ``muon``: of matrices one average and the products of the iterations; else that of ``adamw``."""
+    rest = _by_torch(config, width, _fused(config, width, 2))
+    return OptimizerCost(
+        rest.state,
+        rest.traffic,
+        workspace_of_one=rest.workspace_of_one,
+        of_weight=partial(_muon_of, config, width, rest),
+    )
+
+
+def _muon_of(config: MuonConfig, width: int, rest: OptimizerCost, name: str, shape: tuple[int, ...]) -> OptimizerCost:
+    """Cost for each parameter of a weight of a name and shape."""
+    if len(shape) not in (2, 3) or any(fnmatch.fnmatchcase(name, pattern) for pattern in config.adamw.match):
+        return rest
+    wide = _state_width(config, width)
+    short, long = sorted(shape[-2:])
+    # An iteration has three products: of X and its transpose, of that with itself, and of that with X.
+    flops = config.ns_steps * (4 * short + 2 * short**2 / long)
+    # Reads and writes of the iterations: X twice, and the result; the small square ones beside them.
+    iterations = config.ns_steps * _BFLOAT16 * (3 + 4 * short / long)
+    traffic = 2 * width + _AROUND * wide + _AROUND_BFLOAT16 + iterations
+    # All averages are rounded to bfloat16 before the first iteration, and all results are kept until the last one.
+    return OptimizerCost(wide, traffic, 2 * _BFLOAT16, 3.0 * wide, flops, _BFLOAT16)

@@ -24,7 +24,7 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         summary="Adam with decoupled weight decay, fused.",
         config=Ref("d9d_optim.optimizer.config:AdamWConfig"),
         build=Ref("d9d_optim.optimizer.adamw:AdamW"),
-        cost=Ref("d9d_optim.costs:adam"),
+        cost=Ref("d9d_optim.costs:adamw"),
     )
     yield OptimizerSpec(
         name="sgd",
@@ -38,27 +38,28 @@ def d9d_optimizers() -> Iterator[OptimizerSpec]:
         summary="Lion: steps by the sign of an average of gradients.",
         config=Ref("d9d_optim.optimizer.config:LionConfig"),
         build=Ref("d9d_optim.optimizer.lion:Lion"),
-        cost=Ref("d9d_optim.costs:one_moment"),
+        cost=Ref("d9d_optim.costs:lion"),
     )
     yield OptimizerSpec(
         name="stochastic_adamw",
         summary="AdamW of bfloat16 weights that are rounded stochastically, without a float32 copy.",
         config=Ref("d9d_optim.optimizer.config:StochasticAdamWConfig"),
         build=Ref("d9d_optim.optimizer.stochastic_adamw:StochasticAdamW"),
-        cost=Ref("d9d_optim.costs:two_moments"),
+        cost=Ref("d9d_optim.costs:stochastic_adamw"),
     )
     yield OptimizerSpec(
         name="muon",
         summary="Orthogonalized updates for the matrices of hidden layers, AdamW for the rest.",
         config=Ref("d9d_optim.optimizer.config:MuonConfig"),
         build=Ref("d9d_optim.optimizer.muon:Muon"),
+        cost=Ref("d9d_optim.costs:muon"),
     )
     yield OptimizerSpec(
         name="schedule_free",
         summary="AdamW that averages its weights instead of lowering the learning rate.",
         config=Ref("d9d_optim.optimizer.config:ScheduleFreeConfig"),
         build=Ref("d9d_optim.optimizer.schedule_free:ScheduleFree"),
-        cost=Ref("d9d_optim.costs:two_moments"),
+        cost=Ref("d9d_optim.costs:schedule_free"),
     )
     yield OptimizerSpec(
         name="torch",

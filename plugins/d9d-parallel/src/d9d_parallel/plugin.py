@@ -47,6 +47,8 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         summary="Splits the positions of each sample over cp: memory of activations falls with the number of ranks.",
         config=Ref("d9d_parallel.context_parallel.config:ContextParallelConfig"),
         build=Ref("d9d_parallel.context_parallel.strategy:ContextParallel"),
+        cost=Ref("d9d_parallel.context_parallel.costs:context_parallel"),
+        alternatives=Ref("d9d_parallel.context_parallel.costs:alternatives"),
         requires=frozenset({"model:context_parallel"}),
         anchor="context",
         axes=frozenset({"cp"}),

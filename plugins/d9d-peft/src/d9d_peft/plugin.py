@@ -17,18 +17,21 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
         summary="Low-rank terms of linear layers, embeddings, heads and experts; the model itself is frozen.",
         config=Ref("d9d_peft.config:LoraConfig"),
         build=Ref("d9d_peft.lora.method:Lora"),
+        cost=Ref("d9d_peft.costs:lora"),
     )
     yield PeftSpec(
         name="dora",
         summary="Low-rank terms for the directions of weights, and trained magnitudes; the model itself is frozen.",
         config=Ref("d9d_peft.config:DoraConfig"),
         build=Ref("d9d_peft.lora.dora:Dora"),
+        cost=Ref("d9d_peft.costs:dora"),
     )
     yield PeftSpec(
         name="full_tune",
         summary="All parameters of some layers; the others are frozen.",
         config=Ref("d9d_peft.config:FullTuneConfig"),
         build=Ref("d9d_peft.full_tune:FullTune"),
+        cost=Ref("d9d_peft.costs:full_tune"),
     )
     yield PeftSpec(
         name="stack",
@@ -36,10 +39,12 @@ def d9d_peft_methods() -> Iterator[PeftSpec]:
         config=Ref("d9d_peft.config:StackConfig"),
         build=Ref("d9d_peft.stack:Stack"),
         composite=True,
+        cost=Ref("d9d_peft.costs:stack"),
     )
     yield PeftSpec(
         name="ia3",
         summary="Learned scales of activations, one for each feature; the model itself is frozen.",
         config=Ref("d9d_peft.ia3.config:Ia3Config"),
         build=Ref("d9d_peft.ia3.method:Ia3"),
+        cost=Ref("d9d_peft.costs:ia3"),
     )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
-from d9d_core.extend import BlockCost, BuildError, Exchange, OpCost, Share, Stage, StageCost
+from d9d_core.extend import BlockCost, BuildError, Exchange, OpCost, Share, Stage, StageCost, Weight
 from d9d_moe.costs import dispatch, grouped_swiglu, permutation, router
 from d9d_nn.costs import attention, embedding, linear, linear_cross_entropy, rms_norm, rotated_heads, silu_mul
 
@@ -28,20 +26,22 @@ def stage_cost(config: AnyQwen3Config, stage: Stage, share: Share) -> StageCost:
     blocks: list[BlockCost] = []
     if stage.is_first:
         blocks.append(_embedding(config, share))
-    for (layer, _), count in Counter(_alike(config, layers_of(config, stage))).items():
-        blocks.append(replace(_layer(config, layer, share), count=count))
+    for first, layers in _alike(config, layers_of(config, stage)).items():
+        names = tuple(f"layers.{layer}" for layer in layers)
+        blocks.append(replace(_layer(config, first, share), count=len(layers), names=names))
     if stage.is_last:
         blocks.append(_heads(config, stage, share))
     boundary = 0.0 if stage.is_last else _state(config, share)
     return StageCost(tuple(blocks), boundary)
 
 
-def _alike(config: AnyQwen3Config, layers: range) -> Iterator[tuple[int, object]]:
-    """For each layer, the first one that costs the same: of the same kind, with the same window."""
-    first: dict[object, int] = {}
+def _alike(config: AnyQwen3Config, layers: range) -> dict[int, list[int]]:
+    """First layer of those that cost the same -> all of them: of the same kind, with the same window."""
+    kinds: dict[object, list[int]] = {}
     for layer in layers:
         kind = (config.window(layer), isinstance(config, Qwen3MoeConfig) and layer in config.dense_layers)
-        yield first.setdefault(kind, layer), kind
+        kinds.setdefault(kind, []).append(layer)
+    return {alike[0]: alike for alike in kinds.values()}
 
 
 def _check(config: AnyQwen3Config, share: Share) -> None:
@@ -73,28 +73,32 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
     # Where there are fewer key and value heads than ranks, several ranks compute the same one.
     pairs = max(config.num_key_value_heads / tp, 1)
     inside = (queries + 2 * pairs) * config.head_dim
-    norms = rms_norm("attention_norm", own, hidden, width), rms_norm("ffn_norm", own, hidden, width)
+    outputs, head = int(queries) * config.head_dim, config.head_dim
+    sizes = {"q_proj": outputs, "k_proj": int(pairs * head), "v_proj": int(pairs * head)}
+    into = [weight for name, size in sizes.items() for weight in _linear(config, f"attention.{name}", size, hidden, 0)]
+    out_of = _linear(config, "attention.o_proj", hidden, outputs, 1)
+    heads = Weight("attention.q_norm.weight", (head,)), Weight("attention.k_norm.weight", (head,))
+    norms = [
+        rms_norm(name, own, hidden, width, weights=(Weight(f"{name}.weight", (hidden,)),))
+        for name in ("attention_norm", "ffn_norm")
+    ]
     keys = keys_of(config.window(layer), share.length)
     ops = [
         norms[0],
-        linear("query, key, value", tokens, hidden, inside, width),
-        rotated_heads(tokens, queries + pairs, config.head_dim, width),
-        attention(tokens, keys, queries, pairs, config.head_dim, width),
-        linear("output", tokens, int(queries) * config.head_dim, hidden, width, keeps_input=False),
+        linear("query, key, value", tokens, hidden, inside, width, weights=tuple(into)),
+        rotated_heads(tokens, queries + pairs, head, width, weights=heads),
+        attention(tokens, keys, queries, pairs, head, width),
+        linear("output", tokens, outputs, hidden, width, keeps_input=False, weights=tuple(out_of)),
         norms[1],
     ]
     of_projections = (2 * queries + 2 * pairs) * config.head_dim * hidden
     biases = (inside + hidden) if config.attention_bias else 0
     parameters = int(of_projections + biases) + 2 * hidden + 2 * config.head_dim
     forward, backward = _sequence(config, share)
-    if share.context > 1:
-        both = width * share.samples * share.length * 2 * pairs * config.head_dim
-        forward += (Exchange("all_gather", "cp", both),)
-        backward += (Exchange("all_gather", "cp", both), Exchange("reduce_scatter", "cp", both))
     if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:
         more, experts = _experts(config, share)
-        sent = dispatch(own, config.experts_per_token, hidden, share.experts, width)
-        ops += [*more]
+        sent = dispatch(own, config.num_experts, config.experts_per_token, hidden, share.experts, width)
+        ops += [*more, *sent.ops]
         parameters += hidden * config.num_experts
         return BlockCost(
             "layer with experts",
@@ -102,15 +106,30 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
             parameters,
             experts,
             _state(config, share),
-            3 * _state(config, share),
-            (*forward, *sent),
-            (*backward, *sent),
+            3 * _state(config, share) + sent.workspace,
+            (*forward, *sent.exchanges),
+            (*backward, *sent.backward_exchanges),
         )
     features = config.intermediate_size // tp
     ops += [
-        linear("gate, up", tokens, hidden, 2 * features, width),
+        linear(
+            "gate, up",
+            tokens,
+            hidden,
+            2 * features,
+            width,
+            weights=_matrices(("gate_proj", "up_proj"), features, hidden, 0),
+        ),
         silu_mul(tokens, features, width, compiled=share.compiled),
-        linear("down", tokens, features, hidden, width, keeps_input=False),
+        linear(
+            "down",
+            tokens,
+            features,
+            hidden,
+            width,
+            keeps_input=False,
+            weights=_matrices(("down_proj",), hidden, features, 1),
+        ),
     ]
     parameters += 3 * hidden * features
     again, back = _sequence(config, share)
@@ -124,6 +143,18 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
         (*forward, *again),
         (*backward, *back),
     )
+
+
+def _linear(config: AnyQwen3Config, name: str, outputs: int, features: int, cut: int) -> list[Weight]:
+    """Weight of a layer of attention, and its bias."""
+    weight = Weight(f"{name}.weight", (outputs, features), "linear", cut)
+    bias = Weight(f"{name}.bias", (outputs,), cut=0 if cut == 0 else None)
+    return [weight, bias] if config.attention_bias else [weight]
+
+
+def _matrices(names: tuple[str, ...], outputs: int, features: int, cut: int) -> tuple[Weight, ...]:
+    """Weights of layers of a feed-forward block."""
+    return tuple(Weight(f"ffn.{name}.weight", (outputs, features), "linear", cut) for name in names)
 
 
 def _sequence(config: AnyQwen3Config, share: Share) -> tuple[tuple[Exchange, ...], tuple[Exchange, ...]]:
@@ -140,18 +171,22 @@ def _experts(config: Qwen3MoeConfig, share: Share) -> tuple[list[OpCost], int]:
     hidden, inside, width = config.hidden_size, config.moe_intermediate_size, share.width
     own = share.tokens / share.tensor
     experts, rows = config.num_experts // share.experts, own * config.experts_per_token
+    scores = (Weight("ffn.router.weight", (config.num_experts, hidden)),)
+    shapes = {"gate_proj": (hidden, inside), "up_proj": (hidden, inside), "down_proj": (inside, hidden)}
+    banks = tuple(Weight(f"ffn.experts.{name}", (experts, *shape), "bank") for name, shape in shapes.items())
     ops = [
         OpCost("ffn input", "memory", kept=width * own * hidden),
-        *router(own, hidden, config.num_experts, width),
+        *router(own, hidden, config.num_experts, width, weights=scores),
         permutation(own, rows, hidden, width),
-        *grouped_swiglu(rows, hidden, inside, experts, width, compiled=share.compiled),
+        *grouped_swiglu(rows, hidden, inside, experts, width, compiled=share.compiled, weights=banks),
     ]
     return ops, 3 * experts * hidden * inside
 
 
 def _embedding(config: AnyQwen3Config, share: Share) -> BlockCost:
     words, hidden = -(-config.vocab_size // share.tensor), config.hidden_size
-    cost = embedding(share.tokens, words, hidden, share.width)
+    table = Weight("embedding.weight", (words, hidden), "embedding", 0)
+    cost = embedding(share.tokens, words, hidden, share.width, weights=(table,))
     size = share.width * share.tokens * hidden
     back = (Exchange("all_gather", "tp", size),) if share.tensor > 1 else ()
     out = (Exchange("reduce_scatter", "tp", size),) if share.tensor > 1 else ()
@@ -161,11 +196,14 @@ def _embedding(config: AnyQwen3Config, share: Share) -> BlockCost:
 def _heads(config: AnyQwen3Config, stage: Stage, share: Share) -> BlockCost:
     hidden, width, tokens = config.hidden_size, share.width, share.tokens
     words = -(-config.vocab_size // share.tensor)
-    ops: list[OpCost] = [rms_norm("norm", tokens / share.tensor, hidden, width)]
+    norm = Weight("norm.weight", (hidden,))
+    ops: list[OpCost] = [rms_norm("norm", tokens / share.tensor, hidden, width, weights=(norm,))]
     workspace, parameters = 0.0, hidden
-    for head in config.heads.values():
+    for name, head in config.heads.items():
         if head.kind == "causal_lm":
-            both, besides = linear_cross_entropy(tokens, hidden, words, width, share.memory)
+            owner = "embedding" if config.tie_embeddings else f"heads.{name}"
+            projection = (Weight(f"{owner}.weight", (words, hidden), "head", 0),)
+            both, besides = linear_cross_entropy(tokens, hidden, words, width, share.memory, weights=projection)
             ops += both
             workspace = max(workspace, besides)
             # A tied head on another stage than the embedding has a copy of its weight.

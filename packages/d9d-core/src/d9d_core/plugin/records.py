@@ -136,8 +136,8 @@ class StrategySpec(ConfiguredSpec):
         axes: mesh axes it makes use of, if they have more than one rank.
         cost: ``(config) -> StrategyCost``, imported without torch, for ``d9d plan``; ``None`` changes no cost but what
             the axes do.
-        alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan`` tries
-            where a step has several microbatches.
+        alternatives: ``(config) -> Sequence[config]``, imported without torch: further settings that ``d9d plan``
+            tries; those of data parallelism where a step has several microbatches, others where a job has it.
     """
 
     anchor: str
@@ -229,7 +229,15 @@ class TrackerSpec(ConfiguredSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class PeftSpec(ConfiguredSpec):
-    """A fine-tuning method. ``build(config) -> PeftMethod``."""
+    """A fine-tuning method. ``build(config) -> PeftMethod``.
+
+    Attributes:
+        cost: ``(config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost`` of one weight by its
+            whole name, imported without torch, for ``d9d plan``. That of a composite record gets a function of the same
+            arguments as its last one, which is the cost of any method inside.
+    """
+
+    cost: Ref | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -24,12 +25,20 @@ def check_plan(file: JobFile, world_size: int | None, memory: int | None) -> Non
     Raises:
         D9dError: the job cannot run, or does not fit.
     """
+    from d9d_engine.build.communication.nodes import node_warning, processes_of_node
     from d9d_engine.cli.report import print_plan  # imports torch, which a wrong job never needs
     from d9d_engine.planner.check import predicted
 
     job = Job.of(file)
     plan = job.plan(world_size)
-    print_plan(job, plan, predicted(job, memory))
+    node = processes_of_node(job.device)
+    outlook = predicted(job, memory, node)
+    if outlook.price is not None:  # one warning, with the price in the place of a guess
+        tp, unpriced = job.mesh.tp, node_warning(job.mesh.tp, node, plan.collectives)
+        priced = node_warning(tp, outlook.node, plan.collectives, outlook.price)
+        others = [warning for warning in plan.warnings if warning != unpriced]
+        plan = replace(plan, warnings=[*others, *([] if priced is None else [priced])])
+    print_plan(job, plan, outlook.lines)
 
 
 @explain_app.command()

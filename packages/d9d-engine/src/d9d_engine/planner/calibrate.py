@@ -11,34 +11,38 @@ import torch
 from torch.nn import functional
 
 from d9d_engine.planner.device import Device
+from d9d_engine.planner.links.measure import measured_link
 
 _REPEATS = 7
-#: Part of the rate of a copy to another device that arrives in collectives.
-_OF_A_COPY = 0.8
 
 
-def calibrated(device: torch.device, known: Device) -> tuple[Device, list[str]]:
+def calibrated(device: torch.device, known: Device, devices: int) -> tuple[Device, list[str]]:
     """Rates of a device, and the names of those that were measured. Takes seconds and 4 GiB of an accelerator.
 
-    Measured are products, attention, copies, memory and, where there is a second device, the link to it. Grouped
-    products and elementwise ops keep their ratio to products and copies; the network stays as it is known.
+    Measured are products, attention, copies, memory and, with several devices, the collectives between them, in a
+    process for each. Grouped products and elementwise ops keep their ratio to products and copies; the network stays
+    as it is known.
 
     Args:
         device: what to measure.
         known: rates that are not measured.
+        devices: number of devices of this machine to measure collectives between; of the CPU, processes on it.
+
+    Raises:
+        TrainingError: the collectives could not be measured.
     """
     large = device.type != "cpu"
     found: dict[str, Any] = {
         "product": _product(device, torch.bfloat16, 8192 if large else 256),
         "product_float32": _product(device, torch.float32, 4096 if large else 256),
         "attention": _attention(device, 4096 if large else 128),
-        "copy_bytes": _copy(device, device, (1 << 30) if large else (1 << 24)),
+        "copy_bytes": _copy(device, (1 << 30) if large else (1 << 24)),
     }
     if device.type == "cuda":
         found["memory_gib"] = torch.cuda.mem_get_info(device)[1] / 2**30
-        if torch.cuda.device_count() > 1:
-            other = torch.device("cuda", (torch.cuda.current_device() + 1) % torch.cuda.device_count())
-            found["link"] = _OF_A_COPY * _copy(device, other, 1 << 30) / 2  # one side reads, the other one writes
+        torch.cuda.empty_cache()  # for the other processes
+    if devices > 1:
+        found |= measured_link(device.type, devices)
     measured = list(found)
     found["grouped_product"] = known.grouped_product * found["product"] / known.product
     found["elementwise_bytes"] = known.elementwise_bytes * found["copy_bytes"] / known.copy_bytes
@@ -83,7 +87,7 @@ def _attention(device: torch.device, length: int) -> float:
     return flops / _seconds(device, run)
 
 
-def _copy(source: torch.device, target: torch.device, size: int) -> float:
+def _copy(device: torch.device, size: int) -> float:
     """Bytes of a second that a copy reads and writes."""
-    a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for device in (source, target))
-    return 2 * size / _seconds(source, lambda: b.copy_(a))
+    a, b = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * size / _seconds(device, lambda: b.copy_(a))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from d9d_core.errors import D9dError, JobError
 from d9d_core.job import JobFile
@@ -25,12 +25,29 @@ _MORE_DEVICES = (2, 4, 8)
 _DEVICE = "h200"
 
 
-def predicted(job: JobFile, memory: int | None) -> list[str]:
-    """Lines about the predicted memory of a job; where nothing can be predicted, why.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """Outlook on a job, for ``d9d check``.
+
+    Attributes:
+        lines: about its predicted memory; where nothing can be predicted, why.
+        node: devices of a machine that were assumed.
+        price: predicted time of tensor parallelism that crosses machines; ``None`` if it does not, or if nothing is
+            predicted.
+    """
+
+    lines: list[str]
+    node: int
+    price: str | None = None
+
+
+def predicted(job: JobFile, memory: int | None, node: int | None = None) -> Outlook:
+    """Predict the memory of a job.
 
     Args:
         job: the job.
         memory: bytes of a device's memory that it must fit into; any if absent.
+        node: devices of a machine; if absent, those of the device whose rates count.
 
     Raises:
         JobError: it does not fit, with the cheapest ways out; or memory was named and nothing can be predicted.
@@ -38,6 +55,8 @@ def predicted(job: JobFile, memory: int | None) -> list[str]:
     device = Device.named(_DEVICE)
     if memory is not None:
         device = device.model_copy(update={"memory_gib": memory / 2**30})
+    if node is not None:
+        device = device.model_copy(update={"node": node})
     try:
         workload = Workload(job, job.registry, job.views())
         prediction = Prediction(workload, Layout.of(job), device)
@@ -45,23 +64,19 @@ def predicted(job: JobFile, memory: int | None) -> list[str]:
     except D9dError as error:
         if memory is not None:
             raise
-        return [f"not predicted: {error}"]
+        return Outlook([f"not predicted: {error}"], device.node)
     if memory is not None:
         check_memory(prediction)
-    return [*lines, *_wide(prediction), *workload.notes]
+    return Outlook([*lines, *workload.notes], device.node, _price(prediction))
 
 
-def _wide(prediction: Prediction) -> list[str]:
-    """Warning of tensor parallelism that crosses machines, with its price."""
-    tensor, device = prediction.layout.mesh.tp, prediction.device
-    if tensor <= device.node:
-        return []
+def _price(prediction: Prediction) -> str | None:
+    """Price of tensor parallelism that crosses machines."""
+    if prediction.layout.mesh.tp <= prediction.device.node:
+        return None
     time = prediction.time
     part = time.parts["tensor parallelism"] / time.total
-    return [
-        f"warning: mesh.tp is {tensor}, wider than a machine of {device.node} devices: its collectives are predicted "
-        f"to take {part:.0%} of a step of {time.total:.3g} s; use tp {device.node} or less, and cp or pp for the rest"
-    ]
+    return f"they are predicted to take {part:.0%} of a step of {time.total:.3g} s"
 
 
 def check_memory(prediction: Prediction) -> None:

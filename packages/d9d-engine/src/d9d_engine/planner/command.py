@@ -85,10 +85,10 @@ def plan(
 
 def _calibrated(name: str, rates: Device, file: Path) -> Device:
     """Device of this machine, measured and written into a file."""
-    from d9d_engine.distributed.devices import choose_device  # imports torch, which no plan needs
+    from d9d_engine.distributed.devices import choose_device, count_devices  # imports torch, which no plan needs
     from d9d_engine.planner.calibrate import calibrated
 
-    device, measured = calibrated(choose_device(name), rates)
+    device, measured = calibrated(choose_device(name), rates, count_devices(name))
     file.write_text(yaml.safe_dump(device.model_dump(mode="json"), sort_keys=False), "utf-8")
     say(f"measured on this machine: {', '.join(measured)}; all else is as of --gpu; written: {file}")
     return device

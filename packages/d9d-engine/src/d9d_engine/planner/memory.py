@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from d9d_core.program.costs import BlockCost, StageCost, StrategyCost
 
+from d9d_engine.planner.costs.update import Update
 from d9d_engine.planner.layout import Layout
 from d9d_engine.planner.live import Moment
 from d9d_engine.planner.workload import Workload
@@ -64,19 +65,21 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Numbers of parameters on a rank: of whole ones, and of its shards."""
+    """Numbers of parameters on a rank: of whole ones, of its shards, and of those of them that train."""
 
     whole: float
     shards: float
+    trained: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Bytes that a stage keeps for a microbatch, those of its logits, and its parameters."""
+    """Bytes that a stage keeps for a microbatch, those of its logits, its parameters, and the update of these."""
 
     kept: float
     logits: float
     weights: _Weights
+    update: Update
 
 
 class MemoryModel:
@@ -92,25 +95,46 @@ class MemoryModel:
         self._workload, self._layout, self._stages = workload, layout, stages
         self._effect: StrategyCost = workload.strategy(layout)
         self._groups = workload.groups(layout)
+        self._updates = workload.updates(layout)
         self._sums: dict[int, _Sums] = {}
 
     def ranks(self) -> list[Memory]:
-        """Memory of each pipeline rank."""
+        """Memory of each pipeline rank: at the fullest moment of its program, or while the optimizer updates."""
         hosts = self._workload.hosts(self._layout)
         held = [[stage for stage, host in enumerate(hosts) if host == rank] for rank in range(self._layout.mesh.pp)]
         return [
-            max((self._at(moment, stages) for moment in moments), key=lambda memory: memory.needed)
+            max(
+                (*(self._at(moment, stages) for moment in moments), self._updating(stages)),
+                key=lambda memory: memory.needed,
+            )
             for moments, stages in zip(self._workload.moments(self._layout), held, strict=True)
         ]
 
     def least(self) -> float:
         """Bytes that some rank needs whatever the schedule is: if each rank has one stage and one microbatch."""
         load, on_device = self._workload, 0.0 if self._effect.offloads else 1.0
-        each = (load.parameter_width + load.optimizer.state) * on_device
         return max(
-            self._number(stage).shards * each + self._communication([stage]) + self._kept(stage)
+            on_device * (self._number(stage).shards * load.parameter_width + self._sum(stage).update.state)
+            + self._communication([stage])
+            + self._kept(stage)
             for stage in range(len(self._stages))
         )
+
+    def _updating(self, stages: list[int]) -> Memory:
+        """Memory while the optimizer updates parameters: nothing is kept any more, and gradients are complete."""
+        on_device = 0.0 if self._effect.offloads else 1.0
+        shards = on_device * sum(self._number(stage).shards for stage in stages)
+        updates = [self._sum(stage).update for stage in stages]
+        parts = {
+            "parameters": shards * self._workload.parameter_width,
+            "optimizer": on_device * sum(update.state for update in updates),
+            "gradients": sum(self._gradients(stage) for stage in stages),
+            "activations": 0.0,
+            "logits": 0.0,
+            "workspace": on_device * sum(update.workspace for update in updates),
+            "communication": 0.0,
+        }
+        return self._memory(parts)
 
     def _at(self, moment: Moment, stages: list[int]) -> Memory:
         """Memory at the fullest point of the backward that begins."""
@@ -120,18 +144,22 @@ class MemoryModel:
         on_device = 0.0 if effect.offloads else 1.0
         kept = sum(count * self._kept(stage) for stage, count in moment.held)
         logits = sum(count * self._logits(stage) for stage, count in moment.held)
-        graded = sum(self._number(stage).shards for stage in stages if stage in moment.graded)
+        graded = sum(self._number(stage).trained for stage in stages if stage in moment.graded)
         point = self._fullest(moment, graded * load.gradient_width * on_device)
         copies = whole * load.compute_width(effect) if load.job.precision.autocast else 0.0
         parts = {
             "parameters": shards * load.parameter_width * on_device,
-            "optimizer": shards * load.optimizer.state * on_device,
+            "optimizer": sum(self._sum(stage).update.state for stage in stages) * on_device,
             "gradients": point.gradients,
             "activations": kept - logits - point.released_activations,
             "logits": logits - point.released_logits,
             "workspace": point.workspace + copies,
             "communication": self._communication(stages),
         }
+        return self._memory(parts)
+
+    def _memory(self, parts: dict[str, float]) -> Memory:
+        """Memory with what lies outside of the allocator, and gaps."""
         outside = _CONTEXT + _COMMUNICATOR * sum(size > 1 for size in self._layout.mesh.sizes().values())
         return Memory(**parts, outside=outside, fragmentation=_FRAGMENTATION * sum(parts.values()))
 
@@ -146,14 +174,14 @@ class MemoryModel:
         heads = sum(self._block_kept(block) for block in ends) - logits
         if layers:
             largest = max(layers, key=self._working)
-            part = self._numbers(ends[-1:]).shards * self._workload.gradient_width
+            part = self._numbers(ends[-1:]).trained * self._workload.gradient_width
             points.append(_Point(graded + min(part, new), heads, logits, self._working(largest)))
         points.append(_Point(graded + new, self._kept(moment.stage) - logits, logits, 0.0))
         return max(points, key=lambda point: point.total)
 
     def _working(self, block: BlockCost) -> float:
         """Temporary bytes of a block's backward: of one that is recomputed, everything that it would have kept."""
-        again = block.kept if self._effect.recomputed else 0.0
+        again = block.kept if self._effect.recomputed and block.has_backward else 0.0
         return block.workspace + again
 
     def _sum(self, stage: int) -> _Sums:
@@ -164,6 +192,7 @@ class MemoryModel:
                 sum(self._block_kept(block) * block.count for block in cost.blocks),
                 sum(op.kept for block in cost.blocks for op in block.ops if op.name == "head"),
                 self._numbers(cost.blocks),
+                self._updates.of(cost.blocks),
             )
         return self._sums[id(cost)]
 
@@ -178,7 +207,7 @@ class MemoryModel:
         return self._sum(stage).logits
 
     def _gradients(self, stage: int) -> float:
-        return 0.0 if self._effect.offloads else self._number(stage).shards * self._workload.gradient_width
+        return 0.0 if self._effect.offloads else self._number(stage).trained * self._workload.gradient_width
 
     def _number(self, stage: int) -> _Weights:
         return self._sum(stage).weights
@@ -187,10 +216,13 @@ class MemoryModel:
         """Numbers of whole parameters and of shards of blocks."""
         dense = sum(block.parameters * block.count for block in blocks)
         experts = sum(block.expert_parameters * block.count for block in blocks)
+        trained = sum((block.parameters - block.frozen) * block.count for block in blocks)
+        trained_experts = sum((block.expert_parameters - block.frozen_experts) * block.count for block in blocks)
         if not self._effect.shards:
-            return _Weights(dense + experts, dense + experts)
-        groups = self._groups
-        return _Weights(dense + experts, dense / groups.shards.size + experts / groups.expert_shards.size)
+            return _Weights(dense + experts, dense + experts, trained + trained_experts)
+        sizes = self._groups.shards.size, self._groups.expert_shards.size
+        shards = (dense / sizes[0] + experts / sizes[1], trained / sizes[0] + trained_experts / sizes[1])
+        return _Weights(dense + experts, *shards)
 
     def _communication(self, stages: list[int]) -> float:
         """Bytes of whole parameters beside their shards, of whole gradients, and of tensors between stages."""
@@ -204,8 +236,18 @@ class MemoryModel:
         root = sum(block.parameters for block in blocks if not block.is_block)
         gathered = whole if effect.gathers == "once" else root + _GATHERED_BLOCKS * largest
         waits = effect.reduces == "last" and self._layout.microbatches > 1
-        reduced = (whole if waits else max(largest, root)) * (effect.reduce_width or width)
+        trained = sum(_trained(block) * block.count for block in blocks)
+        at_once = max(
+            max((_trained(block) for block in blocks if block.is_block), default=0),
+            sum(_trained(block) for block in blocks if not block.is_block),
+        )
+        reduced = (trained if waits else at_once) * (effect.reduce_width or width)
         return between + gathered * width + reduced
+
+
+def _trained(block: BlockCost) -> int:
+    """Parameters of a block that train."""
+    return block.parameters + block.expert_parameters - block.frozen - block.frozen_experts
 
 
 @dataclass(frozen=True, slots=True)

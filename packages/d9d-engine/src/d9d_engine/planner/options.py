@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 from d9d_core.config.base import PluginConfig
 from d9d_core.config.job import JobConfig, Mesh
@@ -40,6 +41,7 @@ class Options:
         ]
         self.schedules = self._schedules()
         self._by_axis = {axis: self._ready(axis) for axis in ("tp", "cp", "ep")}
+        self._of_axes: dict[str, list[PluginConfig]] = {}
         self._settings: dict[frozenset[str], list[PluginConfig]] = {}
         self._data = [*self._ready("dp_shard"), *self._ready("dp_replicate")]
 
@@ -61,17 +63,31 @@ class Options:
             return [1]
         return [ep for ep in divisors(experts) if covers(ep, mesh)]
 
-    def parallel(self, mesh: Mesh) -> list[list[PluginConfig]]:
-        """Strategies that use the axes of a mesh, in several settings; none if some axis has no strategy."""
+    def parallel(self, mesh: Mesh, waits: bool) -> list[list[PluginConfig]]:
+        """Strategies that use the axes of a mesh, in several settings; none if some axis has no strategy.
+
+        Args:
+            mesh: the mesh.
+            waits: with settings of data parallelism that wait for the last microbatch.
+        """
         used = [axis for axis in ("tp", "cp", "ep") if mesh.sizes()[axis] > 1]
-        found = [self._config("strategy", self._by_axis[axis][0].key) for axis in used]
-        inner = [config for config in found if config is not None]
-        if len(inner) < len(used):
-            return []
+        several = [list(choice) for choice in product(*(self._of_axis(axis) for axis in used))]
         needed = frozenset(axis for axis in ("dp_shard", "dp_replicate") if mesh.sizes()[axis] > 1)
         if not needed:
-            return [inner]
-        return [[*inner, config] for config in self._data_parallel(needed)]
+            return several
+        settings = self._data_parallel(needed)
+        return [[*inner, config] for config in (settings if waits else settings[:1]) for inner in several]
+
+    def _of_axis(self, axis: str) -> list[PluginConfig]:
+        """Settings of the strategy for an axis, the job's own first; none if there is no strategy."""
+        if axis not in self._of_axes:
+            spec = self._by_axis[axis][0]
+            config = self._config("strategy", spec.key)
+            # Each further setting is that many layouts more, which only those pay for who asked for the strategy.
+            others = spec.alternatives if spec.key in self._own else None
+            more = others.load()(config) if config is not None and others is not None else ()
+            self._of_axes[axis] = [] if config is None else [config, *more]
+        return self._of_axes[axis]
 
     def _data_parallel(self, needed: frozenset[str]) -> list[PluginConfig]:
         """Settings of the strategy for data-parallel axes: the job's own first, and one that uses no further axis."""

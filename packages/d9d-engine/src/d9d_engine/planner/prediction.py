@@ -79,7 +79,13 @@ class Prediction:
     @property
     def tokens_per_second(self) -> float:
         """Tokens of a second on each device."""
-        return self.layout.size * self.workload.length / self.time.total / self.layout.mesh.world_size
+        return (
+            self.layout.size
+            * self.workload.texts
+            * self.workload.length
+            / self.time.total
+            / self.layout.mesh.world_size
+        )
 
 
 def predict(job: JobConfig, registry: Registry, views: dict[str, ViewSpec], device: Device) -> Prediction:

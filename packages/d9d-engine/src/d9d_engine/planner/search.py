@@ -140,13 +140,13 @@ def _on(mesh: Mesh, options: Options, share: int) -> Iterator[Layout]:
     """Layouts on a mesh without expert groups yet, with ``share`` samples of a step for each data-parallel rank."""
     for ep in options.expert_groups(mesh):
         spread = mesh.model_copy(update={"ep": ep})
-        several = options.parallel(spread)
+        # Settings that wait for the last microbatch change nothing where there is one.
+        several = {waits: options.parallel(spread, waits) for waits in (False, True)}
         for microbatch in _up_to(share, _MOST_MICROBATCH):
             count = share // microbatch
             if count > MAX_MICROBATCHES:
                 continue
-            # Settings that wait for the last microbatch change nothing where there is one.
-            for recomputing, strategies in product(([], *options.recomputing), several if count > 1 else several[:1]):
+            for recomputing, strategies in product(([], *options.recomputing), several[count > 1]):
                 parallel = (*options.kept, *recomputing, *strategies)
                 size = share * mesh.data_parallel_size
                 yield Layout(spread, parallel, None, size, microbatch)

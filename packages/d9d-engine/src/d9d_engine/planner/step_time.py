@@ -41,7 +41,13 @@ class StepTime:
 
 #: Kinds of work that every layout has; the rest is what layouts cost.
 _WORK = ("products", "experts", "attention", "elementwise", "optimizer", "idle")
-_OF_KIND = {"product": "products", "grouped_product": "experts", "attention": "attention", "memory": "elementwise"}
+_OF_KIND = {
+    "product": "products",
+    "wide_product": "products",
+    "grouped_product": "experts",
+    "attention": "attention",
+    "memory": "elementwise",
+}
 
 
 @dataclass
@@ -75,7 +81,9 @@ class TimeModel:
         self._groups = workload.groups(layout)
         self._width = workload.compute_width(self._effect)
         self._found: dict[int, _Tally] = {}
-        self._axes: dict[str, Group] = {}
+        self._axes = {axis: axis_group(layout.mesh, axis) for axis in ("tp", "cp", "ep")}
+        effect, groups = self._effect, tuple(self._axes.values())
+        self._common = (id(device), self._width, effect.compiled, effect.recomputed, groups)
 
     def least(self) -> float:
         """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
@@ -137,29 +145,49 @@ class TimeModel:
         return busy
 
     def _stage(self, stage: StageCost) -> _Tally:
-        tally = _Tally()
-        for block in stage.blocks:
-            self._block(tally, block)
+        alone = self._alone(stage)
+        tally = _Tally(alone.forward, alone.backward, alone.weight, dict(alone.parts))
         self._data_parallel(tally, stage.blocks)
         return tally
 
+    def _alone(self, stage: StageCost) -> _Tally:
+        """Times of a stage without data parallelism, which many layouts of a search have in common."""
+        key = (id(stage), self._common)
+        if key not in self._workload.tallies:
+            tally = _Tally()
+            for block in stage.blocks:
+                self._block(tally, block)
+            self._workload.tallies[key] = (stage, self._device, tally)  # keeps what has these ids
+        found: _Tally = self._workload.tallies[key][2]
+        return found
+
     def _block(self, tally: _Tally, block: BlockCost) -> None:
-        count, again = block.count, self._effect.recomputed if block.is_block else 0.0
+        count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0
         # The weight gradients of compiled and of recomputed blocks do not come apart from the rest of their backward.
         whole = self._effect.compiled or again > 0
+        attended = (0.0, 0.0)
         for op in block.ops:
             forward, backward = (
                 self._op(op.kind, op.flops, op.traffic),
                 self._op(op.kind, op.backward_flops, op.backward_traffic),
             )
-            tally.add(_OF_KIND[op.kind], count * forward, count * backward)
+            kind = "attention" if op.attention is not None else _OF_KIND[op.kind]
+            tally.add(kind, count * forward, count * backward)
+            if op.attention is not None:
+                attended = (attended[0] + forward, attended[1] + backward)
             if block.is_block and not whole and op.kind in ("product", "grouped_product"):
-                tally.weight += count * backward / 2
+                tally.weight += count * max(0.0, backward - forward)
             tally.add("recomputation", 0.0, count * again * forward)
         sent, returned = self._exchanges(block.exchanges), self._exchanges(block.backward_exchanges)
-        for name in {*sent, *returned}:
-            ahead, back = sent.get(name, 0.0), returned.get(name, 0.0)
+        beside = [self._exchanges(block.beside), self._exchanges(block.backward_beside)]
+        for name in {*sent, *returned, *beside[0], *beside[1]}:
+            ahead = sent.get(name, 0.0) + self._exposed(beside[0].get(name, 0.0), attended[0])
+            back = returned.get(name, 0.0) + self._exposed(beside[1].get(name, 0.0), attended[1])
             tally.add(name, count * ahead, count * (back + again * ahead))
+
+    def _exposed(self, taken: float, beside: float) -> float:
+        """Time that communication adds to the computation beside it: what takes longer, and what it slows down."""
+        return max(0.0, taken - beside) + self._device.interference * min(taken, beside)
 
     def _op(self, kind: str, flops: float, traffic: float) -> float:
         device = self._device
@@ -167,10 +195,11 @@ class TimeModel:
             return traffic / device.elementwise_bytes
         rate = {
             "product": device.product,
+            "wide_product": device.product_float32,
             "grouped_product": device.grouped_product,
             "attention": device.attention,
         }[kind]
-        if self._width >= _FLOAT32:
+        if self._width >= _FLOAT32 and kind != "wide_product":
             rate *= device.product_float32 / device.product
         return max(flops / rate, traffic / device.copy_bytes)
 
@@ -181,8 +210,11 @@ class TimeModel:
             name = _AXES[exchange.axis]
             if exchange.axis not in self._axes:
                 self._axes[exchange.axis] = axis_group(self._layout.mesh, exchange.axis)
-            taken = seconds(exchange.operation, exchange.size, self._axes[exchange.axis], self._device)
-            found[name] = found.get(name, 0.0) + taken
+            group = self._axes[exchange.axis]
+            if exchange.ranks is not None:
+                group = Group(exchange.ranks, exchange.stride * group.stride)
+            taken = seconds(exchange.operation, exchange.size, group, self._device)
+            found[name] = found.get(name, 0.0) + exchange.count * taken
         return found
 
     def _data_parallel(self, tally: _Tally, blocks: tuple[BlockCost, ...]) -> None:
@@ -200,9 +232,7 @@ class TimeModel:
             backward, moved = backward + sums, moved + reduced
         if effect.reduces == "each":
             backward += replicas
-        hidden = device.interference
-        ahead = max(0.0, forward - tally.forward) + hidden * min(forward, tally.forward)
-        behind = max(0.0, backward - tally.backward) + hidden * min(backward, tally.backward)
+        ahead, behind = self._exposed(forward, tally.forward), self._exposed(backward, tally.backward)
         tally.add("data parallelism", ahead, behind + moved / device.copy_bytes)
         if self._layout.microbatches > 1:  # gradients are read, added to and written
             number = self._numbers(blocks)
@@ -238,8 +268,8 @@ class TimeModel:
     def _reduced(self, block: BlockCost) -> list[tuple[int, Group, Group]]:
         groups = self._groups
         return [
-            (block.parameters, groups.shards, groups.replicas),
-            (block.expert_parameters, groups.expert_shards, groups.expert_replicas),
+            (block.parameters - block.frozen, groups.shards, groups.replicas),
+            (block.expert_parameters - block.frozen_experts, groups.expert_shards, groups.expert_replicas),
         ]
 
     def _sharded(self, block: BlockCost) -> list[tuple[int, Group]]:
@@ -250,18 +280,22 @@ class TimeModel:
         parts = (
             (number / group.size if self._effect.shards else number) * block.count
             for block in blocks
-            for number, group in self._sharded(block)
+            for number, group, _ in self._reduced(block)
         )
         return sum(parts)
 
     def _optimizer(self) -> float:
-        """Time of norm, clipping and update on the rank that has most parameters."""
-        hosts = self._workload.hosts(self._layout)
-        numbers = [0.0] * self._layout.mesh.pp
+        """Time of norm, clipping and update on the rank for which it takes longest."""
+        hosts, width, device = self._workload.hosts(self._layout), self._workload.gradient_width, self._device
+        updates, shards = self._workload.updates(self._layout), self._groups.shards
+        sharing = shards if shards.size > 1 else axis_group(self._layout.mesh, "tp")
+        taken = [0.0] * self._layout.mesh.pp
         for host, stage in zip(hosts, self._stages, strict=True):
-            numbers[host] += self._numbers(stage.blocks)
-        each = self._workload.optimizer.traffic + self._workload.gradient_width
-        return max(numbers) * each / self._device.copy_bytes
+            update = updates.of(stage.blocks)
+            moved = update.traffic + width * self._numbers(stage.blocks)
+            sent = 2 * seconds("all_to_all", update.exchanged, sharing, device)
+            taken[host] += moved / device.copy_bytes + update.flops / device.product + sent
+        return max(taken)
 
     def _ends(self) -> float:
         """Time of what no computation hides: the first gather and the last reduction, of parameters outside blocks.
@@ -280,8 +314,7 @@ class TimeModel:
         for stage, tally in zip(self._stages, self._tallies(), strict=True):
             sums, replicas, _ = self._reduce(stage.blocks)
             waiting = {"last": sums + replicas, "replicas_last": replicas}.get(effect.reduces, 0.0)
-            hidden = min(waiting, tally.backward)
-            longest = max(longest, waiting - hidden + self._device.interference * hidden)
+            longest = max(longest, self._exposed(waiting, tally.backward))
         return exposed + longest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
 from operator import or_
@@ -12,13 +13,25 @@ from d9d_core.config.base import PluginConfig, ScheduleConfig
 from d9d_core.config.inner import choose
 from d9d_core.config.job import JobConfig, Mesh
 from d9d_core.errors import BuildError, JobError
-from d9d_core.plugin.records import ModelSpec, OptimizerSpec, ScheduleSpec, StrategySpec, ViewSpec
+from d9d_core.plugin.records import ModelSpec, OptimizerSpec, PeftSpec, ScheduleSpec, StrategySpec, ViewSpec
 from d9d_core.plugin.registry import Registry
 from d9d_core.program.actions import Program
-from d9d_core.program.costs import OptimizerCost, Share, Simulate, StageCost, StrategyCost
+from d9d_core.program.costs import (
+    AdapterCost,
+    AdapterCosts,
+    OptimizerCost,
+    Share,
+    Simulate,
+    StageCost,
+    StrategyCost,
+)
 from d9d_core.program.validation import placement
+from d9d_core.protocols.data import sample_lengths
 from d9d_core.protocols.model import Stage
 
+from d9d_engine.planner.costs.context import shared
+from d9d_engine.planner.costs.tuning import tuned
+from d9d_engine.planner.costs.update import Updates
 from d9d_engine.planner.layout import DataGroups, Layout
 from d9d_engine.planner.live import Moment, moments
 from d9d_engine.planner.options import Options
@@ -36,9 +49,10 @@ class Workload:
 
     Attributes:
         notes: what could not be counted, and what was assumed in its place.
+        tallies: times of stages that several layouts have in common; kept here for them.
 
     Raises:
-        JobError: nothing describes the cost of the model, or the job trains in a way that no cost description covers.
+        JobError: nothing describes the cost of the model, or of its fine-tuning method.
     """
 
     def __init__(self, job: JobConfig, registry: Registry, views: Mapping[str, ViewSpec]) -> None:
@@ -50,14 +64,14 @@ class Workload:
             raise JobError(
                 f"model: {model.entry} has no cost description (ModelSpec.cost), so nothing can be predicted"
             )
-        if job.peft is not None:
-            raise JobError("peft: costs of fine-tuning methods are not described, so nothing can be predicted")
+        self._adapters: AdapterCosts | None = None if job.peft is None else self._adapter(job.peft)
         self._cost: Any = spec.cost.load()
         self._stages: dict[Any, list[StageCost]] = {}
         self._programs: dict[Any, Sequence[Program]] = {}
         self._rhythms: dict[Any, tuple[list[int], list[list[Moment]]]] = {}
         self._effects: dict[tuple[int, ...], tuple[tuple[PluginConfig, ...], StrategyCost]] = {}
         self._groups: dict[Mesh, DataGroups] = {}
+        self.tallies: dict[Any, Any] = {}
 
     @cached_property
     def options(self) -> Options:
@@ -66,7 +80,12 @@ class Workload:
 
     @cached_property
     def length(self) -> int:
-        """Positions of a sample; the longest one that the model is meant for, if the data does not tell."""
+        """Positions of a sample: the most that the data allows, or that the model is meant for, if it does not tell."""
+        lengths = sample_lengths(self.job.data)
+        if lengths is not None and lengths.most is not None:
+            if lengths.fixed is None:
+                self.notes.append(f"samples have up to {lengths.most:,} positions; counted as if all had")
+            return lengths.most
         length = getattr(self.job.data, "sequence_length", None)
         if isinstance(length, int):
             return length
@@ -75,6 +94,37 @@ class Workload:
             raise JobError("data: neither the data nor the model says how long samples are")
         self.notes.append(f"data does not say how long samples are; counted as max_positions, {longest:,}")
         return longest
+
+    @cached_property
+    def _multiples(self) -> dict[str, int]:
+        """Places of the datasets that state the lengths of microbatches -> what those are multiples of."""
+        evaluation = self.job.evaluation
+        datasets = {"data": self.job.data}
+        datasets |= (
+            {f"evaluation {name}".rstrip(): data for name, data in evaluation.datasets.items()} if evaluation else {}
+        )
+        found = ((where, sample_lengths(data)) for where, data in datasets.items())
+        return {where: lengths.multiple for where, lengths in found if lengths is not None}
+
+    def _check_lengths(self, mesh: Mesh) -> None:
+        """Compare the lengths of training and evaluation with the ranks that split positions.
+
+        Raises:
+            JobError: they do not divide every length; see :mod:`d9d_engine.build.parts.sample_lengths`.
+        """
+        ranks = math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.tp * mesh.cp)
+        for where, multiple in self._multiples.items():
+            if multiple % ranks:
+                raise JobError(
+                    f"mesh.tp {mesh.tp} and mesh.cp {mesh.cp} split positions into multiples of {ranks}, but those of "
+                    f"{where} are multiples of {multiple}; use other sizes of the mesh, or other lengths"
+                )
+
+    @cached_property
+    def texts(self) -> int:
+        """Rows of a microbatch for each sample, such as the two answers of a preference."""
+        lengths = sample_lengths(self.job.data)
+        return 1 if lengths is None else lengths.texts
 
     @cached_property
     def parameter_width(self) -> int:
@@ -112,6 +162,29 @@ class Workload:
         effect: StrategyCost = spec.cost.load()(config)
         return effect
 
+    def _adapter(self, config: PluginConfig) -> AdapterCosts:
+        """Costs of a fine-tuning method, and of those inside of it.
+
+        Raises:
+            JobError: nothing describes them.
+        """
+        entry = self.registry.find("peft method", config.selector)
+        if not isinstance(entry.spec, PeftSpec) or entry.spec.cost is None:
+            raise JobError(f"peft: {entry} has no cost description (PeftSpec.cost), so nothing can be predicted")
+        cost: Any = entry.spec.cost.load()
+
+        def inner(config: PluginConfig, *arguments: Any) -> AdapterCost:
+            return self._adapter(config)(*arguments)
+
+        further = (inner,) if entry.spec.composite else ()
+        return lambda *arguments: cost(config, *arguments, *further)
+
+    def updates(self, layout: Layout) -> Updates:
+        """Costs of the optimizer's updates on a layout."""
+        groups, shards = self.groups(layout), self.strategy(layout).shards
+        sizes = (groups.shards.size, groups.expert_shards.size) if shards else (1, 1)
+        return Updates(self.optimizer, *sizes, layout.mesh.tp)
+
     def groups(self, layout: Layout) -> DataGroups:
         """Data-parallel groups of a layout."""
         mesh = layout.mesh
@@ -137,8 +210,9 @@ class Workload:
             D9dError: the model cannot be laid out so.
         """
         effect, mesh = self.strategy(layout), layout.mesh
+        self._check_lengths(mesh)
         share = Share(
-            layout.microbatch,
+            layout.microbatch * self.texts,
             self.length,
             mesh.tp,
             mesh.cp,
@@ -149,9 +223,14 @@ class Workload:
         )
         count = count or len(self.hosts(layout))
         given = layout.pipeline.layers if isinstance(layout.pipeline, ScheduleConfig) else None
-        key = (share, count, given)
+        context = effect.context if mesh.cp > 1 else None
+        key = (share, count, given, context)
         if key not in self._stages:
             costs = [self._cost(self.job.model, Stage(index, count, given), share) for index in range(count)]
+            if context is not None:
+                costs = [shared(cost, context, mesh.cp) for cost in costs]
+            if self._adapters is not None:
+                costs = tuned(costs, self._adapters, share)
             same: dict[StageCost, StageCost] = {}
             # Stages that are alike are one object, which is cheap to compare.
             self._stages[key] = [same.setdefault(cost, cost) for cost in costs]

@@ -1,0 +1,36 @@
+"""Costs of attention whose positions are shared by ranks of ``cp``. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from d9d_core.program.costs import BlockCost, ContextCost, OpCost, StageCost
+
+
+def shared(stage: StageCost, cost: Callable[[OpCost, int], ContextCost], ranks: int) -> StageCost:
+    """Cost of a stage with what the strategy of ``cp`` makes of each attention.
+
+    Args:
+        stage: without what ranks exchange there.
+        cost: of an attention and so many ranks.
+        ranks: of ``cp``.
+    """
+    return replace(stage, blocks=tuple(_block(block, cost, ranks) for block in stage.blocks))
+
+
+def _block(block: BlockCost, cost: Callable[[OpCost, int], ContextCost], ranks: int) -> BlockCost:
+    for index, op in enumerate(block.ops):
+        if op.attention is not None:
+            found = cost(op, ranks)
+            block = replace(
+                block,
+                ops=(*block.ops[:index], *found.ops, *block.ops[index + 1 :]),
+                workspace=block.workspace + found.workspace,
+                exchanges=(*block.exchanges, *found.exchanges),
+                backward_exchanges=(*block.backward_exchanges, *found.backward_exchanges),
+                beside=(*block.beside, *found.beside),
+                backward_beside=(*block.backward_beside, *found.backward_beside),
+            )
+            break  # a block has one attention
+    return block

@@ -1,0 +1,146 @@
+"""Costs of models whose weights a fine-tuning method freezes or adds to. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from d9d_core.errors import JobError
+from d9d_core.program.costs import AdapterCost, AdapterCosts, BlockCost, OpCost, Share, StageCost
+
+_PRODUCTS = ("product", "grouped_product")
+#: For each op of a block, the costs of its weights.
+_Effects = tuple[tuple[AdapterCost, ...], ...]
+
+
+def tuned(stages: Sequence[StageCost], cost: AdapterCosts, share: Share) -> list[StageCost]:
+    """Costs of stages with a fine-tuning method.
+
+    Frozen weights have no gradients, no products for them and no inputs kept for these. Before the first parameter
+    that trains there is no backward at all, but in later stages, whose inputs always get gradients.
+
+    Args:
+        stages: costs of all stages without the method.
+        cost: the method's, for each weight.
+        share: of a rank in the work.
+
+    Raises:
+        JobError: the cost description of the model names no weights.
+    """
+    return [_stage(stage, cost, share, passes=index > 0) for index, stage in enumerate(stages)]
+
+
+def _stage(stage: StageCost, cost: AdapterCosts, share: Share, *, passes: bool) -> StageCost:
+    groups: dict[tuple[int, _Effects, bool], list[str]] = {}
+    for number, name in _in_order(stage.blocks):
+        block = stage.blocks[number]
+        _check(block)
+        effects = tuple(
+            tuple(
+                cost(f"{name}.{weight.name}" if name else weight.name, weight, op.rows, share) for weight in op.weights
+            )
+            for op in block.ops
+        )
+        passes = passes or any(one.trains or one.parameters for each in effects for one in each)
+        groups.setdefault((number, effects, passes), []).append(name)
+    return replace(
+        stage,
+        blocks=tuple(
+            _block(stage.blocks[number], names, effects, passes) for (number, effects, passes), names in groups.items()
+        ),
+    )
+
+
+def _check(block: BlockCost) -> None:
+    named = sum(weight.numbers for op in block.ops for weight in op.weights)
+    if not named and block.parameters + block.expert_parameters:
+        raise JobError(
+            f"peft: the cost description of the model names no weights of '{block.name}' (OpCost.weights), so "
+            "nothing can be predicted of fine-tuning"
+        )
+
+
+def _in_order(blocks: Sequence[BlockCost]) -> Iterator[tuple[int, str]]:
+    """Number of the description and name of each block, in the order of the forward, which names have in them."""
+    first = next((number for number, block in enumerate(blocks) if block.is_block), 0)
+    entries = [
+        (first if block.is_block else number, _by_number(name), number, name)
+        for number, block in enumerate(blocks)
+        for name in block.names or ("",) * (block.count if block.is_block else 1)
+    ]
+    return ((number, name) for _, _, number, name in sorted(entries))
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Key that sorts ``layers.10`` after ``layers.9``."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _block(block: BlockCost, names: Sequence[str], effects: _Effects, passes: bool) -> BlockCost:
+    ops: list[OpCost] = []
+    trained, trained_experts, added, added_experts, released = 0, 0, 0, 0, 0.0
+    for op, each in zip(block.ops, effects, strict=True):
+        ops.append(_op(op, each, passes))
+        released += op.workspace - ops[-1].workspace
+        for weight, one in zip(op.weights, each, strict=True):
+            of_bank = weight.kind == "bank"
+            number = weight.numbers if one.trains else 0
+            trained, trained_experts = trained + (not of_bank) * number, trained_experts + of_bank * number
+            added, added_experts = added + (not of_bank) * one.parameters, added_experts + of_bank * one.parameters
+        terms = sum(each, AdapterCost())
+        if terms.parameters:
+            ops.append(_terms(terms))
+    return replace(
+        block,
+        ops=tuple(ops),
+        count=len(names),
+        names=tuple(names) if block.names else (),
+        parameters=block.parameters + added,
+        expert_parameters=block.expert_parameters + added_experts,
+        # A weight that two blocks share is a parameter of one of them only.
+        frozen=max(0, block.parameters - trained),
+        frozen_experts=max(0, block.expert_parameters - trained_experts),
+        input=block.input if passes else 0.0,
+        workspace=max(0.0, block.workspace - released) if passes else 0.0,
+        backward_exchanges=block.backward_exchanges if passes else (),
+    )
+
+
+def _terms(cost: AdapterCost) -> OpCost:
+    """Op of all that a method adds beside another op; products of low rank are bound by their traffic."""
+    return OpCost(
+        "adapters",
+        "product",
+        cost.flops,
+        cost.backward_flops,
+        cost.traffic,
+        cost.backward_traffic,
+        cost.kept,
+    )
+
+
+def _op(op: OpCost, effects: Sequence[AdapterCost], passes: bool) -> OpCost:
+    """Cost of an op whose weights train or not."""
+    weights = tuple(replace(weight, trains=one.trains) for weight, one in zip(op.weights, effects, strict=True))
+    op = replace(op, weights=weights)
+    if not passes:
+        return replace(op, backward_flops=0.0, backward_traffic=0.0, kept=0.0, workspace=0.0)
+    numbers = sum(weight.numbers for weight in weights)
+    if not numbers or all(weight.trains for weight in weights):
+        return op
+    trained = sum(weight.numbers for weight in weights if weight.trains) / numbers
+    adapted = any(one.parameters for one in effects)
+    if all(weight.kind == "embedding" for weight in weights) and not trained:
+        return replace(op, backward_flops=0.0, backward_traffic=0.0, kept=op.kept if adapted else 0.0)
+    if op.kind not in _PRODUCTS:
+        return op
+    left = 1 - (1 - trained) * op.flops / op.backward_flops if op.backward_flops else 0.0
+    needed = trained or adapted or any(weight.kind not in ("linear", "bank") for weight in weights)
+    return replace(
+        op,
+        backward_flops=left * op.backward_flops,
+        backward_traffic=left * op.backward_traffic,
+        kept=op.kept if needed else 0.0,
+        workspace=op.workspace if trained else 0.0,
+    )

@@ -1,0 +1,1 @@
+"""Measurement of collectives between the devices of this machine."""

@@ -1,0 +1,100 @@
+"""Costs of the fine-tuning methods on one weight, from their configs alone. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from d9d_core.extend import AdapterCost, PluginConfig, Share, Weight
+
+from d9d_peft.config import ALL_LINEAR, DoraConfig, FullTuneConfig, LoraConfig, LowRankConfig, StackConfig
+from d9d_peft.ia3.config import Ia3Config
+from d9d_peft.patterns import matches
+
+Inner = Callable[[PluginConfig, str, Weight, float, Share], AdapterCost]
+
+
+def lora(config: LoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
+    """Cost of ``lora``: two small products beside those of the weight, and their sum."""
+    return _term(config, weight, rows, share) if _is_target(config, name, weight) else AdapterCost()
+
+
+def dora(config: DoraConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
+    """Cost of ``dora``: that of ``lora``, the norms of the weight's rows, and a product with magnitudes."""
+    if weight.kind != "linear" or not _is_target(config, name, weight):
+        return AdapterCost()
+    outputs, features = weight.shape
+    size = share.width * rows * outputs
+    norms = 2.0 * outputs * features * config.r
+    scaled = AdapterCost(
+        parameters=outputs,
+        flops=norms,
+        traffic=2 * share.width * outputs * features + 2 * size,
+        backward_traffic=4 * size,
+        kept=size,  # what is scaled, for the gradient of the magnitudes
+    )
+    return _term(config, weight, rows, share) + scaled
+
+
+def ia3(config: Ia3Config, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:
+    """Cost of ``ia3``: a scale of what goes into a linear layer, or of what comes out, which is kept."""
+    layer = _layer(name)
+    if weight.kind != "linear":
+        return AdapterCost()
+    outputs, features = weight.shape
+    for patterns, scaled in ((config.targets, outputs), (config.feedforward, features)):
+        if _some(layer, patterns):
+            size = share.width * rows * scaled
+            return AdapterCost(parameters=scaled, traffic=2 * size, backward_traffic=5 * size, kept=size)
+    return AdapterCost()
+
+
+def full_tune(config: FullTuneConfig, name: str, weight: Weight, rows: float, share: Share) -> AdapterCost:  # noqa: ARG001
+    """Cost of ``full_tune``: nothing but that some weights train."""
+    parts = name.split(".")
+    owners = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+    return AdapterCost(trains=any(_some(owner, config.match) for owner in owners))
+
+
+def stack(config: StackConfig, name: str, weight: Weight, rows: float, share: Share, inner: Inner) -> AdapterCost:
+    """Cost of ``stack``: the sum of its methods' costs."""
+    return sum((inner(method, name, weight, rows, share) for method in config.methods), AdapterCost())
+
+
+def _term(config: LowRankConfig, weight: Weight, rows: float, share: Share) -> AdapterCost:
+    """Cost of a low-rank term of a matrix, or of each matrix of a bank."""
+    # Tables and projections of words are [words, features]; those of a table look up instead of multiplying.
+    *stacked, one, other = weight.shape
+    number = stacked[0] if stacked else 1
+    # A bank is [experts, in, out].
+    features, outputs = (one, other) if weight.kind == "bank" else (other, one)
+    ranked, each = config.r * (features + outputs), share.width * rows
+    flops = 0.0 if weight.kind == "embedding" else 2 * rows * ranked
+    # Compiled, factor and sum are one pass, and so are the sums of gradients of an input.
+    passes, sums = (4, 3) if share.compiled else (6, 5)
+    dropped = each * features + rows * features if config.dropout else 0.0  # what is left, and which ones
+    return AdapterCost(
+        parameters=number * ranked,
+        flops=flops,
+        backward_flops=2 * flops,
+        traffic=each * (features + passes * outputs) + 2 * dropped,
+        backward_traffic=each * (sums * features + 4 * outputs) + dropped,
+        kept=each * config.r + dropped,
+    )
+
+
+def _is_target(config: LowRankConfig, name: str, weight: Weight) -> bool:
+    """Whether a weight gets a term."""
+    if weight.kind == "other":
+        return False
+    layer = name if weight.kind == "bank" else _layer(name)
+    wanted = (weight.kind == "linear" and ALL_LINEAR in config.targets) or _some(layer, config.targets)
+    return wanted and not _some(layer, config.exclude)
+
+
+def _layer(name: str) -> str:
+    """Layer of a weight."""
+    return name.removesuffix(".weight")
+
+
+def _some(name: str, patterns: Sequence[str] | Iterable[str]) -> bool:
+    return any(matches(name, pattern) for pattern in patterns)

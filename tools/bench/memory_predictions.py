@@ -1,0 +1,316 @@
+"""Predictions of the planner for jobs on one device, against what a GPU measures: peak memory and time of a step.
+
+    python tools/bench/memory_predictions.py                               # without a GPU, the predictions alone
+    python tools/bench/memory_predictions.py --rows 6 --folder runs/predictions
+    python tools/bench/memory_predictions.py --only lora --seconds 60
+
+Each row is a job that this process builds, trains for some steps and forgets. The peak is that of the steps after the
+first ones, which compile kernels. One line a row as soon as it is there, then the largest errors, and Spearman's rank
+correlation of predicted and measured times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import gc
+import importlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+# Models are those of the comparison with others.
+sys.path.append(str(Path(__file__).parent / "compare"))
+
+import records
+import torch
+from d9d_core.errors import D9dError
+from d9d_core.plugin import Registry
+from d9d_engine.api import Job
+from d9d_engine.planner.device import Device
+from d9d_engine.planner.prediction import predict
+from random_tokens import Synthetic
+from settings import BETAS, CLIP, DECAY, LR, MODELS
+from timing import timed
+
+PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3", "d9d_peft")
+#: Used where they are installed, as they are by themselves in a job.
+OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention")
+#: Steps before those that are measured, and those.
+WARMUP, STEPS = 2, 2
+GIB = records.GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Job on one device.
+
+    Attributes:
+        model: name in :data:`settings.MODELS`.
+        samples: samples of a step.
+        length: positions of a sample.
+        microbatch: samples of a forward; all of a step's, if absent.
+        layers: layers of the model, if not its own number.
+        compiled: blocks are compiled.
+        recomputed: activations are computed again in the backward.
+        optimizer: its name.
+        precision: ``bfloat16`` or ``float32`` parameters and states, or float32 ones and ``autocast`` to bfloat16.
+        peft: fine-tuning method; its values as in a job file.
+    """
+
+    model: str
+    samples: int
+    length: int
+    microbatch: int | None = None
+    layers: int | None = None
+    compiled: bool = False
+    recomputed: bool = False
+    optimizer: str = "adamw"
+    precision: Literal["bfloat16", "float32", "autocast"] = "bfloat16"
+    peft: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name in tables: ``dense-2b 4x4096 compiled sgd``."""
+        parts = [self.model, f"{self.samples}x{self.length}"]
+        parts += [f"by {self.microbatch}"] if self.microbatch else []
+        parts += [f"{self.layers} layers"] if self.layers else []
+        parts += ["compiled"] * self.compiled + ["recomputed"] * self.recomputed
+        parts += [self.optimizer] if self.optimizer != "adamw" else []
+        parts += [self.precision] if self.precision != "bfloat16" else []
+        return " ".join([*parts, *(str(value) for key, value in self.peft if key == "name")])
+
+    def values(self, directory: str, device: str) -> dict[str, Any]:
+        """Values of the job file."""
+        model = {**MODELS[self.model], "max_positions": self.length}
+        if self.layers is not None:
+            model["num_layers"] = self.layers
+        autocast = {"autocast": "bfloat16"} if self.precision == "autocast" else {}
+        wide = self.precision in ("autocast", "float32")
+        values = {
+            "run": {"dir": directory},
+            "device": device,
+            "steps": 10_000,
+            "batch": {"size": self.samples, "microbatch": self.microbatch or self.samples},
+            "parallel": ["activation_checkpointing"] * self.recomputed + ["compile"] * self.compiled,
+            "precision": {"parameters": "float32" if wide else "bfloat16", **autocast},
+            "model": model,
+            "task": "causal_lm",
+            "data": {
+                "name": "random_tokens", "vocab_size": model["vocab_size"], "sequence_length": self.length,
+            },
+            "optimizer": _optimizer(self.optimizer),
+            "gradient_clipping": {"max_norm": CLIP},
+            "trackers": [],
+            "export": False,
+        }  # fmt: skip
+        return values | ({"peft": dict(self.peft)} if self.peft else {})
+
+
+def _optimizer(name: str) -> dict[str, Any]:
+    """Section ``optimizer``."""
+    more = {"betas": list(BETAS)} if name in ("adamw", "stochastic_adamw") else {}
+    return {"name": name, "lr": LR, "weight_decay": DECAY, **more}
+
+
+_LORA = (("name", "lora"), ("r", 16), ("alpha", 32))
+#: Different kinds first, so that a few rows tell most.
+ROWS = (
+    Row("dense-2b", 4, 4096, compiled=True),
+    Row("moe-5.6b", 4, 4096, compiled=True),
+    Row("dense-0.6b", 4, 4096),
+    Row("dense-1.7b", 8, 4096, compiled=True, recomputed=True),
+    Row("dense-1.7b", 4, 4096, compiled=True, precision="autocast"),
+    Row("dense-2b", 4, 4096, compiled=True, peft=_LORA),
+    Row("moe-5.6b", 8, 1024, optimizer="stochastic_adamw"),
+    Row("dense-2b", 1, 16_384, recomputed=True, optimizer="sgd"),
+    Row("dense-1.7b", 8, 4096, microbatch=2),
+    Row("dense-0.6b", 1, 1024, compiled=True),
+    Row("moe-5.6b", 1, 16_384, recomputed=True, compiled=True),
+    Row("dense-0.6b", 4, 1024, precision="float32"),
+    Row("dense-2b", 8, 1024, optimizer="stochastic_adamw"),
+    Row("moe-5.6b", 2, 4096, layers=4, optimizer="sgd", precision="autocast"),
+    Row("dense-2b", 8, 4096, recomputed=True, peft=_LORA),
+    Row("dense-0.6b", 2, 16_384, compiled=True),
+    Row("dense-0.6b", 4, 4096, optimizer="muon"),
+    Row("dense-1.7b", 1, 16_384),
+)
+#: A few small ones, which a CPU trains in seconds.
+TINY = (
+    Row("tiny", 2, 64),
+    Row("tiny-moe", 2, 64, optimizer="sgd", precision="float32"),
+    Row("tiny", 4, 32, microbatch=2, recomputed=True, peft=_LORA),
+)
+
+
+def registry() -> Registry:
+    """Records of the plugins that jobs here use."""
+    found = [name for name in OPTIONAL if find_spec(name)]
+    return Registry.of(*(importlib.import_module(f"{name}.plugin") for name in (*PLUGINS, *found)), Synthetic())
+
+
+def predicted(job: Job, device: Device) -> dict[str, Any]:
+    """Prediction for a job: ``seconds`` of a step, GiB of the allocator and of the device, and their parts."""
+    try:
+        found = predict(job, job.registry, job.views(), device)
+        memory, taken = found.memory, found.time
+    except D9dError as error:
+        return {"not_predicted": str(error)}
+    return {
+        "seconds": taken.total,
+        "allocated_gib": memory.allocated / GIB,
+        "needed_gib": memory.needed / GIB,
+        "parts_gib": {name: size / GIB for name, size in asdict(memory).items() if size},
+        "parts_ms": {name: 1e3 * part for name, part in taken.parts.items() if part},
+    }
+
+
+def measured(job: Job, device: torch.device) -> dict[str, Any]:
+    """Measurement of a job: ``seconds`` of a step and, on a GPU, GiB at the peak, beside what was there before."""
+    _forget(device)
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    start = time.perf_counter()
+    try:
+        found = _trained(job, device)
+    except torch.OutOfMemoryError:
+        return {"failed": "out of memory"}
+    except Exception as error:  # of one row; the others are still worth their time
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        found["allocated_gib"] = (torch.cuda.max_memory_allocated() - before) / GIB
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        found["outside_gib"] = (total - free - torch.cuda.memory_reserved()) / GIB
+        found["before_gib"] = before / GIB
+    return {**found, "whole_seconds": time.perf_counter() - start}
+
+
+def _trained(job: Job, device: torch.device) -> dict[str, Any]:
+    """Time of the steps after the warm-up; peaks are reset before them."""
+    trainer = job.build(lambda _: None)
+    try:
+        numbers = iter(range(WARMUP + STEPS))
+        losses = [trainer.step(next(numbers), trainer.prefetcher.next()).loss.item() for _ in range(WARMUP)]
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        seconds = timed(lambda: trainer.step(next(numbers), trainer.prefetcher.next()), STEPS)
+        return {"seconds": seconds, "losses": losses}
+    finally:
+        trainer.prefetcher.close()
+
+
+def _forget(device: torch.device) -> None:
+    """Release the memory of the row before, and what was compiled for its shapes."""
+    gc.collect()
+    # Else a second shape would be compiled for any shape, which no job of its own does.
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def line_of(number: int, row: Row, ahead: Mapping[str, Any], found: Mapping[str, Any] | None) -> str:
+    """Line of a row: predicted and measured GiB and milliseconds, and how far they are apart."""
+    parts = [f"{number:2d}  {row.name:46}"]
+    if "seconds" in ahead:
+        parts.append(f"{ahead['allocated_gib']:6.1f} GiB {1e3 * ahead['seconds']:7.0f} ms")
+    else:
+        parts.append(f"not predicted: {ahead['not_predicted']}")
+    if found is not None and "failed" in found:
+        parts.append(f"| {found['failed']}")
+    elif found is not None:
+        on_gpu = "allocated_gib" in found
+        memory = f"{found['allocated_gib']:6.1f} GiB, {found['reserved_gib']:.1f} reserved" if on_gpu else ""
+        parts.append(f"| {memory} {1e3 * found['seconds']:7.0f} ms")
+        parts += [f"| {name} {error:+.0%}" for name, error in errors_of(ahead, found).items()]
+        parts.append(f"| row took {found['whole_seconds']:.0f} s")
+    return " ".join(parts)
+
+
+def errors_of(ahead: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+    """Relative errors of a prediction: ``memory`` and ``time``, as far as both are known."""
+    keys = {"memory": "allocated_gib", "time": "seconds"}
+    return {name: ahead[key] / found[key] - 1 for name, key in keys.items() if key in ahead and key in found}
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Largest errors and rank correlation of rows with ``predicted`` and ``measured``; empty without measurements."""
+    both = [(row["predicted"], row["measured"]) for row in rows if row["measured"] and "seconds" in row["measured"]]
+    both = [(ahead, found) for ahead, found in both if "seconds" in ahead]
+    errors = [errors_of(ahead, found) for ahead, found in both]
+    result: dict[str, Any] = {}
+    for name in ("memory", "time"):
+        known = [one[name] for one in errors if name in one]
+        if known:
+            result[f"largest_{name}_error"] = max(known, key=abs)
+            result[f"median_{name}_error"] = statistics.median(map(abs, known))
+    if len(both) > 1:
+        result["spearman"] = spearman(*([side["seconds"] for side in sides] for sides in zip(*both, strict=True)))
+    return result
+
+
+def spearman(ones: Sequence[float], others: Sequence[float]) -> float | None:
+    """Spearman's rank correlation; ``None`` if one side is all alike."""
+    sides = [_ranks(ones), _ranks(others)]
+    if any(len(set(side)) == 1 for side in sides):
+        return None
+    return statistics.correlation(*sides)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Ranks from 1 on; equal values share the mean of theirs."""
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) + 1) / 2 for value in values]
+
+
+def main() -> None:
+    """Print one line a row, and the summary."""
+    options = _options()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    rates, known = Device.named(options.gpu), registry()
+    if on_gpu:  # ops keep more where there is more memory
+        rates = rates.model_copy(update={"memory_gib": torch.cuda.mem_get_info()[1] / GIB})
+    chosen = [row for row in (TINY if options.tiny else ROWS) if options.only in row.name][: options.rows]
+    start, results = time.perf_counter(), []
+    for number, row in enumerate(chosen, 1):
+        if options.seconds is not None and time.perf_counter() - start > options.seconds:
+            print(f"no time for the last {len(chosen) - number + 1} rows", flush=True)
+            break
+        with tempfile.TemporaryDirectory() as directory:
+            job = Job.from_values(row.values(directory, device.type), registry=known)
+            ahead = predicted(job, rates)
+            found = measured(job, device) if on_gpu or options.tiny else None
+        print(line_of(number, row, ahead, found), flush=True)
+        results.append({"row": asdict(row), "name": row.name, "predicted": ahead, "measured": found})
+    total = summary(results)
+    print(json.dumps(total), flush=True)
+    if options.folder is not None:
+        result = {
+            "table": "memory-predictions", "taken": dt.datetime.now(dt.UTC).date().isoformat(),
+            "command": " ".join(["python tools/bench/memory_predictions.py", *sys.argv[1:]]),
+            "commit": records.commit(), "hardware": records.hardware(), "gpu": options.gpu,
+            "predictions": results, "summary": total,
+        }  # fmt: skip
+        print(f"written: {records.write(result, options.folder)}", flush=True)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Predicted and measured memory and time of jobs on one device.")
+    parser.add_argument("--rows", type=int, help="only so many rows, from the first on")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows with this in their names")
+    parser.add_argument("--seconds", type=float, help="begin no row after so long")
+    parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="rates of predictions, as of d9d plan")
+    parser.add_argument("--folder", type=Path, help="write the result here, as JSON")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, trained on a CPU too: tries the tool")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
