@@ -221,6 +221,28 @@ def test_a_requested_state_that_does_not_come_is_the_last_known_with_what_was_be
     hub.close("finished")
 
 
+def test_a_state_requested_while_the_answer_to_the_last_request_is_due_is_known_once_that_came(tmp_path: Path) -> None:
+    may_open = threading.Event()
+
+    class Opening(Blocked):
+        def open(self, *_: Any) -> Blocked:
+            assert may_open.wait(60)
+            return self
+
+    hub = TrackerHub({"slow": (tracker := Opening())}, print, patience=20.0)  # type: ignore[dict-item]
+    tracker.may_go_on.set()
+    hub.open(info(tmp_path), {})
+    first = hub.request_state()
+    hub.write(1, {"loss": 1.0})
+    second = hub.request_state()  # of a save that waits for the first one
+    may_open.set()
+    assert first() == {"slow": {"writes": 1}}
+    found = second()
+    assert found["slow"] == {"writes": 1}, "without its state, the tracker's run could not be continued"
+    assert found["(behind)"]["slow"]["entries"] == [["write", 1, [["loss", {}, 1.0]]]]
+    hub.close("finished")
+
+
 def test_training_goes_on_while_a_checkpoint_waits_for_a_tracker(job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
     has_gone_on = threading.Event()
 

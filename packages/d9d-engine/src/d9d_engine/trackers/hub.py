@@ -160,8 +160,10 @@ class TrackerHub:
         Returns:
             What waits for a limited time, in any thread, and returns the same as :meth:`state` would have.
         """
-        # Of now: what follows until the answers are there is no part of the checkpoint.
-        before, behind = dict(self._states), self._behind()
+        # Of now: what follows until the answers are there is no part of the checkpoint. The states second, as a tracker
+        # may answer an earlier call in between: they have to be of the last flush, or later.
+        behind = self._behind()
+        before = dict(self._states)
         states: dict[str, State] = {}
         flushed: set[str] = set()
 
@@ -185,7 +187,8 @@ class TrackerHub:
             wait()
             there = flushed.copy()  # a tracker may answer while this is put together
             late = {name: waiting for name, waiting in behind.items() if name not in there}
-            return {**before, **states, **({BEHIND: late} if late else {})}
+            # A tracker that still opened had no state then; without one, its run could not be continued.
+            return {**self._states, **before, **states, **({BEHIND: late} if late else {})}
 
         return answer
 
