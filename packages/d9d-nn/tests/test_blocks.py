@@ -108,6 +108,22 @@ def test_swiglu_is_split_over_its_inner_features() -> None:
     assert_close_values(parts[0] + parts[1], layer(hidden))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_swiglu_calls_projections_that_have_hooks_whatever_kernel_it_is_bound_to(compiled: bool) -> None:
+    kinds = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+    for kind in kinds[:2] if compiled else kinds:
+        layer = SwiGLU(4, 8, std=0.5, output_std=0.5)
+        layer.swiglu.bind("other", lambda *_: pytest.fail("calls no projection"))
+        calls: list[str] = []
+        hook = getattr(layer.down_proj, f"register_{kind}")(lambda *_: calls.append(kind))  # noqa: B023
+        call = torch.compile(layer, backend="eager", fullgraph=True) if compiled else layer
+        call(torch.randn(3, 4)).sum().backward()
+        assert calls == [kind]
+        hook.remove()
+        layer.swiglu.bind("other", lambda x, *_: x + 1)
+        assert call(torch.ones(3, 4)).tolist() == [[2.0] * 4] * 3
+
+
 def test_modules_implement_the_traits_they_should() -> None:
     layer = attention_layer()
     assert isinstance(layer, ContextParallelizable)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from d9d_core.extend import OpSlot, TensorStyle
 from torch import Tensor, nn
 
-from d9d_nn.linear import Linear, is_plain
+from d9d_nn.linear import Linear, has_hooks, is_plain
 from d9d_nn.ops.deferred import as_autocast
 from d9d_nn.ops.silu_mul import silu_mul
 from d9d_nn.ops.swiglu import swiglu
@@ -46,7 +46,8 @@ class SwiGLU(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Map [..., H] to [..., H]."""
         layers = self._projections()
-        if self.swiglu.backend != "reference" and not any(layer.defers for layer in layers):
+        alone = any(layer.defers or has_hooks(layer) for layer in layers)
+        if self.swiglu.backend != "reference" and not alone:
             whole: Tensor = self.swiglu(*map(as_autocast, (hidden, *(layer.weight for layer in layers))))
             return whole
         out: Tensor = self.down_proj(self.silu_mul(self.gate_proj(hidden), self.up_proj(hidden)))
