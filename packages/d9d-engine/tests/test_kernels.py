@@ -186,6 +186,23 @@ def test_slots_that_took_the_place_of_others_are_planned_for_other_stages_with_f
     assert (slot.op, slot.static) == ("cube", {"width": 8, "ring": True})
 
 
+def test_slots_that_modules_keep_beside_one_that_is_gone_are_planned_for_other_stages_too() -> None:
+    class Both(Square):
+        whole = True
+
+        def op_slots(self) -> dict[str, OpSlot]:
+            return {**super().op_slots(), **({"all": OpSlot("cube", torch.square, width=4)} if self.whole else {})}
+
+    first, second = Both(4), Both(8)
+    stage = nn.Sequential(first, second)
+    kinds = {name: type(module) for name, module in stage.named_modules()}
+    before = slot_facts(stage)
+    first.whole = False
+    found: dict[str, Any] = dict(holders_alike(stage, before, kinds, {"", "0"}))
+    assert found["0"] is first
+    assert found["1"].op_slots() == {"op": second.op}
+
+
 def test_a_backend_asked_for_by_name_is_taken(registry: Registry) -> None:
     assert [c.backend for c in choose(registry, Square(16), square="plain")] == ["plain"]
     assert [c.backend for c in choose(registry, Square(16), square="acme/plain")] == ["plain"]

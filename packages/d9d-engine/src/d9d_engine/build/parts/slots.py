@@ -24,8 +24,8 @@ def holders_alike(
     """Holders of the slots of a model by name, for the choice of kernels, so that each rank plans the same.
 
     Strategies see the stages of this rank only. So slots elsewhere get the facts that slots in modules of the same
-    class have here since then, modules of a class that has no slot any more are left out, and where another slot took
-    its place here, one with the facts of the module's own takes it elsewhere.
+    class have here since then, slots that modules of the class have no more are left out, and where another slot took
+    the place of one here, one with its facts takes it elsewhere.
 
     Args:
         model: all stages.
@@ -35,13 +35,13 @@ def holders_alike(
     """
     slots = _slots(model)
     added: dict[tuple[type[nn.Module], str], dict[str, Any]] = {}
-    without: set[type[nn.Module]] = set()
+    without: dict[type[nn.Module], set[str]] = {}
     for (name, attribute), facts in before.items():
         if name not in here:
             continue
         slot = slots.get((name, attribute))
         if slot is None:
-            without.add(kinds[name])
+            without.setdefault(kinds[name], set()).add(attribute)
         else:
             new = {fact: value for fact, value in slot.static.items() if fact not in facts}
             added.setdefault((kinds[name], attribute), {}).update(new)
@@ -57,25 +57,37 @@ def holders_alike(
         kind = kinds.get(name)
         if name in here or kind is None or kind not in without:
             found.append((name, module))
-        elif kind in instead:
-            own = {fact: value for (site, _), facts in before.items() if site == name for fact, value in facts.items()}
-            found.append((name, _Elsewhere(own, instead[kind])))
+            continue
+        gone = without[kind]
+        left = {attribute: slot for (site, attribute), slot in slots.items() if site == name and attribute not in gone}
+        own = {
+            fact: value
+            for (site, attribute), facts in before.items()
+            if site == name and attribute in gone
+            for fact, value in facts.items()
+        }
+        if slots_elsewhere := {**left, **_others(instead.get(kind, {}), own)}:
+            found.append((name, _Elsewhere(slots_elsewhere)))
     return found
+
+
+def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
+    """Slots like those that took the place of others in a module of the same class here, with the facts of these."""
+    return {
+        attribute: OpSlot(slot.op, slot.function, parts=slot.parts, **{**slot.static, **facts})
+        for attribute, slot in alike.items()
+    }
 
 
 class _Elsewhere:
     """Slots of a module of another rank's stage, which are chosen for and never called.
 
     Args:
-        facts: those of the module's slots before the strategies.
-        alike: slots that took their place in a module of the same class here.
+        slots: by attribute.
     """
 
-    def __init__(self, facts: Mapping[str, Any], alike: Mapping[str, OpSlot]) -> None:
-        self._slots = {
-            attribute: OpSlot(slot.op, slot.function, parts=slot.parts, **{**slot.static, **facts})
-            for attribute, slot in alike.items()
-        }
+    def __init__(self, slots: Mapping[str, OpSlot]) -> None:
+        self._slots = slots
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         return self._slots
