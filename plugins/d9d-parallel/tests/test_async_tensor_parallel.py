@@ -98,6 +98,36 @@ def same(case: dict[str, Any]) -> None:
     assert_near(results(overlapped(), case), results(one_after_the_other(), case))
 
 
+class WithoutGradient(torch.autograd.Function):
+    """Zeros that hand no gradient back."""
+
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor) -> Tensor:
+        return torch.zeros_like(rows)
+
+    @staticmethod
+    def backward(_ctx: Any, _grad: Tensor) -> None:
+        return None
+
+
+def unusual_gradients(samples: int) -> None:
+    rows = drawn(samples, 3, HIDDEN, dtype=torch.float32, seed=1)
+    weight = drawn(INSIDE, HIDDEN, dtype=torch.float32, seed=2)
+    columns, _ = overlapped()
+    whole, (out,) = columns(rows, [weight])
+    WithoutGradient.apply(out).sum().backward()
+    assert (rows.grad, weight.grad) == (None, None)
+    whole, _ = columns(rows, [weight])
+    whole.sum().backward()  # one number with strides of zero
+    assert rows.grad is not None
+    assert rows.grad.eq(ranks().size).all()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_column_products_take_a_gradient_of_the_rows_alone_and_none_at_all(samples: int) -> None:
+    World(2).run(unusual_gradients, samples)
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

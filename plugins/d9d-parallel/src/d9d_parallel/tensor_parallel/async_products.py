@@ -138,7 +138,8 @@ class _Columns(torch.autograd.Function):
     def backward(ctx: Any, of_whole: Tensor | None, *of_outs: Tensor | None) -> tuple[Tensor | None, ...]:
         whole, *weights = ctx.saved_tensors
         finish = None
-        if ctx.needs_input_grad[0]:
+        # Autograd asks also where what follows has no gradient at all, on all ranks alike.
+        if ctx.needs_input_grad[0] and any(grad is not None for grad in (of_whole, *of_outs)):
             there = [(grad, weight.t()) for grad, weight in zip(of_outs, weights, strict=True) if grad is not None]
             finish = ctx.products.multiply_scatter(
                 [grad for grad, _ in there], [weight for _, weight in there], whole.dtype, of_whole

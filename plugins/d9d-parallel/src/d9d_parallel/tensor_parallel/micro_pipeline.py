@@ -80,7 +80,7 @@ def multiply_scatter(
         for part, weight in zip(parts, weights, strict=True):
             total = _add_product(total, part[to].reshape(-1, weight.shape[1]), weight, dtype)
         assert total is not None  # there is something to add up
-        total = total.view(partial.shape[1:])
+        total = total.contiguous().view(partial.shape[1:])  # of a sum, a gradient is one number with strides of zero
         if to == rank:
             partial[rank].copy_(total)
         else:
