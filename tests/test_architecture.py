@@ -84,7 +84,6 @@ INDIRECT = {
     "sqlalchemy": "likewise",
     "packaging": "liger-kernel needs it, and does not declare it",
     "pillow": "wandb needs it for pictures, and does not declare it",
-    "nvidia-cutlass-dsl": "quack-kernels 0.6.5 fails with 4.8, and does not say so",
     "boto3": "resolving what aim asks for takes minutes without a lower bound of it",
 }
 #: Imported although not declared, where torch is: module -> why.

@@ -22,7 +22,7 @@ def d9d_kernels() -> Iterator[KernelSpec]:
     )
     yield KernelSpec(
         name="quack",
-        summary="Feed-forward layer whose products compute the gate too, in the CuTe DSL; by itself on Hopper.",
+        summary="SwiGLU layer of QuACK, whose products compute the gate too: Hopper and Blackwell. Only by name.",
         op="swiglu",
         supports=Ref("d9d_quack.rules:swiglu"),
         build=Ref("d9d_quack.swiglu:build"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any
@@ -232,8 +233,8 @@ class Workload:
             if self._adapters is not None:
                 costs = tuned(costs, self._adapters, share)
             same: dict[StageCost, StageCost] = {}
-            # Stages that are alike are one object, which is cheap to compare.
-            self._stages[key] = [same.setdefault(cost, cost) for cost in costs]
+            # Stages that are alike but for the names of their layers are one object, which is cheap to compare.
+            self._stages[key] = [same.setdefault(cost, cost) for cost in map(_unnamed, costs)]
         return self._stages[key]
 
     def programs(self, layout: Layout, microbatches: int) -> Sequence[Program]:
@@ -290,3 +291,8 @@ class Workload:
 def steady(ranks: int) -> int:
     """Number of microbatches after which the actions of each rank repeat."""
     return 2 * ranks
+
+
+def _unnamed(cost: StageCost) -> StageCost:
+    """Cost of a stage without the names of its blocks."""
+    return replace(cost, blocks=tuple(replace(block, names=()) for block in cost.blocks))
