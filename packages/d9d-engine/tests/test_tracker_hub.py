@@ -16,6 +16,7 @@ import torch
 from d9d_core.protocols.tracker import Histogram, RunInfo, SeriesName, split_tags
 from d9d_engine.job import Job
 from d9d_engine.trackers import hub as hub_module
+from d9d_engine.trackers.backlog import Backlog
 from d9d_engine.trackers.hub import TrackerHub
 from d9d_testing.toy.observers import ToyTracker
 from d9d_testing.toy.runs import noted
@@ -240,6 +241,26 @@ def test_a_state_requested_while_the_answer_to_the_last_request_is_due_is_known_
     found = second()
     assert found["slow"] == {"writes": 1}, "without its state, the tracker's run could not be continued"
     assert found["(behind)"]["slow"]["entries"] == [["write", 1, [["loss", {}, 1.0]]]]
+    hub.close("finished")
+
+
+def test_a_requested_state_is_no_older_than_what_was_behind(
+    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = TrackerHub({"slow": blocked}, print, patience=20.0)  # type: ignore[dict-item]
+    hub.open(info(tmp_path), {"slow": {"writes": -1}})
+    hub.write(1, {"loss": 1.0})
+    first, state = hub.request_state(), Backlog.state
+
+    def answered_before(backlog: Backlog) -> dict[str, Any]:
+        blocked.may_go_on.set()
+        first()
+        return state(backlog)
+
+    monkeypatch.setattr(Backlog, "state", answered_before)
+    monkeypatch.setattr(hub, "_ask", lambda _: lambda: None)  # nothing comes of the second request
+    assert hub.request_state()() == {"slow": {"writes": 2}}, "the write is neither in the state nor behind"
+    monkeypatch.undo()
     hub.close("finished")
 
 
