@@ -57,9 +57,10 @@ class TrackerHub:
     Args:
         trackers: by a name that is unique within the job.
         warn: prints a line; called in any thread.
-        patience: seconds that :meth:`flush` and :meth:`state` wait for all trackers together; three times as long while
-            one opens, as :meth:`close` does. One that is late is not waited for, until it answers within a fiftieth of
-            that time again, and has taken no longer for anything in between.
+        patience: seconds that :meth:`flush`, :meth:`state` and the answer to :meth:`request_state` wait for all
+            trackers together; three times as long while one opens, as :meth:`close` does. One that is late is not
+            waited for, until it answers within a fiftieth of that time again, and has taken no longer for anything in
+            between.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker], warn: Callable[[str], None], patience: float = 10.0) -> None:
