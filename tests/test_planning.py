@@ -104,6 +104,14 @@ def test_a_plan_leaves_out_layouts_that_cannot_split_the_samples_of_an_evaluatio
         prediction(DENSE, evaluation=evaluation, mesh={"cp": 2}, parallel=["context_parallel"]).memory  # noqa: B018
 
 
+def test_the_peak_of_recomputed_experts_is_in_the_backward_of_the_first_block() -> None:
+    long = EXPERTS | {"max_positions": 16384}
+    found = prediction(long, batch={"size": 1}, parallel=["activation_checkpointing", "compile"]).memory
+    assert found.allocated / GIB == pytest.approx(48.4, rel=0.1)  # measured on one H200
+    assert found.activations == 2 * 16384 * 2048  # the input of the first block alone
+    assert found.workspace > 3 * GIB
+
+
 def test_each_text_of_a_sample_is_a_row() -> None:
     pairs = {"name": "preference", "sources": ["x"], "sequence_length": 4096}
     one, two = prediction(DENSE), prediction(DENSE, data=pairs)

@@ -96,7 +96,7 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
     parameters = int(of_projections + biases) + 2 * hidden + 2 * config.head_dim
     forward, backward = _sequence(config, share)
     if isinstance(config, Qwen3MoeConfig) and layer not in config.dense_layers:
-        more, experts = _experts(config, share)
+        more, experts, besides = _experts(config, share)
         sent = dispatch(own, config.num_experts, config.experts_per_token, hidden, share.experts, width)
         ops += [*more, *sent.ops]
         parameters += hidden * config.num_experts
@@ -106,7 +106,7 @@ def _layer(config: AnyQwen3Config, layer: int, share: Share) -> BlockCost:
             parameters,
             experts,
             _state(config, share),
-            3 * _state(config, share) + sent.workspace,
+            3 * _state(config, share) + besides + sent.workspace,
             (*forward, *sent.exchanges),
             (*backward, *sent.backward_exchanges),
         )
@@ -166,8 +166,8 @@ def _sequence(config: AnyQwen3Config, share: Share) -> tuple[tuple[Exchange, ...
     return pair, pair
 
 
-def _experts(config: Qwen3MoeConfig, share: Share) -> tuple[list[OpCost], int]:
-    """Ops of router and experts, and parameters of this rank's experts."""
+def _experts(config: Qwen3MoeConfig, share: Share) -> tuple[list[OpCost], int, float]:
+    """Ops of router and experts, parameters of this rank's experts, and bytes of gradients between them."""
     hidden, inside, width = config.hidden_size, config.moe_intermediate_size, share.width
     own = share.tokens / share.tensor
     experts, rows = config.num_experts // share.experts, own * config.experts_per_token
@@ -180,7 +180,8 @@ def _experts(config: Qwen3MoeConfig, share: Share) -> tuple[list[OpCost], int]:
         permutation(own, rows, hidden, width),
         *grouped_swiglu(rows, hidden, inside, experts, width, compiled=share.compiled, weights=banks),
     ]
-    return ops, 3 * experts * hidden * inside
+    # Of what experts return and get, and of gate and up.
+    return ops, 3 * experts * hidden * inside, 2 * width * rows * (hidden + inside)
 
 
 def _embedding(config: AnyQwen3Config, share: Share) -> BlockCost:

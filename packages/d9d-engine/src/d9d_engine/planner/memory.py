@@ -164,7 +164,7 @@ class MemoryModel:
         return Memory(**parts, outside=outside, fragmentation=_FRAGMENTATION * sum(parts.values()))
 
     def _fullest(self, moment: Moment, graded: float) -> _Point:
-        """Fullest point of a stage's backward: at its heads, at its last block, or at its first block."""
+        """Fullest point of a stage's backward: at its heads, in its last or its first block, or at its end."""
         blocks = self._stages[moment.stage].blocks
         new = 0.0 if moment.stage in moment.graded else self._gradients(moment.stage)
         points = [_Point(graded, 0.0, 0.0, blocks[-1].workspace if not blocks[-1].is_block else 0.0)]
@@ -176,6 +176,11 @@ class MemoryModel:
             largest = max(layers, key=self._working)
             part = self._numbers(ends[-1:]).trained * self._workload.gradient_width
             points.append(_Point(graded + min(part, new), heads, logits, self._working(largest)))
+            # All that is left is the first block, and then the embedding.
+            part = self._numbers([block for block in blocks[:1] if not block.is_block]).trained
+            freed = self._kept(moment.stage) - logits - self._block_kept(layers[0])
+            left = graded + max(new - part * self._workload.gradient_width, 0.0)
+            points.append(_Point(left, freed, logits, self._working(layers[0])))
         points.append(_Point(graded + new, self._kept(moment.stage) - logits, logits, 0.0))
         return max(points, key=lambda point: point.total)
 
