@@ -243,20 +243,19 @@ def test_positions_that_ranks_of_tp_cannot_share_further_are_refused(table: Modu
     assert "(data.sequence_length); use 16 or 24" in said
 
 
-def test_lengths_that_no_plan_sees_are_refused_with_their_first_batch(table: ModuleType, tmp_path: Path) -> None:
+def test_lengths_of_evaluations_that_ranks_cannot_share_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 26}
     said = refused(table, tmp_path, layout("ring"), evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
-    assert "mesh.cp is 2" in said
-    assert (
-        "2 x 2 does not divide the 26 positions of this batch; choose a sequence length that is a multiple of 4" in said
-    )
+    assert "mesh.cp: 2 ranks have two chunks of positions each, but those of a microbatch are 26" in said
+    assert "(evaluation.sets.odd.sequence_length)" in said
 
 
 def test_evaluated_lengths_that_ranks_of_tp_cannot_share_further_are_refused(table: ModuleType, tmp_path: Path) -> None:
     data = {"name": "text", "sources": [str(tmp_path / "corpus")], "sequence_length": 20}
     one = layout("all_gather", "tensor_parallel", tp=4)
     said = refused(table, tmp_path, one, evaluation={"every": 1, "sets": {"odd": data}}, steps=1)
-    assert "mesh.tp = 4 ranks, which does not divide the 10 positions" in said
+    assert "splits positions over 4 ranks, those of each of 2 ranks of cp, but those of a microbatch are 20" in said
+    assert "(evaluation.sets.odd.sequence_length)" in said
 
 
 def test_dynamic_scaling_of_positions_is_refused(table: ModuleType, tmp_path: Path) -> None:

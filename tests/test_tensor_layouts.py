@@ -231,9 +231,8 @@ def test_positions_that_ranks_cannot_share_are_refused(
     said = refused(table, tmp_path, TP2, model=model, data=odd, steps=1)
     assert "parallel[0]: strategy 'tensor_parallel' splits positions over 2 ranks" in said
     assert "those of a microbatch are 23 (data.sequence_length); use 22 or 24" in said
-    # The last lengths of one pass are others, so that those are known only when they are there.
     said = refused(table, tmp_path, TP2, model=model, evaluation={"every": 1, "sets": {"odd": odd}}, steps=1)
-    assert "mesh.tp = 2 ranks, which does not divide the 23 positions" in said
+    assert "those of a microbatch are 23 (evaluation.sets.odd.sequence_length); use 22 or 24" in said
 
 
 def copied_and_given_a_wrong_token(values: dict[str, Any], plugins: list[str]) -> None:

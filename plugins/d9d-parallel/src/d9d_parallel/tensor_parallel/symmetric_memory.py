@@ -30,7 +30,13 @@ def is_usable(ranks: Ranks, device: torch.device) -> bool:
     if device.type != "cuda" or ranks.size == 1 or dist.get_backend(ranks.group) == "fake":
         return False
     # No rank may look for the memory of one on another node, which would wait until its time is over.
-    return _same_on_all(_node(), ranks, device) and _smallest(_met(ranks, device), ranks, device) == 1
+    if not _same_on_all(_node(), ranks, device):
+        return False
+    memory = _memory(ranks, device)
+    # Nor may one wait for a rank that has none.
+    if _smallest(memory is not None, ranks, device) == 0:
+        return False
+    return _smallest(memory is not None and _met(memory, ranks), ranks, device) == 1
 
 
 def gather_multiply(rows: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tuple[Tensor, list[Tensor]]:
@@ -62,8 +68,8 @@ def multiply_scatter(rows: Sequence[Tensor], weights: Sequence[Tensor], ranks: R
     return out.contiguous()
 
 
-def _met(ranks: Ranks, device: torch.device) -> int:
-    """1 if this rank reaches the memory of the others, else 0."""
+def _memory(ranks: Ranks, device: torch.device) -> Tensor | None:
+    """A tensor that other ranks may read, and the operators; ``None`` if this rank has none of it."""
     try:
         # torch documents this module under its private name, and has no other; importing it registers the operators.
         import torch.distributed._symmetric_memory as symmetric
@@ -73,11 +79,22 @@ def _met(ranks: Ranks, device: torch.device) -> int:
         _ = operators.fused_all_gather_matmul, operators.fused_matmul_reduce_scatter
         if not module.is_symm_mem_enabled_for_group(ranks.name):
             module.enable_symm_mem_for_group(ranks.name)  # torch 2.11 asks for it, later ones do not
-        tensor = module.empty(ranks.size, dtype=torch.int32, device=device)
-        module.rendezvous(tensor, ranks.name)
-    except (ImportError, AttributeError, RuntimeError):  # an older driver, or GPUs without a way to each other
-        return 0
-    return 1
+        tensor: Tensor = module.empty(ranks.size, dtype=torch.int32, device=device)
+    except (ImportError, AttributeError, RuntimeError):  # an older driver
+        return None
+    return tensor
+
+
+def _met(memory: Tensor, ranks: Ranks) -> bool:
+    """Whether this rank reaches the memory of the others."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    module: Any = symmetric
+    try:
+        module.rendezvous(memory, ranks.name)
+    except RuntimeError:  # GPUs without a way to each other
+        return False
+    return True
 
 
 def _node() -> int:
