@@ -185,7 +185,7 @@ def test_what_overlaps_with_products_computes_what_waits_for_them(
 
 
 def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
-    """Those of rows with a low-rank term do not, as the term adds to them before they are summed."""
+    """Row-wise layers with a low-rank term overlap nothing, as the term adds to them before they are summed."""
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
     job |= {"mesh": {"tp": 2}, "parallel": [OVERLAPPED]}
     job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "down_proj"]}}

@@ -203,7 +203,7 @@ class TrackerHub:
         return {**self._states, **({BEHIND: behind} if behind else {})}
 
     def _behind(self) -> dict[str, State]:
-        """What trackers have not written for sure, by name."""
+        """Backlogs of trackers, by name, as far as they hold anything."""
         waiting = {thread.name: thread.backlog.state() for thread in self._threads if not thread.ended.is_set()}
         return {name: state for name, state in waiting.items() if state["entries"]}
 
