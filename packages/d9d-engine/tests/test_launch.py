@@ -71,6 +71,9 @@ with Interrupts().noted() as interrupts, running(place, os.environ, interrupts) 
                     break
                 (directory / f"ready-{place.rank}").touch()
                 time.sleep(0.05 if what in ("long", "saves", "hangs") else 0)
+            late = time.monotonic() + 30
+            while what == "long" and interrupts.requested is None and time.monotonic() < late:
+                time.sleep(0.01)  # another rank had the signal first; each gets it
             time.sleep(3 if what == "saves" else 0)
             end = "all steps" if total[0] == 0 else interrupts.requested
         os.write(1, f"rank {place.rank} saved after {end}\\n".encode())  # in one piece
