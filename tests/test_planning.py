@@ -415,6 +415,7 @@ def test_the_device_at_hand_is_measured_into_a_file_that_plans_use(tmp_path: Pat
     assert "exists" in invoke("plan", str(path), "--calibrate", str(rates))[1]
 
 
+@pytest.mark.thorough
 def test_collectives_between_processes_are_measured() -> None:
     from d9d_engine.planner.links.measure import measured_link
 
@@ -425,6 +426,7 @@ def test_collectives_between_processes_are_measured() -> None:
     assert Device.named("h200").model_copy(update=found).link == found["link"]
 
 
+@pytest.mark.thorough
 def test_collectives_that_fail_are_an_error_with_what_the_process_said() -> None:
     from d9d_engine.planner.links.measure import measured_link
 

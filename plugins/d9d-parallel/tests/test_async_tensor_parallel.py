@@ -148,7 +148,7 @@ def test_products_and_gradients_are_those_of_one_after_the_other(size: int, samp
     ],
     ids=lambda case: next(iter(case)),
 )
-@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("samples", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_they_are_so_in_every_kind_of_job(samples: int, case: dict[str, Any]) -> None:
     World(2).run(same, {"samples": samples, "positions": 4, "dtype": torch.float32, **case})
 
