@@ -223,6 +223,7 @@ def join_anew(port: int, directory: Path, fails: bool) -> tuple[str, bool, float
             backends = [group._get_backend(CPU) for group in process_groups()]
             limit = min(backend.options._timeout.total_seconds() for backend in backends)
             assert half in process_groups()
+            dist.barrier()  # a rank that left while another one still connects would be another failure
             if fails and here.rank == 1:
                 int("here")
             total = torch.ones(1)
