@@ -2,8 +2,7 @@
 
 The first product has the gate and up projections side by side, and writes what it computed for the backward, and the
 gated product of both. The backward's first product, the gradient of what was gated, reads the former and writes the
-gradients of both, and once more what was gated. So neither direction has a pass of its own over memory, which for I
-features are 5 and 8 transfers of a row where a fused gate takes 3 and 6 beside products that take 4 and 1.
+gradients of both, and once more what was gated. So neither direction has a pass of its own over memory.
 
 Shapes: M rows, H features, I features inside.
 """
