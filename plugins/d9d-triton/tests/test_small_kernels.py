@@ -132,14 +132,16 @@ def test_normed_rope_agrees_with_float64(
     assert_near(found, exact, *dtypes)
 
 
-@pytest.mark.parametrize("heads", [(5, 1), (1, 5)])
-def test_more_heads_than_a_program_takes_are_taken_by_several(
-    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+@pytest.mark.parametrize("heads", [(5, 1), (1, 5), (4, 2), (5, 3)])
+@pytest.mark.parametrize("positions", [96, 23], ids=["whole tiles", "the last is not full"])
+def test_more_tokens_and_heads_than_a_program_takes_are_taken_by_several(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int], positions: int
 ) -> None:
-    monkeypatch.setattr(normed_rope, "_PAIRS", 8)
-    query, key = normal(1, 2, heads[0], 8), normal(1, 2, heads[1], 8, seed=1)
+    monkeypatch.setattr(normed_rope, "_HEADS", 3)
+    monkeypatch.setattr(normed_rope, "_PAIRS_EACH", 1)  # tiles of 32 tokens
+    query, key = normal(2, positions, heads[0], 8), normal(2, positions, heads[1], 8, seed=1)
     inputs = query, key, normal(8, seed=2), normal(8, seed=3)
-    angles = cos_sin(1, 2, 4)
+    angles = cos_sin(1, positions, 4)
     found = outcome(lambda *leaves: normed_rope.normed_rope(*leaves, *angles, 1e-6), *inputs)
     exact = outcome(lambda *leaves: plain_normed_rope.normed_rope(*leaves, *wide(*angles), 1e-6), *wide(*inputs))
     assert_near(found, exact, torch.float32)

@@ -16,6 +16,8 @@ from d9d_triton import support
 FLOATS = tuple(getattr(torch, name) for name in support.FLOATS)
 #: Options of the compiler. Triton's default for the fusion of multiplications and additions depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
+#: Threads of a warp.
+WARP = 32
 #: Programs for each multiprocessor where a kernel loops over its work: enough to hide the latency of loads.
 _PROGRAMS_EACH = 4
 #: Multiprocessors where there is no GPU: kernels are interpreted, one program after the other.
@@ -62,16 +64,17 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def persistent_programs(tensor: Tensor, most: int) -> int:
+def persistent_programs(tensor: Tensor, most: int, each: int = _PROGRAMS_EACH) -> int:
     """Number of programs that share work on the tensor's device by looping over it: the same for equal inputs.
 
     Args:
         tensor: on the device.
         most: pieces of work.
+        each: programs for each multiprocessor.
     """
     count = _MULTIPROCESSORS_INTERPRETED
     if tensor.is_cuda:
-        count = torch.cuda.get_device_properties(tensor.device).multi_processor_count * _PROGRAMS_EACH
+        count = torch.cuda.get_device_properties(tensor.device).multi_processor_count * each
     return max(1, min(count, most))
 
 

@@ -8,6 +8,7 @@ Shapes: B samples, S positions, N query heads, K key heads, D features of a head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from d9d_triton.column_sums import column_sums
 from d9d_triton.kernels.normed_rope import differentiate, norm_and_rotate
-from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device, persistent_programs
+from d9d_triton.launch import OPTIONS, WARP, check_floats, empty_like, on_device, persistent_programs
 
-#: Pairs of queries, and of keys, that a program handles at a time.
-_PAIRS = 2048
-#: Pairs of both for each warp: 8 for each thread.
-_PAIRS_OF_A_WARP = 256
+#: Warps of a program, and pairs for each of its threads: as many of 16 bits as it reads at once.
+_WARPS, _PAIRS_EACH = 2, 8
+#: Programs of the backward for each multiprocessor: as many as have their registers at once.
+_PROGRAMS_EACH = 8
+#: Heads that a program handles at most; its code is repeated for each.
+_HEADS = 4
 
 
 def build(_signature: OpSignature) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -75,9 +78,9 @@ def forward(
     tokens = [tensor.flatten(0, 1) for tensor in (query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
     with on_device(query):
-        norm_and_rotate[(samples * positions, groups)](
+        norm_and_rotate[(triton.cdiv(samples * positions, tile["TOKENS"]), groups)](
             *out, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
-            positions, query.shape[2], key.shape[2], features // 2,
+            samples * positions, positions, query.shape[2], key.shape[2], features // 2,
             *tokens[0].stride(), *tokens[1].stride(), *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
         )  # fmt: skip
     return out
@@ -104,37 +107,42 @@ def backward(
     if not samples * positions:
         return of_query, of_key, torch.zeros_like(query_weight), torch.zeros_like(key_weight)
     tile, groups = _tile(query, key)
-    programs = persistent_programs(query, samples * positions)
-    partial = torch.empty(programs * groups, 2 * features, dtype=torch.float32, device=query.device)
+    tiles = triton.cdiv(samples * positions, tile["TOKENS"])
+    programs = triton.cdiv(persistent_programs(query, tiles * groups, _PROGRAMS_EACH), groups)
+    partial = torch.empty(programs * groups, features, dtype=torch.float32, device=query.device)
+    of_queries = programs * tile["QUERY_GROUPS"]
+    partials = partial[:of_queries], partial[of_queries:]
     tokens = [tensor.flatten(0, 1) for tensor in (grad_query, grad_key, query, key)]
     angles = [tensor.expand(samples, positions, features // 2) for tensor in (cos, sin)]
     with on_device(query):
         differentiate[(programs, groups)](
-            of_query, of_key, partial, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
+            of_query, of_key, *partials, *tokens, query_weight.contiguous(), key_weight.contiguous(), *angles,
             samples * positions, positions, query.shape[2], key.shape[2], features // 2,
             *(stride for tensor in tokens for stride in tensor.stride()),
             *angles[0].stride(), *angles[1].stride(), eps, **tile, **OPTIONS,
         )  # fmt: skip
-        sums = column_sums(partial, torch.float32)
-    # Copies: what a custom op returns shares no memory.
-    of_weights = [
-        part.to(weight.dtype, copy=True) for part, weight in zip(sums.chunk(2), (query_weight, key_weight), strict=True)
-    ]
+        of_weights = [
+            column_sums(sums, weight.dtype) for sums, weight in zip(partials, (query_weight, key_weight), strict=True)
+        ]
     return of_query, of_key, of_weights[0], of_weights[1]
 
 
 def _tile(query: Tensor, key: Tensor) -> tuple[dict[str, Any], int]:
-    """Sizes of what a program handles at a time, its warps, and the number of programs that a token needs."""
+    """Sizes of what a program handles, its warps, and the number of programs that share the heads of a token."""
     width = triton.next_power_of_2(query.shape[3] // 2)
-    most = max(1, _PAIRS // width)
-    heads = query.shape[2], key.shape[2]
-    blocks = [min(most, triton.next_power_of_2(max(1, count))) for count in heads]
-    groups = max(triton.cdiv(count, block) for count, block in zip(heads, blocks, strict=True))
-    warps = min(16, max(4, sum(blocks) * width // _PAIRS_OF_A_WARP))
-    warps = triton.next_power_of_2(warps + 1) // 2
-    exact = heads == (blocks[0] * groups, blocks[1] * groups) and 2 * width == query.shape[3]
-    tile = {"QUERY_HEADS": blocks[0], "KEY_HEADS": blocks[1], "PAIRS": width, "EXACT": exact, "num_warps": warps}
-    return tile, max(1, groups)
+    tokens = max(1, _WARPS * WARP * _PAIRS_EACH // width)
+    counts = query.shape[2], key.shape[2]
+    # As many as divide both, but not so few that programs have little to do.
+    common = math.gcd(*counts)
+    heads = max(each for each in range(1, _HEADS + 1) if common % each == 0)
+    if 2 * heads < min(_HEADS, *counts):
+        heads = min(_HEADS, *counts)
+    groups = [triton.cdiv(count, heads) for count in counts]
+    exact = common % heads == 0 and 2 * width == query.shape[3] and query.shape[0] * query.shape[1] % tokens == 0
+    tile = {
+        "QUERY_GROUPS": groups[0], "HEADS": heads, "TOKENS": tokens, "PAIRS": width, "EXACT": exact, "num_warps": _WARPS
+    }  # fmt: skip
+    return tile, sum(groups)
 
 
 def _check(query: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -46,7 +46,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "normed_rope": Rule(
         eager=(PRIORITY, "one launch each way, where two norms and a rotation take three"),
-        compiled=(BY_NAME, "a block of Qwen3 takes as long with what inductor makes, 10.5 ms; by name only"),
+        compiled=(PRIORITY, "one launch each way, 0.15 ms for a layer where inductor's kernels take 0.33"),
     ),
     "permute": Rule(
         eager=(PRIORITY, "copies as the reference does; their gradients are summed in one pass, not in one per choice"),

@@ -21,7 +21,8 @@ def add_up(out, matrix, rows, columns, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for block in range(BLOCKS):
+    # Unrolled, so that no load waits for the one before.
+    for block in tl.static_range(BLOCKS):
         row = block * ROWS + tl.arange(0, ROWS)[:, None]
         place = matrix + row.to(tl.int64) * columns + column
         total += tl.load(place, (row < rows) & (column < columns), other=0.0)
