@@ -190,8 +190,8 @@ def signature(**changes: Any) -> OpSignature:
 @pytest.mark.parametrize(
     ("major", "changes", "reason"),
     [
-        (9, {}, "by name until"),
-        (None, {}, "by name until"),
+        (9, {}, "by name only"),
+        (None, {}, "by name only"),
         (8, {}, "this GPU has 8.x"),
         (9, {"static": {"hidden": 64, "features": 100}}, "features 100 is no multiple of 8"),
         (9, {"dtype": "float32"}, "multiplies bfloat16 or float16; the tensors are float32"),

@@ -9,6 +9,7 @@ Shapes: M rows, H features, I features inside.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,10 @@ _FLOATS = (torch.bfloat16, torch.float16)
 
 
 def build(_signature: OpSignature) -> Callable[..., Tensor]:
-    """Backend function; it is the same for all signatures."""
+    """Backend function; it is the same for all signatures. Imports the library, which takes seconds, before a step."""
+    with warnings.catch_warnings():  # of the libraries that it imports: its authors' business
+        warnings.simplefilter("ignore", DeprecationWarning)
+        import quack.gemm_interface  # noqa: F401
     return swiglu
 
 
