@@ -118,7 +118,7 @@ def test_on_a_cpu_it_is_sdpa(explained: Any) -> None:
     assert flex == "flex refuses: FlexAttention has no backward on the CPU; sdpa has"
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@pytest.mark.parametrize("method", ["all_gather", pytest.param("ulysses", marks=pytest.mark.thorough)])
 def test_ranks_that_hold_the_queries_of_some_positions_get_a_backend_that_attends_from_them(
     small_job: Write, d9d: D9d, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -206,7 +206,7 @@ def fused(case: dict[str, Any]) -> int:
         ({"samples": 1}, 4),
         ({"read": True}, 3),  # what else reads the rows adds to their gradient part by part
         ({"autocast": True}, 2),  # rows that are cast are exchanged as they were
-        ({"compiled": True}, 0),
+        pytest.param({"compiled": True}, 0, marks=pytest.mark.thorough),
         ({"stream": 1}, 0),
     ],
     ids=str,

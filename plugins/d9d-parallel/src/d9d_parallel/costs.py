@@ -10,6 +10,7 @@ from d9d_core.extend import StrategyCost
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.compile.config import CompileConfig
 from d9d_parallel.data_parallel.config import DataParallelConfig, ReplicateConfig, ShardedConfig
+from d9d_parallel.tensor_parallel.config import TensorParallelConfig
 
 _REDUCES: dict[str, Literal["each", "replicas_last", "last"]] = {
     "nothing": "each",
@@ -49,6 +50,11 @@ def alternatives(config: DataParallelConfig) -> Sequence[DataParallelConfig]:
     if isinstance(config, ShardedConfig) and config.reshard_after_forward is True:
         found.append(later.model_copy(update={"reshard_after_forward": False}))
     return found
+
+
+def tensor_parallel(config: TensorParallelConfig) -> StrategyCost:
+    """Effect of ``tensor_parallel``: where its exchanges travel beside products."""
+    return StrategyCost(overlaps=frozenset({"tp"} if config.asynchronous else ()))
 
 
 def checkpointed(config: ActivationCheckpointingConfig) -> StrategyCost:

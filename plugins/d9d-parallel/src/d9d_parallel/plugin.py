@@ -38,6 +38,7 @@ def d9d_strategies() -> Iterator[StrategySpec]:
         summary="Splits attention, feed-forward and vocabulary over tp, and positions between them.",
         config=Ref("d9d_parallel.tensor_parallel.config:TensorParallelConfig"),
         build=Ref("d9d_parallel.tensor_parallel.strategy:TensorParallel"),
+        cost=Ref("d9d_parallel.costs:tensor_parallel"),
         requires=frozenset({"model:tensor_parallel"}),
         anchor="tensor",
         axes=frozenset({"tp"}),

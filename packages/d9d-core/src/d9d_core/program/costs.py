@@ -13,9 +13,8 @@ from typing import Literal, Protocol
 
 from d9d_core.program.actions import Program
 
-#: Which rate of a device bounds an op beside that of its memory: dense products, those in float32 whatever else is
-#: computed in, grouped ones, attention, or none.
-OpKind = Literal["product", "wide_product", "grouped_product", "attention", "memory"]
+#: Which rate of a device bounds an op beside that of its memory: dense products, grouped ones, attention, or none.
+OpKind = Literal["product", "grouped_product", "attention", "memory"]
 #: Collectives, and the transfer between two ranks.
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
@@ -157,7 +156,8 @@ class BlockCost:
         expert_parameters: further ones, of experts, which the view ``expert`` of the mesh spreads.
         input: bytes of its input, which is all that activation checkpointing keeps.
         workspace: further bytes at the peak of its backward.
-        exchanges, backward_exchanges: collectives of forward and backward, for which computation waits.
+        exchanges, backward_exchanges: collectives of forward and backward, for which computation waits unless a
+            strategy overlaps them (:attr:`StrategyCost.overlaps`).
         beside, backward_beside: those that travel while attention is computed.
         count: number of such blocks in the stage.
         is_block: it is a block of the trait ``model:blocks``, which strategies recompute, compile and shard one by one;
@@ -241,6 +241,7 @@ class StrategyCost:
         recomputed: part of the blocks that the backward computes again.
         context: cost of an attention on so many ranks of ``cp``; it raises ``BuildError`` where they cannot share the
             heads. Functions that do the same should be equal, so that plans compute each once.
+        overlaps: axes whose exchanges in blocks travel part by part beside the products of their block.
     """
 
     shards: bool = False
@@ -252,6 +253,7 @@ class StrategyCost:
     compiled: bool = False
     recomputed: float = 0.0
     context: Callable[[OpCost, int], ContextCost] | None = None
+    overlaps: frozenset[str] = frozenset()
 
     def __or__(self, other: StrategyCost) -> StrategyCost:
         """Effect of both: what the other one leaves as it is by default stays as here."""

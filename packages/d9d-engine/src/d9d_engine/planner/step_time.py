@@ -43,7 +43,6 @@ class StepTime:
 _WORK = ("products", "experts", "attention", "elementwise", "optimizer", "idle")
 _OF_KIND = {
     "product": "products",
-    "wide_product": "products",
     "grouped_product": "experts",
     "attention": "attention",
     "memory": "elementwise",
@@ -83,7 +82,7 @@ class TimeModel:
         self._found: dict[int, _Tally] = {}
         self._axes = {axis: axis_group(layout.mesh, axis) for axis in ("tp", "cp", "ep")}
         effect, groups = self._effect, tuple(self._axes.values())
-        self._common = (id(device), self._width, effect.compiled, effect.recomputed, groups)
+        self._common = (id(device), self._width, effect.compiled, effect.recomputed, effect.overlaps, groups)
 
     def least(self) -> float:
         """Time that a step takes about at least, whatever its schedule is: with a quarter of the bubble of 1F1B."""
@@ -165,7 +164,7 @@ class TimeModel:
         count, again = block.count, self._effect.recomputed if block.is_block and block.has_backward else 0.0
         # The weight gradients of compiled and of recomputed blocks do not come apart from the rest of their backward.
         whole = self._effect.compiled or again > 0
-        attended = (0.0, 0.0)
+        attended = multiplied = (0.0, 0.0)
         for op in block.ops:
             forward, backward = (
                 self._op(op.kind, op.flops, op.traffic),
@@ -175,10 +174,16 @@ class TimeModel:
             tally.add(kind, count * forward, count * backward)
             if op.attention is not None:
                 attended = (attended[0] + forward, attended[1] + backward)
+            if op.kind == "product":
+                multiplied = (multiplied[0] + forward, multiplied[1] + backward)
             if block.is_block and not whole and op.kind in ("product", "grouped_product"):
                 tally.weight += count * max(0.0, backward - forward)
             tally.add("recomputation", 0.0, count * again * forward)
         sent, returned = self._exchanges(block.exchanges), self._exchanges(block.backward_exchanges)
+        if block.is_block:
+            hidden = {_AXES[axis] for axis in self._effect.overlaps}
+            for found, computed in zip((sent, returned), multiplied, strict=True):
+                found |= {name: self._exposed(taken, computed) for name, taken in found.items() if name in hidden}
         beside = [self._exchanges(block.beside), self._exchanges(block.backward_beside)]
         for name in {*sent, *returned, *beside[0], *beside[1]}:
             ahead = sent.get(name, 0.0) + self._exposed(beside[0].get(name, 0.0), attended[0])
@@ -195,11 +200,10 @@ class TimeModel:
             return traffic / device.elementwise_bytes
         rate = {
             "product": device.product,
-            "wide_product": device.product_float32,
             "grouped_product": device.grouped_product,
             "attention": device.attention,
         }[kind]
-        if self._width >= _FLOAT32 and kind != "wide_product":
+        if self._width >= _FLOAT32:
             rate *= device.product_float32 / device.product
         return max(flops / rate, traffic / device.copy_bytes)
 

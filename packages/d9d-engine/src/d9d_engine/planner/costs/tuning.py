@@ -104,6 +104,7 @@ def _block(block: BlockCost, names: Sequence[str], effects: _Effects, passes: bo
         input=block.input if passes else 0.0,
         workspace=max(0.0, block.workspace - released) if passes else 0.0,
         backward_exchanges=block.backward_exchanges if passes else (),
+        backward_beside=block.backward_beside if passes else (),
     )
 
 
