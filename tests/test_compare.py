@@ -207,6 +207,17 @@ def test_the_page_has_the_tables_of_the_files_beside_it(room: SimpleNamespace) -
     assert page == expected, "run: uv run python tools/bench/compare --tables"
 
 
+@pytest.mark.thorough
+def test_a_comparison_in_which_nothing_was_measured_writes_nothing_and_says_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOM), "--tiny", "--contenders", "nobody_has:this", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "nobody_has:this: failed: ModuleNotFoundError" in done.stderr
+    last = "compare: nothing was measured, for the reasons above; nothing was written"
+    assert done.stderr.strip().splitlines()[-1] == last
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_wrong_name_is_refused_before_anything_runs() -> None:
     command = [sys.executable, str(ROOM), "dense-2b", "--contenders", "d9d", "tranformers"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -48,6 +48,8 @@ def main() -> None:
     if options.model or options.tiny:
         setting = _setting(options)
         answers = rounds.run(setting, options.contenders, options.rounds, options.seconds, say=_say)
+        if not any("seconds" in answer for found in answers.values() for answer in found):
+            raise SystemExit("compare: nothing was measured, for the reasons above; nothing was written")
         command = " ".join(["python tools/bench/compare", *sys.argv[1:]])
         result = record.summary(setting, answers, command, dt.datetime.now(dt.UTC).date().isoformat())
         print(tables.text_of([result]))
