@@ -15,7 +15,7 @@ from d9d_nn.heads.config import ClassificationHeadConfig, EmbeddingHeadConfig, T
 from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.suites.metric import MetricSuite
 from d9d_testing.suites.support import observations
-from d9d_testing.suites.support.ops import Call
+from d9d_testing.suites.support.calls import Call
 from d9d_testing.suites.task import TaskSuite
 from torch import Tensor
 

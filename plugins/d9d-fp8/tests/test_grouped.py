@@ -14,7 +14,8 @@ from d9d_core.extend import Deferral, OpSignature, OpSlot
 from d9d_fp8.grouped import grouped, supports_emulated, supports_grouped
 from d9d_nn.ops.grouped_linear import grouped_linear
 from d9d_testing.suites.kernel import KernelSuite
-from d9d_testing.suites.support.ops import Call, Op, invoke_plainly
+from d9d_testing.suites.support.calls import Call
+from d9d_testing.suites.support.ops import Op, invoke_plainly
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -12,8 +12,9 @@ from d9d_core.extend import Decision, OpSignature, OpSlot
 from d9d_core.plugin import KernelSpec
 from torch import Tensor
 
+from d9d_testing.suites.support.calls import Call
 from d9d_testing.suites.support.component import registry_of
-from d9d_testing.suites.support.ops import KNOWN_OPS, Call, Op
+from d9d_testing.suites.support.ops import KNOWN_OPS, Op
 from d9d_testing.suites.support.tensors import bits, differing
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values
 

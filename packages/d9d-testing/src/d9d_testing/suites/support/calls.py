@@ -1,0 +1,153 @@
+"""Calls of the ops that first-party models make, for given sizes.
+
+Shapes: B samples, S positions, N query heads, K key/value heads, D features of a head; R rows, E experts, I features
+in, O features out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op.
+
+    Attributes:
+        name: for messages.
+        inputs: tensors by name; the floating-point ones are differentiated.
+        static: the facts that a slot states about its calls.
+        options: further arguments.
+        constants: names of floating-point inputs that no model differentiates.
+        documents: whether samples of the data that the call is made with hold several documents, if that is known.
+    """
+
+    name: str
+    inputs: Mapping[str, Tensor]
+    static: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    constants: Collection[str] = ()
+    documents: bool | None = None
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Normal numbers, the same in each call."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def attention(
+    samples: int, length: int, query_heads: int, heads: int, features: int, window: int | None, packed: bool
+) -> Call:
+    """Call of ``attention`` or ``attention_block``; ``packed`` samples hold two documents."""
+    inputs = {
+        "query": draw(samples, length, query_heads, features, seed=0),
+        "key": draw(samples, length, heads, features, seed=1),
+        "value": draw(samples, length, heads, features, seed=2),
+    }
+    if packed:
+        inputs["documents"] = (torch.arange(length) >= length // 3).long() + torch.zeros(samples, length).long()
+    static = {"query_heads": query_heads, "key_value_heads": heads, "head_dim": features, "window": window}
+    name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, window {window}"
+    name += ", several documents" if packed else ", one document"
+    return Call(name, inputs, {"causal": True, **static}, documents=packed or None)
+
+
+def rms_norm(*shape: int) -> Call:
+    """Call of ``rms_norm``."""
+    inputs = {"x": draw(*shape, seed=0), "weight": draw(shape[-1], seed=1)}
+    return Call(f"x {list(shape)}", inputs, {"features": shape[-1]}, {"eps": 1e-6})
+
+
+def silu_mul(*shape: int) -> Call:
+    """Call of ``silu_mul``."""
+    return Call(f"gate {list(shape)}", {"gate": draw(*shape, seed=0), "up": draw(*shape, seed=1)})
+
+
+def swiglu(shape: Sequence[int], hidden: int, features: int) -> Call:
+    """Call of ``swiglu`` with x [*shape, hidden]."""
+    inputs = {
+        "x": draw(*shape, hidden, seed=0),
+        "gate_weight": draw(features, hidden, seed=1),
+        "up_weight": draw(features, hidden, seed=2),
+        "down_weight": draw(hidden, features, seed=3),
+    }
+    return Call(f"x {[*shape, hidden]}, {features} inside", inputs, {"hidden": hidden, "features": features})
+
+
+def rope(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
+    """Call of ``rope``; with ``shared`` angles for all samples."""
+    angles = 3 * draw(1 if shared else samples, length, features // 2, seed=2)
+    inputs = {
+        "query": draw(samples, length, query_heads, features, seed=0),
+        "key": draw(samples, length, heads, features, seed=1),
+        "cos": angles.cos(),
+        "sin": angles.sin(),
+    }
+    name = f"query {list(inputs['query'].shape)}, key {list(inputs['key'].shape)}, cos {list(angles.shape)}"
+    return Call(name, inputs, {"head_dim": features}, constants=("cos", "sin"))
+
+
+def normed_rope(samples: int, length: int, query_heads: int, heads: int, features: int, shared: bool) -> Call:
+    """Call of ``normed_rope``; with ``shared`` angles for all samples."""
+    call = rope(samples, length, query_heads, heads, features, shared)
+    inputs = {"query": call.inputs["query"], "key": call.inputs["key"]}
+    inputs |= {"query_weight": draw(features, seed=3), "key_weight": draw(features, seed=4)}
+    inputs |= {"cos": call.inputs["cos"], "sin": call.inputs["sin"]}
+    static = {**call.static, "query_heads": query_heads, "key_heads": heads}
+    return Call(call.name, inputs, static, {"eps": 1e-6}, constants=call.constants)
+
+
+def grouped_linear(
+    counts: Sequence[int], spare: int, spare_rows: bool, features_in: int = 16, features_out: int = 24
+) -> Call:
+    """Call of ``grouped_linear`` with ``counts`` rows of experts and ``spare`` ones of nobody."""
+    inputs = {
+        "x": draw(sum(counts) + spare, features_in, seed=0),
+        "bank": draw(len(counts), features_in, features_out, seed=1),
+        "counts": torch.tensor(counts),
+    }
+    static = {"in_features": features_in, "out_features": features_out, "experts": len(counts)}
+    name = f"rows {list(counts)} and {spare} of nobody, spare_rows={spare_rows}"
+    return Call(name, inputs, static, {"spare_rows": spare_rows})
+
+
+def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread: float = 1.0) -> Call:
+    """Call of ``linear_cross_entropy``, where each fourth position is not predicted.
+
+    A small ``spread`` of hidden states keeps words from being certain, when gradients are rounding.
+    """
+    targets = torch.randint(words, tuple(shape), generator=torch.Generator().manual_seed(2))
+    targets.view(-1)[1::4] = -100
+    inputs = {
+        "hidden": spread * draw(*shape, features, seed=0),
+        "weight": draw(words, features, seed=1),
+        "targets": targets,
+    }
+    name = f"hidden {[*shape, features]}, weight {[words, features]}"
+    return Call(name, inputs, {"features": features, "vocabulary": words})
+
+
+def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bool) -> Call:
+    """Call of ``permute``, or ``unpermute`` with ``back``; choices beyond the rows have none."""
+    slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
+    places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
+    numbers = {"slots": slots[:rows], "places": places.view(tokens, choices)}
+    if back:
+        inputs = {"rows": draw(rows, features, seed=0), **numbers, "weights": draw(tokens, choices, seed=1)}
+    else:
+        inputs = {"tokens": draw(tokens, features, seed=0), **numbers}
+    name = f"{tokens} tokens of {features} features, {choices} choices, {rows} rows"
+    return Call(name, inputs, options={"absent": rows < tokens * choices})
+
+
+def adamw(*shapes: Sequence[int]) -> Call:
+    """Call of ``adamw``: parameters of some shapes, and a gradient of each."""
+    inputs = {f"parameter {number}": draw(*shape, seed=2 * number) for number, shape in enumerate(shapes)}
+    inputs |= {f"gradient {number}": draw(*shape, seed=2 * number + 1) for number, shape in enumerate(shapes)}
+    static = {"amsgrad": False, "maximize": False}
+    return Call(f"parameters {[list(shape) for shape in shapes]}", inputs, static, constants=tuple(inputs))
