@@ -193,12 +193,12 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     hook = sys.excepthook
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(1, _ATTEMPTS + 1):
         failure = _connect_all(env, backend, _below(f"group/{attempt}", store), timeout)
         if failure is None:
             break
-    else:
-        raise failure
+        if attempt == _ATTEMPTS:
+            raise failure
     if env.world_size == 1:
         sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback
 
