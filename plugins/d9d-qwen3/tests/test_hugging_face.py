@@ -20,7 +20,7 @@ from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, Ya
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
-from d9d_testing.suites.model import export_to
+from d9d_testing.suites.support.models import export_to
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, compare_directions
 from d9d_weights import ModelDirectory, StateGraph, load_tensors, map_tensors, specs_of
 from torch import Tensor, nn

@@ -7,7 +7,7 @@ from d9d_nn.ops.attention import sdpa
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.flops import training_flops_per_token
 from d9d_qwen3.model import Qwen3
-from d9d_testing.suites.model import microbatch
+from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
 from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode

@@ -12,7 +12,7 @@ from d9d_nn.ops.attention import sdpa
 from d9d_nn.rope.scaling import DynamicScaling, LinearScaling, Llama3Scaling, YarnScaling, scaling_to_hugging_face
 from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.model import Qwen3
-from d9d_testing.suites.model import microbatch
+from d9d_testing.suites.support.models import microbatch
 from d9d_testing.tolerances import Tolerance, assert_close_gradients
 from pydantic import ValidationError
 from torch import Tensor

@@ -15,7 +15,8 @@ from d9d_qwen3.config import Qwen3Config, tiny
 from d9d_qwen3.hugging_face.dense import Qwen3HuggingFace
 from d9d_qwen3.model import Qwen3
 from d9d_qwen3.plugin import d9d_models
-from d9d_testing.suites.model import ModelSuite, initialised
+from d9d_testing.suites.model import ModelSuite
+from d9d_testing.suites.support.models import initialised
 from d9d_weights import Compute, Mapper
 
 SPEC = next(iter(d9d_models()))

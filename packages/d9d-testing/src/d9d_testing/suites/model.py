@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 import importlib
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -30,14 +29,30 @@ from d9d_core.extend import (
 )
 from d9d_core.plugin import ModelSpec, Ref
 from d9d_engine.api import Layout
-from d9d_weights import HuggingFaceFormat, ModelFiles, ModelWriter, StateGraph, export_model, map_tensors, specs_of
+from d9d_weights import StateGraph, map_tensors, specs_of
 from torch import Tensor, nn
 
 from d9d_testing.layouts import Harness, assert_passed
 from d9d_testing.suites.support.model_matrices import MatrixUse, residual_writers
+from d9d_testing.suites.support.models import (
+    IGNORE,
+    count_blocks,
+    export_to,
+    gradients_of,
+    initialised,
+    is_poisoned,
+    logits_of,
+    microbatch,
+    on_meta,
+    poison,
+    random_model,
+    require,
+    split,
+    submodule,
+    tensors_of,
+)
 from d9d_testing.tolerances import TOLERANCES, Tolerance, assert_close_gradients, assert_close_values
 
-_IGNORE = -100
 #: What the jobs of the layout test name besides the model.
 _LAYOUT_PLUGINS = ("d9d_nn.plugin", "d9d_parallel.plugin", "d9d_testing.toy.plugin")
 
@@ -108,7 +123,7 @@ class ModelSuite:
 
     def test_builds_on_the_meta_device_without_memory(self, spec: ModelSpec, config: Any) -> None:
         """Planning a large model on a laptop must cost nothing."""
-        allocated = [name for name, tensor in _tensors(on_meta(spec, config)) if not tensor.is_meta]
+        allocated = [name for name, tensor in tensors_of(on_meta(spec, config)) if not tensor.is_meta]
         assert not allocated, f"not on the meta device: {allocated}; create tensors without naming a device"
 
     def test_initialisation_fills_every_parameter_and_buffer(self, spec: ModelSpec, config: Any) -> None:
@@ -117,7 +132,7 @@ class ModelSuite:
         poison(stage)
         for module in modules_with(stage, LateInit).values():
             module.reset_parameters()
-        left = [name for name, tensor in _tensors(stage) if _poisoned(tensor)]
+        left = [name for name, tensor in tensors_of(stage) if is_poisoned(tensor)]
         assert not left, f"not filled by any reset_parameters(): {left}"
 
     def test_reset_parameters_fills_own_parameters_only(self, spec: ModelSpec, config: Any) -> None:
@@ -126,8 +141,8 @@ class ModelSuite:
         for name, module in modules_with(stage, LateInit).items():
             poison(stage)
             module.reset_parameters()
-            own = {id(tensor) for _, tensor in _tensors(stage.get_submodule(name), recurse=False)}
-            filled = [other for other, t in _tensors(stage) if id(t) not in own and not _poisoned(t)]
+            own = {id(tensor) for _, tensor in tensors_of(stage.get_submodule(name), recurse=False)}
+            filled = [other for other, t in tensors_of(stage) if id(t) not in own and not is_poisoned(t)]
             assert not filled, f"{name or 'the model'}.reset_parameters() also fills {filled}"
 
     def test_initialisation_depends_on_the_seed_alone(self, spec: ModelSpec, config: Any) -> None:
@@ -186,13 +201,13 @@ class ModelSuite:
     def test_traits_name_modules_that_exist(self, model: nn.Module) -> None:
         """Blocks, attention cores, tensor-parallel children and op slots are where the traits say."""
         for module in modules_with(model, HasBlocks).values():
-            assert all(_child(module, name) is block for name, block in module.blocks().items())
+            assert all(submodule(module, name) is block for name, block in module.blocks().items())
         for core_owner in modules_with(model, ContextParallelizable).values():
-            assert all(_child(core_owner, name) is core for name, core in core_owner.attention_cores().items())
+            assert all(submodule(core_owner, name) is core for name, core in core_owner.attention_cores().items())
         split = (TensorStyle.COLUMN, TensorStyle.ROW, TensorStyle.VOCAB)
         for planned in modules_with(model, TensorParallelizable).values():
             for name, style in planned.tensor_parallel_plan().items():
-                weight = getattr(_child(planned, name), "weight", None)  # a tied head has none
+                weight = getattr(submodule(planned, name), "weight", None)  # a tied head has none
                 is_vector = weight is not None and weight.ndim < 2
                 assert not (is_vector and style in split), f"{name}: a vector cannot be {style}"
         for caller in modules_with(model, HasOps).values():
@@ -265,9 +280,9 @@ class ModelSuite:
         torch.autograd.backward([loss])
         logits = ours(tokens=tokens)["logits"].float()
         ours(tokens=tokens, targets=targets)["token_loss"].sum().backward()
-        gradients = _gradients(theirs)
+        gradients = gradients_of(theirs)
         graph = StateGraph(form.importer(config, config), specs_of(gradients))
-        mine, reference = _gradients(ours), graph.apply(gradients)
+        mine, reference = gradients_of(ours), graph.apply(gradients)
         if dtype == "float32":
             assert_close_values(logits, expected, within=Tolerance(1e-5, 1e-5, 0, 0))
             assert_close_gradients(mine, reference, within=Tolerance(rtol=0, atol=0, angle=1e-8, norm=1e-4))
@@ -313,13 +328,13 @@ class ModelSuite:
             assert loss.shape == batch["tokens"].shape
             assert loss.dtype == torch.float32
             assert loss.isfinite().all()
-            assert (loss[batch["targets"] == _IGNORE] == 0).all()
-            assert (loss[batch["targets"] != _IGNORE] > 0).all()
+            assert (loss[batch["targets"] == IGNORE] == 0).all()
+            assert (loss[batch["targets"] != IGNORE] > 0).all()
 
     def test_logits_give_the_loss(self, language_model: nn.Module, config: Any) -> None:
         """Without targets the model returns logits [B, S, V], and their cross entropy is the loss."""
         batch = microbatch(config)
-        logits = _logits(language_model, batch)
+        logits = logits_of(language_model, batch)
         assert logits.shape == (*batch["tokens"].shape, config.vocab_size)
         flat = nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
         assert_close_values(language_model(**batch)["token_loss"], flat.view_as(batch["targets"]))
@@ -342,14 +357,14 @@ class ModelSuite:
         """A sample gives the same logits alone and in a batch."""
         batch = microbatch(config)
         alone = {name: tensor[:1] for name, tensor in batch.items()}
-        assert_close_values(_logits(language_model, alone), _logits(language_model, batch)[:1])
+        assert_close_values(logits_of(language_model, alone), logits_of(language_model, batch)[:1])
 
     def test_later_tokens_do_not_change_earlier_logits(self, language_model: nn.Module, config: Any) -> None:
         """The model is causal."""
         batch, position = microbatch(config), 7
         changed = batch["tokens"].clone()
         changed[:, position] = (changed[:, position] + 1) % config.vocab_size
-        before, after = _logits(language_model, batch), _logits(language_model, {**batch, "tokens": changed})
+        before, after = logits_of(language_model, batch), logits_of(language_model, {**batch, "tokens": changed})
         assert_close_values(after[:, :position], before[:, :position])
         assert not torch.allclose(after[:, position], before[:, position])
 
@@ -369,28 +384,31 @@ class ModelSuite:
         padding = torch.arange(12) >= lengths.unsqueeze(1)
         padded = {
             "tokens": batch["tokens"],
-            "targets": batch["targets"].masked_fill(padding, _IGNORE),
+            "targets": batch["targets"].masked_fill(padding, IGNORE),
             "documents": padding.long(),
             "lengths": lengths,
         }
         found = language_model(**padded)["token_loss"]
         found.sum().backward()
-        together = {name: gradient.clone() for name, gradient in _gradients(language_model).items()}
+        together = {name: gradient.clone() for name, gradient in gradients_of(language_model).items()}
         language_model.zero_grad()
         for sample, length in enumerate(lengths.tolist()):
             alone = {name: padded[name][sample, :length].unsqueeze(0) for name in ("tokens", "targets")}
             loss = language_model(**alone)["token_loss"]
             loss.sum().backward()
             assert_close_values(found[sample, :length], loss[0])
-        assert_close_gradients(together, _gradients(language_model))
+        assert_close_gradients(together, gradients_of(language_model))
 
     # --- pipeline stages --------------------------------------------------------------------------------------------
 
     def test_stages_start_as_the_whole_does(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
         """Names and initial values do not depend on the split. What several stages have, all of them start with."""
         require(spec, "model:pipeline")
-        stages, source = [initialised(spec, config, stage=Stage(index, 2)) for index in range(2)], dict(_tensors(model))
-        found = [item for stage in stages for item in _tensors(stage)]
+        stages, source = (
+            [initialised(spec, config, stage=Stage(index, 2)) for index in range(2)],
+            dict(tensors_of(model)),
+        )
+        found = [item for stage in stages for item in tensors_of(stage)]
         assert {name for name, _ in found} == source.keys()
         different = [name for name, tensor in found if not torch.equal(tensor, source[name])]
         assert not different, f"other values than in the whole model: {different}"
@@ -398,9 +416,9 @@ class ModelSuite:
     def test_layers_are_split_as_the_job_says(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
         """``pipeline.layers`` is followed, and refused if the model has another number of layers."""
         require(spec, "model:pipeline", "model:blocks")
-        total = _blocks(model)
+        total = count_blocks(model)
         counts = (total - 1, 1)
-        assert tuple(_blocks(on_meta(spec, config, Stage(index, 2, counts))) for index in range(2)) == counts
+        assert tuple(count_blocks(on_meta(spec, config, Stage(index, 2, counts))) for index in range(2)) == counts
         for wrong in ((total, 1), (total,)):
             with pytest.raises(BuildError, match="layers"):
                 on_meta(spec, config, Stage(0, 2, wrong))
@@ -421,10 +439,10 @@ class ModelSuite:
         assert_close_values(split_loss, loss)
         found: dict[str, Tensor] = {}
         for stage in stages:
-            gradients = _gradients(stage)
+            gradients = gradients_of(stage)
             assert gradients.keys() == dict(stage.named_parameters()).keys(), "a stage holds what it does not use"
             found |= {name: found[name] + g if name in found else g for name, g in gradients.items()}
-        assert_close_gradients(found, _gradients(model))
+        assert_close_gradients(found, gradients_of(model))
 
     def test_boundary_predicts_what_crosses_it(self, spec: ModelSpec, config: Any, model: nn.Module) -> None:
         """Names, shapes and dtypes of a stage's outputs follow from shapes alone; the last stage hands on nothing."""
@@ -438,118 +456,3 @@ class ModelSuite:
             sent = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first(**batch).items()}
             assert dict(first.boundary(shapes)) == sent
             assert dict(last.boundary(shapes)) == {}
-
-
-def on_meta(spec: ModelSpec, config: Any, stage: Stage = Stage()) -> nn.Module:  # noqa: B008 - Stage is frozen
-    """Build a stage as the framework does."""
-    with torch.device("meta"):
-        built = spec.build.load()(config, stage)
-    assert isinstance(built, nn.Module)
-    return built
-
-
-def initialised(
-    spec: ModelSpec,
-    config: Any,
-    seed: int = 0,
-    stage: Stage = Stage(),  # noqa: B008 - Stage is frozen
-) -> nn.Module:
-    """The model, or a stage of it, on the CPU, each module initialised from a seed of its own."""
-    model = on_meta(spec, config, stage).to_empty(device="cpu")
-    for name, module in modules_with(model, LateInit).items():
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-            module.reset_parameters()
-    return model
-
-
-def random_model(spec: ModelSpec, config: Any) -> nn.Module:
-    """The whole tiny model with weights far from their start, norms and biases included, so that nothing cancels."""
-    model = initialised(spec, config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
-    return model
-
-
-def export_to(directory: Path, form: HuggingFaceFormat, config: Any, model: nn.Module, dtype: str) -> None:
-    """Write a model in Hugging Face layout, as a job does at its end."""
-    state = {name: p.detach() for name, p in model.named_parameters()}
-    graph = StateGraph(form.exporter(config), specs_of(state))
-    export_model(ModelWriter(directory, graph.specs), graph, state, ModelFiles(form.config_json(config, dtype)))
-
-
-def split(spec: ModelSpec, config: Any, whole: nn.Module) -> list[nn.Module]:
-    """Two stages with copies of the whole model's tensors."""
-    stages = [on_meta(spec, config, Stage(index, 2)).to_empty(device="cpu") for index in range(2)]
-    source = dict(_tensors(whole))
-    for stage in stages:
-        with torch.no_grad():
-            for name, tensor in _tensors(stage):
-                assert name in source, f"a stage has '{name}', the whole model has no such tensor"
-                tensor.copy_(source[name])
-    return stages
-
-
-def microbatch(config: Any) -> dict[str, Tensor]:
-    """Two samples of twelve positions: documents of different lengths, some targets ignored. int64 [B, S] each."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (2, 12), generator=generator)
-    targets = torch.randint(config.vocab_size, (2, 12), generator=generator)
-    lengths = ((5, 7), (1, 8, 3))
-    documents = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])
-    positions = torch.stack([torch.cat([torch.arange(length) for length in n]) for n in lengths])
-    last_of_document = torch.cat((documents[:, 1:] != documents[:, :-1], torch.ones(2, 1, dtype=torch.bool)), dim=1)
-    targets[last_of_document] = _IGNORE
-    return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
-
-
-def require(spec: ModelSpec, *tokens: str) -> None:
-    """Skip the test if the model does not claim all of these capabilities."""
-    if missing := set(tokens) - spec.provides:
-        pytest.skip(f"{spec.name} does not claim {', '.join(sorted(missing))}")
-
-
-def poison(module: nn.Module) -> None:
-    """Fill every parameter and buffer with a value that no initialisation gives."""
-    with torch.no_grad():
-        for _, tensor in _tensors(module):
-            tensor.fill_(_poison_value(tensor))
-
-
-def _poison_value(tensor: Tensor) -> float:
-    if tensor.is_floating_point():
-        return float("nan")
-    return 1 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
-
-
-def _poisoned(tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return bool(tensor.isnan().any())
-    # Any bool may be meant.
-    return tensor.dtype != torch.bool and bool((tensor == _poison_value(tensor)).any())
-
-
-def _tensors(module: nn.Module, *, recurse: bool = True) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=recurse)
-    yield from module.named_buffers(recurse=recurse)
-
-
-def _child(module: object, name: str) -> nn.Module:
-    assert isinstance(module, nn.Module)
-    return module.get_submodule(name)
-
-
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "targets"})["logits"]
-    return logits
-
-
-def _blocks(model: nn.Module) -> int:
-    return sum(len(module.blocks()) for module in modules_with(model, HasBlocks).values())
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
