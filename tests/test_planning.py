@@ -123,6 +123,15 @@ def test_each_text_of_a_sample_is_a_row() -> None:
 # --- what layouts change ----------------------------------------------------------------------------------------------
 
 
+def test_small_microbatches_wait_for_the_host_that_launches_them() -> None:
+    short = {"data": {"name": "text", "sources": ["x"], "sequence_length": 1024}, "batch": {"size": 8}}
+    whole, small = (prediction(DENSE, **{**short, "batch": {"size": 8, "microbatch": n}}).time for n in (8, 1))
+    launched = Device.named("h200").launch * DENSE["num_layers"]
+    assert whole.parts["host"] == 0
+    assert small.total > 8 * launched > 1.5 * whole.total
+    assert small.bound.startswith("host")
+
+
 def test_recomputation_trades_activations_for_a_forward() -> None:
     plain, recomputed = prediction(DENSE), prediction(DENSE, parallel=["activation_checkpointing", "compile"])
     assert recomputed.memory.activations < plain.memory.activations / 5

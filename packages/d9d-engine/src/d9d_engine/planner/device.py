@@ -50,6 +50,8 @@ class Device(Section):
     """Part of the time of a collective beside computation by which that computation takes longer."""
     overhead: Annotated[float, Field(ge=0, le=1)] = 0.0125
     """Part of the time of computation in which the device idles between kernels."""
+    launch: Seconds = 1.9e-3
+    """Time in which the host launches forward and backward of a block, of which the forward is a third."""
 
     @property
     def memory(self) -> float:

@@ -147,6 +147,11 @@ class TimeModel:
         alone = self._alone(stage)
         tally = _Tally(alone.forward, alone.backward, alone.weight, dict(alone.parts))
         self._data_parallel(tally, stage.blocks)
+        of_block, blocks = self._device.launch / 3, [block for block in stage.blocks if block.is_block]
+        ahead = of_block * sum(block.count for block in blocks)
+        again = 2 + self._effect.recomputed
+        behind = of_block * again * sum(block.count for block in blocks if block.has_backward)
+        tally.add("host", max(0.0, ahead - tally.forward), max(0.0, behind - tally.backward))
         return tally
 
     def _alone(self, stage: StageCost) -> _Tally:
