@@ -515,6 +515,12 @@ def compare_with_plan(job_values: dict[str, Any]) -> None:
         assert 2 * trained == counted.gradients
 
 
+def test_memory_and_time_of_a_fine_tuned_model_are_as_measured() -> None:
+    found = prediction(DENSE, peft={"name": "lora", "r": 16, "alpha": 32})
+    assert found.memory.allocated / GIB == pytest.approx(30.7, rel=0.02)
+    assert 1e3 * found.time.total == pytest.approx(316, rel=0.04)
+
+
 def test_frozen_weights_take_no_gradients_and_fewer_products() -> None:
     whole, lora = prediction(DENSE), prediction(DENSE, peft=LORA)
     assert lora.memory.parameters == pytest.approx(whole.memory.parameters, rel=0.01)

@@ -109,7 +109,8 @@ def linear_cross_entropy(
     """Cost of projection and loss in chunks, and bytes that the backward needs besides.
 
     Logits that fit a part of the device's memory are kept and become their own gradient; those of other tokens are
-    computed again in the backward.
+    computed again in the backward. Below a frozen projection the forward computes the gradient of the hidden states,
+    chunk by chunk.
 
     Args:
         rows: predicted tokens.
@@ -136,6 +137,7 @@ def linear_cross_entropy(
         rows,
         weights,
         gradient,
+        max(0.0, kept - _CHUNK_BYTES),
     )
     loss = OpCost("loss", "memory", traffic=logits, backward_traffic=2 * logits, kept=(_FLOAT32 + 8) * rows)
     return (product, loss), chunk + gradient + width * rows * features

@@ -107,6 +107,7 @@ class OpCost:
         rows: rows that its weights are applied to.
         weights: its parameters, for optimizers and fine-tuning methods whose costs depend on them.
         workspace: the part of the workspace of its block that only gradients of its weights need.
+        kept_for_weights: the part of ``kept`` that only gradients of its weights need, if that is not all or nothing.
         attention: shape of an attention across positions; ``None`` of other ops.
     """
 
@@ -120,6 +121,7 @@ class OpCost:
     rows: float = 0.0
     weights: tuple[Weight, ...] = ()
     workspace: float = 0.0
+    kept_for_weights: float = 0.0
     attention: AttentionShape | None = None
 
 

@@ -142,6 +142,6 @@ def _op(op: OpCost, effects: Sequence[AdapterCost], passes: bool) -> OpCost:
         op,
         backward_flops=left * op.backward_flops,
         backward_traffic=left * op.backward_traffic,
-        kept=op.kept if needed else 0.0,
+        kept=op.kept - (0.0 if trained else op.kept_for_weights) if needed else 0.0,
         workspace=op.workspace if trained else 0.0,
     )
