@@ -205,6 +205,18 @@ def test_the_page_has_the_tables_of_the_files_beside_it(room: SimpleNamespace) -
         page, room.tables.text_of(room.records.read(folder, room.record.KIND)), room.tables.MARKS
     )
     assert page == expected, "run: uv run python tools/bench/compare --tables"
+    front = (ROOT / "README.md").read_text()
+    summary = room.tables.summary_of(room.records.read(folder, room.record.KIND))
+    assert front == room.records.fill(front, summary, room.tables.MARKS), "run the same"
+
+
+def test_the_summary_says_how_many_times_as_fast_ours_was(room: SimpleNamespace) -> None:
+    result = result_of(room)
+    assert room.tables.summary_of([]) == room.tables.NONE_YET
+    (row,) = room.tables.summary_of([result]).splitlines()[2:]
+    assert row.endswith("| 81,920 (1.33x) |")
+    result["contenders"] = {"d9d": result["contenders"]["d9d"]}
+    assert room.tables.summary_of([result]) == room.tables.NONE_YET
 
 
 @pytest.mark.thorough

@@ -54,8 +54,11 @@ def main() -> None:
         result = record.summary(setting, answers, command, dt.datetime.now(dt.UTC).date().isoformat())
         print(tables.text_of([result]))
         _say(f"written: {records.write(result, folder)}")
+    results = records.read(folder, record.KIND)
     if page.exists():
-        tables.write(page, records.read(folder, record.KIND))
+        tables.write(page, results)
+    if folder == BENCHMARKS:
+        tables.write_summary(records.ROOT / "README.md", results)
 
 
 def _options() -> argparse.Namespace:

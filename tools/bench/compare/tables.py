@@ -1,4 +1,4 @@
-"""Tables of the results in ``benchmarks/README.md``, between marks."""
+"""Tables of the results in ``benchmarks/README.md``, and their summary in the front page, between marks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,37 @@ def text_of(results: Sequence[Mapping[str, Any]]) -> str:
 def write(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
     """Write the tables of all results into a page."""
     page.write_text(fill(page.read_text(encoding="utf-8"), text_of(results), MARKS), encoding="utf-8")
+
+
+def write_summary(page: Path, results: Sequence[Mapping[str, Any]]) -> None:
+    """Write the summary of all results into a page."""
+    page.write_text(fill(page.read_text(encoding="utf-8"), summary_of(results), MARKS), encoding="utf-8")
+
+
+def summary_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """Table with a row for each result that has rivals: tokens of a second, and how much faster ours is."""
+    compared = []
+    for result in results:
+        measured = {name: found for name, found in result["contenders"].items() if "ms" in found}
+        if OURS in measured and len(measured) > 1:
+            compared.append((result, measured))
+    if not compared:
+        return NONE_YET
+    names = list(dict.fromkeys(name for _, measured in compared for name in measured if name != OURS))
+    head = ("tokens of a second", title_of(OURS), *map(title_of, names))
+    rows = []
+    for result, measured in compared:
+        ours = measured[OURS]["tokens_per_second"]
+        title = f"{result['table']}, {result['hardware']['device']}"
+        rows.append([title, f"{ours:,}", *(_beside(measured.get(name)) for name in names)])
+    return "\n".join(table(head, rows))
+
+
+def _beside(found: Mapping[str, Any] | None) -> str:
+    """Cell of a rival: its speed, and how many times as fast ours was in the same rounds."""
+    if found is None:
+        return ""
+    return f"{found['tokens_per_second']:,} ({1 / statistics.median(found['times_ours']):.2f}x)"
 
 
 def _section(result: Mapping[str, Any]) -> str:
