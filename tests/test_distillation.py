@@ -108,8 +108,12 @@ def test_a_student_learns_alike_in_every_layout(teacher: Path, tmp_path: Path) -
             ("pipeline.name=zero_bubble_v", "batch.microbatch=1"),
         ),
         Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=2",)),
+        Layout("cp 2", {"cp": 2}, [{"name": "context_parallel", "method": "ring"}, "fsdp"], ("batch.microbatch=2",)),
     ]
-    for task, some in (({}, [*layouts[1:3], layouts[4]]), ({"top_k": 5, "hard_weight": 1.0}, layouts[::3])):
+    for task, some in (
+        ({}, [*layouts[1:3], layouts[4]]),
+        ({"top_k": 5, "hard_weight": 1.0}, [*layouts[::3], layouts[5]]),
+    ):
         job = values(teacher, tmp_path, **task)
         job["model"] |= {"num_layers": 4}
         job |= {"trackers": [], "evaluation": {"every": 3, "packs": 1, "data": job["data"]}}

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInputs, State
+from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.distillation.config import DistillationConfig
 from d9d_nn.distillation.divergence import divergence
 from d9d_nn.distillation.vocabularies import check_vocabularies
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
+from d9d_nn.microbatch import check_fields, count_positions, own_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _SOFT, _HARD = "divergence", "cross_entropy"
@@ -79,6 +79,14 @@ class Distillation:
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage, without targets: tokens enter the first one; all else reaches every stage."""
         return stage_inputs(microbatch)
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions: the teacher sees the same ones, and the losses are sums over targets.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)
 
     @property
     def first_pass(self) -> FirstPass:
