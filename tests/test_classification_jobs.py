@@ -99,5 +99,28 @@ def test_words_train_alike_in_every_layout(words: dict[str, Any]) -> None:
         Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"], ("batch.microbatch=1",)),
         Layout("pp 2", {"pp": 2}, [], ("pipeline.name=zb1p", "batch.microbatch=1")),
         Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=2",)),
+        Layout("cp 2", {"cp": 2}, ["context_parallel"], ("batch.microbatch=2",)),
+    ]
+    assert_passed(Harness(values, PLUGINS, 3).compare(layouts))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_texts_train_alike_where_ranks_share_their_positions(tmp_path: Path, pooling: str) -> None:
+    records = [{"text": "abc " * (1 + n % 5) + str(n), "label": "more" if n % 2 else "less"} for n in range(24)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = {
+        "run": {"name": "texts", "dir": str(tmp_path / "runs")}, "steps": 3, "device": "cpu",
+        "batch": {"size": 4, "microbatch": 4}, "task": "classification", "trackers": [], "export": False,
+        "model": {**SIZES, "heads": {"topic": {"kind": "classification", "num_classes": 2, "pooling": pooling}}},
+        "data": {"name": "labelled", "sources": [str(tmp_path / "texts.jsonl")], "sequence_length": 64},
+        "optimizer": {"name": "adamw", "lr": 0.01}, "gradient_clipping": {"max_norm": None},
+    }  # fmt: skip
+    values["evaluation"] = {"every": 3, "packs": 1, "data": values["data"]}
+    ring = {"name": "context_parallel", "method": "ring"}
+    layouts = [
+        Layout("cp 2", {"cp": 2}, ["context_parallel"], ("batch.microbatch=2",)),
+        Layout("cp 2 x tp 2", {"cp": 2, "tp": 2}, [ring, "tensor_parallel"], ("batch.microbatch=2",)),
+        Layout("cp 2 x pp 2", {"cp": 2, "pp": 2}, [ring], ("pipeline.name=zb1p", "batch.microbatch=1")),
     ]
     assert_passed(Harness(values, PLUGINS, 3).compare(layouts))

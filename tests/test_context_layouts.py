@@ -265,15 +265,19 @@ def test_dynamic_scaling_of_positions_is_refused(table: ModuleType, tmp_path: Pa
     assert "choose another scaling, such as yarn" in said
 
 
-def test_a_task_whose_loss_is_of_whole_samples_is_refused(table: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "labels.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n' * 8)
-    said = refused(
-        table, tmp_path, layout("ring"),
-        model={"heads": {"topic": {"kind": "classification", "num_classes": 2}}},
-        task="classification",
-    )  # fmt: skip
-    assert "mesh.cp is 2, but task 'classification' needs all positions of a sample on one rank" in said
-    assert "leave mesh.cp out" in said
+def build_without_split(values: dict[str, Any], plugins: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("d9d_nn.causal_lm.task.CausalLM.split_positions")
+        build(values, plugins)
+
+
+def test_a_task_that_cannot_split_positions_is_refused(table: ModuleType, tmp_path: Path) -> None:
+    one = layout("ring")
+    values = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
+    values |= {"mesh": dict(one.mesh), "parallel": list(one.parallel)}
+    text = "mesh.cp is 2, but task 'causal_lm' needs all positions of a sample on one rank"
+    with pytest.raises(RankFailedError, match=text):
+        World(2).run(build_without_split, values, list(table.PLUGINS))
 
 
 def test_a_kernel_that_attends_from_all_positions_is_refused(table: ModuleType, tmp_path: Path) -> None:

@@ -119,5 +119,6 @@ def test_embeddings_are_learned_alike_in_every_layout(base: Path, questions: Pat
         Layout("fsdp 2", {"dp_shard": 2}, ["fsdp"], ("batch.microbatch=4",)),
         Layout("pp 2", {"pp": 2}, [], ("pipeline.name=1f1b", "batch.microbatch=2")),
         Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=4",)),
+        Layout("cp 2", {"cp": 2}, ["context_parallel"], ("batch.microbatch=4",)),
     ]
     assert_passed(Harness(values, PLUGINS, 3).compare(layouts))

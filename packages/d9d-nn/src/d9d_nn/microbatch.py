@@ -8,6 +8,8 @@ from torch import Tensor
 
 #: Number of a rank's own positions of each sample that are no padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
+#: Numbers of the samples that a rank counts, int64 [B], or [0] of none, so that shapes tell and no device is asked.
+_COUNTED = "counted_samples"
 
 
 def check_fields(microbatch: Microbatch, task: str, *names: str) -> None:
@@ -72,3 +74,26 @@ def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     if "lengths" in microbatch:
         own[_OWN_LENGTHS] = (share.own(places) < microbatch["lengths"].unsqueeze(1)).sum(dim=1)
     return own
+
+
+def own_positions_of_samples(microbatch: Microbatch, share: PositionShare) -> Microbatch:
+    """A rank's part of a microbatch for a task whose losses are of whole samples; see :func:`counts_samples`.
+
+    All ranks of ``cp`` compute the same of a sample, so one of them counts it, the one with its first position.
+
+    Args:
+        microbatch: with ``tokens`` [B, S].
+        share: the rank's.
+
+    Raises:
+        ValueError: the ranks cannot share S positions evenly.
+    """
+    samples, positions = microbatch["tokens"].shape
+    first = bool((share.own(torch.arange(positions).unsqueeze(0)) == 0).any())
+    counted = torch.arange(samples if first else 0, device=microbatch["tokens"].device)
+    return {**own_positions(microbatch, share), _COUNTED: counted}
+
+
+def counts_samples(microbatch: Microbatch) -> bool:
+    """Whether this rank counts what is of whole samples; otherwise another rank of ``cp`` does."""
+    return _COUNTED not in microbatch or len(microbatch[_COUNTED]) > 0

@@ -106,9 +106,10 @@ class FinishesTraining(Protocol):
 
 @runtime_checkable
 class SplitsPositions(Protocol):
-    """Task whose losses are sums over positions, so that ranks of ``cp`` may compute those of their own positions.
+    """Task whose losses ranks of ``cp`` may compute from their own positions of each sample.
 
-    A task that looks across the positions of a sample, as one of whole answers does, is none.
+    Most are sums over positions. A task of whole samples gets them from a head that gathers positions
+    (:class:`~d9d_core.extend.SeesContext`), or communicates itself, and lets one of these ranks count each sample.
     """
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:

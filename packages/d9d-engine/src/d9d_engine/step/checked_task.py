@@ -123,8 +123,7 @@ class CheckedTask:
         if not isinstance(self._task, SplitsPositions):
             raise JobError(
                 f"mesh.cp is {share.ranks}, but task '{self._chosen.spec.name}' needs all positions of a sample on one "
-                "rank: it has no split_positions(); leave mesh.cp out, or take a task whose loss is a sum over "
-                "positions, such as causal_lm"
+                "rank: it has no split_positions(); leave mesh.cp out, or take a task that has it, such as causal_lm"
             )
         task = self._task
         return lambda microbatch: task.split_positions(microbatch, share)

@@ -9,13 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import JobError, Microbatch, StageInputs, State
+from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.classification.config import ClassificationConfig, TokenClassificationConfig
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
-from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
+from d9d_nn.microbatch import (
+    check_fields,
+    count_positions,
+    counts_samples,
+    own_positions,
+    own_positions_of_samples,
+    stage_inputs,
+)
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _TERM = "cross_entropy"
@@ -85,6 +92,15 @@ class Classification:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
         return stage_inputs(microbatch)
 
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions; the head pools those of all ranks, and one of them counts the labels.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        own = own_positions_of_samples(microbatch, share)
+        return own if counts_samples(own) else {**own, "labels": torch.full_like(own["labels"], IGNORE)}
+
     def losses(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Sum of the losses of all labels, computed in float32 or wider; ignored labels have none.
 
@@ -115,3 +131,11 @@ class TokenClassification(Classification):
 
     kind = "token_classification"
     label_shape = ("B", "S")
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions: each label is beside its token, and the loss is a sum over labels.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)

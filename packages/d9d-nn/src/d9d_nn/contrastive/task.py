@@ -16,13 +16,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInputs, State
+from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.loss import contrast
 from d9d_nn.heads.choice import check_language_model, read_output
-from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
+from d9d_nn.microbatch import (
+    check_fields,
+    count_positions,
+    counts_samples,
+    own_positions_of_samples,
+    stage_inputs,
+)
 
 _TERM = "contrastive"
 #: Tensors that the first pass adds to a microbatch.
@@ -63,11 +69,20 @@ class Embedding:
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of queries that, like their texts, have a token."""
         present = _present(microbatch)
-        return {_TERM: (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)}
+        counted = (present[:, 0] & present[:, 1]).sum(dtype=torch.float32)
+        return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; positions, documents and lengths reach every stage."""
         return stage_inputs(microbatch)
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions; the head pools those of all ranks, and one of them counts the queries.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions_of_samples(microbatch, share)
 
     @property
     def first_pass(self) -> FirstPass:
@@ -118,11 +133,14 @@ class Embedding:
         """
         embedding = read_output(outputs, "embedding", self.config.head)
         surrogate = (embedding * microbatch[_GRADIENT]).sum()
-        return {_TERM: microbatch[_LOSS].sum() + (surrogate - surrogate.detach())}
+        loss = microbatch[_LOSS].sum() + (surrogate - surrogate.detach())
+        # Where another rank counts, zero gradients: its backward is collective.
+        return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:  # noqa: ARG002
         """Loss of each query, and whether its own text is the most similar of all in the step, [B]."""
-        return {"contrastive_loss": microbatch[_LOSS], "retrieval_hits": microbatch[_HITS]}
+        counted = slice(None) if counts_samples(microbatch) else slice(0)
+        return {"contrastive_loss": microbatch[_LOSS][counted], "retrieval_hits": microbatch[_HITS][counted]}
 
 
 def _present(microbatch: Microbatch) -> Tensor:

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from d9d_nn.heads.config import Pooling
-from d9d_nn.heads.pooling import pool
+from d9d_nn.heads.pooling import PoolsContext, pool
 
 
-class ClassificationHead(nn.Module):
+class ClassificationHead(PoolsContext, nn.Module):
     """Head that pools each sample and projects it to classes; weight [C, H], no bias.
 
     Args:
@@ -35,5 +35,5 @@ class ClassificationHead(nn.Module):
 
         With ``ends`` int64 [B, N] of the rows of packed samples [B, N, C]; see :func:`~d9d_nn.heads.pooling.pool`.
         """
-        logits = functional.linear(pool(hidden, lengths, self.pooling, ends), self.weight)
+        logits = functional.linear(pool(self.of_all_positions(hidden), lengths, self.pooling, ends), self.weight)
         return {"class_logits": logits.to(torch.promote_types(logits.dtype, torch.float32))}

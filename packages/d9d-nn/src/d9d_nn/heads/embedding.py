@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from d9d_nn.heads.config import Pooling
-from d9d_nn.heads.pooling import pool
+from d9d_nn.heads.pooling import PoolsContext, pool
 
 
-class EmbeddingHead(nn.Module):
+class EmbeddingHead(PoolsContext, nn.Module):
     """Head that pools each sample, keeps its first features and normalises them. No parameters.
 
     Args:
@@ -28,7 +28,7 @@ class EmbeddingHead(nn.Module):
 
         With ``ends`` int64 [B, N] of the rows of packed samples [B, N, D]; see :func:`~d9d_nn.heads.pooling.pool`.
         """
-        pooled = pool(hidden, lengths, self.pooling, ends)[..., : self.dim]
+        pooled = pool(self.of_all_positions(hidden), lengths, self.pooling, ends)[..., : self.dim]
         wide = pooled.to(torch.promote_types(pooled.dtype, torch.float32))
         # A plain slice is a view, and FSDP2 warns of modules that return views.
         return {"embedding": functional.normalize(wide, dim=-1) if self.normalize else wide.clone()}

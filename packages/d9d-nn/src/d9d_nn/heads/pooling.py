@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+from d9d_core.extend import ContextCall, ContextShare, StepShape
 from torch import Tensor
 from torch.nn import functional
 
 from d9d_nn.heads.config import Pooling
+
+
+class PoolsContext:
+    """Part of a head that pools whole samples, also where ranks of ``cp`` share their positions."""
+
+    _context: ContextShare | None = None
+
+    def see_context(self, share: ContextShare) -> None:
+        """Take a share of the positions from now on, and gather those of all ranks; all of them pool the same."""
+        self._context = share
+
+    def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:  # noqa: ARG002 - see CommunicatesInContext
+        """Collectives of a forward and a backward, of hidden states [B, S, H]."""
+        yield ContextCall("all_gather", None, "hidden states")
+        yield ContextCall("reduce_scatter", None, "gradients of hidden states", backward=True)
+
+    def of_all_positions(self, hidden: Tensor) -> Tensor:
+        """Hidden states [B, S, H] of all ranks. Collective over ``cp``, both ways."""
+        return hidden if self._context is None else self._context.gather(hidden)
 
 
 def pool(hidden: Tensor, lengths: Tensor | None, pooling: Pooling, ends: Tensor | None = None) -> Tensor:
