@@ -25,7 +25,10 @@ LAYOUTS = (
     Layout("replicate 2", {"dp_replicate": 2}, ["replicate"], ("batch.microbatch=2",)),
     Layout("pp 2", {"pp": 2}, [], ("pipeline.name=zb1p", "batch.microbatch=1")),
     Layout("tp 2", {"tp": 2}, ["tensor_parallel"], ("batch.microbatch=2",)),
+    Layout("cp 2", {"cp": 2}, ["context_parallel"], ("batch.microbatch=2",)),
 )  # fmt: skip
+
+CONTEXT = Layout("cp 2 x fsdp 2", {"cp": 2, "dp_shard": 2}, ["context_parallel", "fsdp"], ("batch.microbatch=2",))
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ def test_the_model_learns_to_prefer_the_chosen_answers(base: Path, pairs: Path, 
     [
         ({}, LORA, LAYOUTS),
         ({"reference": "stored", "loss": "ipo"}, LORA, LAYOUTS[1:]),
-        ({"reference": "copy"}, None, LAYOUTS[:3:2]),
+        ({"reference": "copy"}, None, [*LAYOUTS[:3:2], CONTEXT]),
     ],
     ids=["without adapter", "stored", "copy"],
 )

@@ -9,16 +9,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, StageInputs, State
+from d9d_core.extend import DataRanks, FirstPass, JobError, Microbatch, PositionShare, StageInputs, State, Topology
 from torch import Tensor
+from torch import distributed as dist
 from torch.nn import functional
 
 from d9d_nn.heads.choice import check_language_model, read_output
-from d9d_nn.microbatch import check_fields, count_positions, stage_inputs
+from d9d_nn.microbatch import (
+    check_fields,
+    count_positions,
+    counts_samples,
+    own_positions_of_samples,
+    stage_inputs,
+)
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from d9d_nn.preference.config import DpoConfig
+from d9d_nn.preference.sums import summed
 
 _TERM = "dpo"
+#: Number of targets of each text, int64 [2B], where a rank has some positions only.
+_TARGETS = "text_targets"
 #: Log-probabilities of the texts by the reference model, as the first pass adds them to a microbatch.
 REFERENCE = "reference_logps"
 
@@ -36,6 +46,12 @@ class Dpo:
 
     def __init__(self, config: DpoConfig) -> None:
         self.config = config
+        self._context: dist.ProcessGroup | None = None
+
+    def attach(self, topology: Topology) -> None:
+        """Take note of the ranks that share positions. Collective over all ranks."""
+        if topology.sizes["cp"] > 1:
+            self._context = topology.axes_group("cp")
 
     @property
     def coefficients(self) -> Mapping[str, float]:
@@ -56,11 +72,21 @@ class Dpo:
 
     def weights(self, microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Number of pairs that have a target."""
-        return {_TERM: _counted(microbatch).sum(dtype=torch.float32)}
+        counted = _counted(microbatch).sum(dtype=torch.float32)
+        return {_TERM: counted if counts_samples(microbatch) else torch.zeros_like(counted)}
 
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
         return stage_inputs(microbatch, "targets")
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions; log-probabilities are summed over the ranks, and one of them counts the pairs.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        own = own_positions_of_samples(microbatch, share)
+        return {**own, _TARGETS: (microbatch["targets"] != IGNORE).sum(-1)} if "targets" in microbatch else own
 
     @property
     def first_pass(self) -> FirstPass:
@@ -109,27 +135,34 @@ class Dpo:
             losses = functional.relu(1 - config.beta * margin)
         else:
             losses = (margin - 1 / (2 * config.beta)) ** 2
-        return {_TERM: torch.where(_counted(microbatch), losses, 0).sum()}
+        loss = torch.where(_counted(microbatch), losses, 0).sum()
+        # Where another rank counts, zero gradients: its backward is collective.
+        return {_TERM: loss if counts_samples(microbatch) else 0 * loss}
 
     def observations(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Implicit rewards ``beta * log(policy / reference)`` of both texts, float32 [B]."""
         ratios = self._log_probabilities(outputs, microbatch).detach() - microbatch[REFERENCE]
-        rewards = self.config.beta * ratios
+        rewards = self.config.beta * (ratios if counts_samples(microbatch) else ratios[:0])
         return {"chosen_rewards": rewards[:, 0], "rejected_rewards": rewards[:, 1]}
 
     def _log_probabilities(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Tensor:
-        """Log-probability of each text, [B, 2]."""
-        loss = read_output(outputs, "token_loss", self.config.head)
-        return -loss.sum(-1).view(len(microbatch["tokens"]) // 2, 2)
+        """Log-probability of each text, [B, 2]. Collective over ``cp``, both ways."""
+        loss = read_output(outputs, "token_loss", self.config.head).sum(-1)
+        whole = loss if self._context is None else summed(loss, self._context)
+        return -whole.view(len(microbatch["tokens"]) // 2, 2)
 
 
 def _counted(microbatch: Microbatch) -> Tensor:
     """Whether a pair has any target, bool [B]."""
-    targets = microbatch["targets"]
-    return (targets != IGNORE).view(len(targets) // 2, -1).any(-1)
+    return (_targets(microbatch) > 0).any(-1)
 
 
 def _target_counts(microbatch: Microbatch) -> Tensor:
     """Number of targets of each text, [B, 2]; at least one."""
-    targets = microbatch["targets"]
-    return (targets != IGNORE).sum(-1).clamp(min=1).view(len(targets) // 2, 2)
+    return _targets(microbatch).clamp(min=1)
+
+
+def _targets(microbatch: Microbatch) -> Tensor:
+    """Number of targets of each text, int64 [B, 2]."""
+    whole = microbatch[_TARGETS] if _TARGETS in microbatch else (microbatch["targets"] != IGNORE).sum(-1)
+    return whole.view(-1, 2)
