@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from d9d_core.cli.garbage import collected_seldom
+
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
@@ -15,10 +17,17 @@ def interrupts_deferred() -> Iterator[None]:
 
     torch and numpy catch what their imports of optional modules raise, KeyboardInterrupt too: the interrupt would be
     lost, or leave a half-imported module. A handler that somebody has installed, and other threads, are left alone.
+    Garbage is collected seldom meanwhile.
 
     Raises:
         KeyboardInterrupt: there was an interrupt.
     """
+    with collected_seldom(), _deferred():
+        yield
+
+
+@contextmanager
+def _deferred() -> Iterator[None]:
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import signal
 import sys
 
@@ -11,9 +13,16 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Run the command line; see :func:`d9d_core.cli.app.run`."""
+    # The end of the process frees all memory. Python would first look for garbage among all objects, for half a second
+    # once torch is imported.
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     try:
         try:
-            from d9d_core.cli.app import run
+            from d9d_core.cli.garbage import collected_seldom
+
+            with collected_seldom():
+                from d9d_core.cli.app import run
 
             run()
         except KeyboardInterrupt:  # outside of the command, which says more

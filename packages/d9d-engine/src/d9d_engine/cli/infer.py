@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import typer
+from d9d_core.cli.garbage import collected_seldom
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
@@ -60,7 +61,7 @@ def _infer(process: Process, interrupts: Interrupts, load: Callable[[], Inferenc
         import d9d_engine.inference.build  # noqa: F401
 
     with joined_process(process, interrupts, load, import_modules, "computed") as (loaded, topology, start, alone):
-        with start_up(interrupts, alone, "computed"):
+        with start_up(interrupts, alone, "computed"), collected_seldom():
             inference = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
         outcome = inference.run()
     if outcome.status == "finished" and topology.is_main:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
+from d9d_core.cli.garbage import collected_seldom
 from d9d_core.cli.options import Files, JobPath, NoPlugins, Overrides, Strict, command_app, load_job
 from d9d_core.errors import JobError
 
@@ -66,7 +67,7 @@ def _train(process: Process, interrupts: Interrupts, load: Callable[[], Job]) ->
         import d9d_engine.build.compose  # noqa: F401
 
     with joined_process(process, interrupts, load, import_modules) as (loaded, topology, start, alone):
-        with start_up(interrupts, alone):
+        with start_up(interrupts, alone), collected_seldom():
             trainer = loaded.build(topology=topology, observers=[start], interrupts=interrupts)
         outcome = trainer.train()
     if outcome.status == "finished" and topology.is_main:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 import yaml
+from d9d_core.cli.garbage import collected_seldom
 from d9d_core.cli.options import (
     Files,
     JobPath,
@@ -67,7 +68,8 @@ def plan(
     device = with_memory(rates, bytes_of(memory))
     workload = Workload(loaded, loaded.registry, loaded.views())
     devices = gpus or loaded.mesh.world_size
-    found = search(workload, devices, device)
+    with collected_seldom():  # all layouts are kept to the end
+        found = search(workload, devices, device)
     ranked = accepted(found, loaded, top)
     if not ranked:
         raise JobError(_nothing(found, devices, device, loaded))

@@ -113,11 +113,12 @@ class MemoryModel:
     def least(self) -> float:
         """Bytes that some rank needs whatever the schedule is: if each rank has one stage and one microbatch."""
         load, on_device = self._workload, 0.0 if self._effect.offloads else 1.0
+        alike = {id(cost): stage for stage, cost in enumerate(self._stages)}
         return max(
             on_device * (self._number(stage).shards * load.parameter_width + self._sum(stage).update.state)
             + self._communication([stage])
             + self._kept(stage)
-            for stage in range(len(self._stages))
+            for stage in alike.values()
         )
 
     def _updating(self, stages: list[int]) -> Memory:

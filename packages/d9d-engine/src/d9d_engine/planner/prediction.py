@@ -8,6 +8,7 @@ from functools import cached_property
 from d9d_core.config.job import JobConfig
 from d9d_core.plugin.records import ViewSpec
 from d9d_core.plugin.registry import Registry
+from d9d_core.program.costs import StageCost
 
 from d9d_engine.planner.device import Device
 from d9d_engine.planner.layout import Layout
@@ -52,8 +53,7 @@ class Prediction:
         Raises:
             D9dError: the model cannot be laid out so.
         """
-        stages = self.workload.stages(self.layout, self.device.memory, self.layout.mesh.pp)
-        return TimeModel(self.workload, self.layout, stages, self.device).least()
+        return TimeModel(self.workload, self.layout, self._one_each, self.device).least()
 
     @cached_property
     def least_memory(self) -> float:
@@ -62,14 +62,18 @@ class Prediction:
         Raises:
             D9dError: the model cannot be laid out so.
         """
-        stages = self.workload.stages(self.layout, self.device.memory, self.layout.mesh.pp)
-        return MemoryModel(self.workload, self.layout, stages).least()
+        return MemoryModel(self.workload, self.layout, self._one_each).least()
 
     @cached_property
     def time(self) -> StepTime:
         """Time of a step."""
         stages = self.workload.stages(self.layout, self.device.memory)
         return TimeModel(self.workload, self.layout, stages, self.device).step()
+
+    @cached_property
+    def _one_each(self) -> list[StageCost]:
+        """Costs of stages if each pipeline rank has one."""
+        return self.workload.stages(self.layout, self.device.memory, self.layout.mesh.pp)
 
     @property
     def fits(self) -> bool:

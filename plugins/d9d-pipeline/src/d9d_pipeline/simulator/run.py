@@ -36,15 +36,10 @@ def simulate(
         ValueError: costs are given for another number of stages.
     """
     costs = costs or Costs()
-    index = ProgramIndex.of(programs)
-    if problems := problems_of(index, training):
-        raise BuildError(f"pipeline: invalid programs: {'; '.join(problems[:5])}")
-    events = _EventLoop(index, costs, buffers)
-    if not events.run():
-        raise BuildError(f"pipeline: {find_deadlock(index, buffers)}")
-    memory = of_stages(costs.memory, index, "memory")
+    events = timed(programs, costs, buffers=buffers, training=training)
+    memory = of_stages(costs.memory, events.index, "memory")
     return Simulation(
-        index=index,
+        index=events.index,
         begins=events.begins,
         ends=events.ends,
         arrivals=events.arrivals,
@@ -54,8 +49,24 @@ def simulate(
     )
 
 
-class _EventLoop:
-    """State of a simulation: times of all actions by their number."""
+def timed(programs: Sequence[Program], costs: Costs, *, buffers: int | None = None, training: bool = True) -> EventLoop:
+    """Simulate times alone, without what is held in memory; see :func:`simulate`.
+
+    Raises:
+        BuildError: the programs are invalid, or wait for one another forever; the text names the actions.
+        ValueError: costs are given for another number of stages.
+    """
+    index = ProgramIndex.of(programs)
+    if problems := problems_of(index, training):
+        raise BuildError(f"pipeline: invalid programs: {'; '.join(problems[:5])}")
+    events = EventLoop(index, costs, buffers)
+    if not events.run():
+        raise BuildError(f"pipeline: {find_deadlock(index, buffers)}")
+    return events
+
+
+class EventLoop:
+    """Loop over the events of a simulation: times of all actions by their number."""
 
     def __init__(self, index: ProgramIndex, costs: Costs, buffers: int | None) -> None:
         count = index.first[-1]
@@ -65,7 +76,7 @@ class _EventLoop:
         self.arrivals: list[float] = [-1.0] * count
         #: What an action would have to be earlier for: the number of another, or ~number of a send that arrived late.
         self.causes: list[int] = [number - 1 for number in range(count)]
-        self._index = index
+        self.index = index
         self._durations = costs.durations(index)
         self._transfer = costs.transfer
         self._hidden = costs.overlap
@@ -81,7 +92,7 @@ class _EventLoop:
 
     def run(self) -> bool:
         """Run all programs; whether they came to their end."""
-        index, needs, pairs, arrivals = self._index, self._needs, self._pairs, self.arrivals
+        index, needs, pairs, arrivals = self.index, self._needs, self._pairs, self.arrivals
         begins, ends, causes = self.begins, self.ends, self.causes
         ranks = len(index.programs)
         place, clocks = index.first[:ranks], [0.0] * ranks

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from d9d_core.extend import Program, StageTimes
 
 from d9d_pipeline.simulator.costs import Costs
-from d9d_pipeline.simulator.run import simulate
+from d9d_pipeline.simulator.run import timed
 
 
 def seconds(programs: Sequence[Program], times: StageTimes) -> float:
@@ -18,4 +18,4 @@ def seconds(programs: Sequence[Program], times: StageTimes) -> float:
         ValueError: times are given for another number of stages.
     """
     costs = Costs(forward=times.forward, backward=times.backward, weight=times.weight, transfer=times.transfer)
-    return simulate(programs, costs).makespan
+    return max(timed(programs, costs).ends, default=0.0)
