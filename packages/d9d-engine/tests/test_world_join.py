@@ -243,7 +243,7 @@ def listening_while_joined(port: int, host: str, local: int) -> list[str]:
     dist.destroy_process_group()
     with joined(here, CPU, identity(), sizes(2), TIMEOUTS):
         dist.new_group([0, 1])
-        dist.barrier()  # or one leaves while the other connects
+        dist.barrier()
         return listening_at(os.getpid())
 
 
@@ -267,42 +267,6 @@ def test_a_rank_that_fails_frees_the_others_and_alone_tells(world: Callable[...,
     assert (first[:2], second[:2]) == (("RuntimeError", False), ("ValueError", False))
     assert "invalid literal" in (tmp_path / "1").read_text()
     assert "stopped because rank 1 failed" in (tmp_path / "0").read_text()
-
-
-def join_although(failures: int, port: int) -> tuple[str, float, bool]:
-    """Join when the first attempts of rank 0 to connect fail; tell what failed, and a sum in a group of its own."""
-    here = process_env(launcher="slurm", master=("127.0.0.1", port))
-    dist.destroy_process_group()
-    connect, left = dist.init_process_group, [failures if here.rank == 0 else 0]
-
-    def breaking(*args: Any, **options: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            if left[0]:
-                patch.setenv("GLOO_SOCKET_IFNAME", "nowhere")  # fails inside of gloo
-                left[0] -= 1
-            connect(*args, **options)
-
-    total, text = torch.ones(1), ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "init_process_group", breaking)
-        try:
-            with joined(here, CPU, identity(), sizes(2), {**TIMEOUTS, "startup": 1.0}):
-                dist.all_reduce(total, group=dist.new_group([0, 1]))  # of one name on both
-        except (RuntimeError, TrainingError) as error:
-            text = str(error)
-    return text, float(total), dist.is_initialized()
-
-
-def test_ranks_connect_again_if_one_could_not(world: Callable[..., Any]) -> None:
-    assert world(2).run(join_although, 1, free_port()) == [("", 2.0, False)] * 2
-
-
-@pytest.mark.thorough
-def test_ranks_that_never_connect_say_so_together(world: Callable[..., Any]) -> None:
-    first, second = world(2).run(join_although, 3, free_port())
-    assert "nowhere" in first[0]
-    assert second[0]
-    assert first[1:] == second[1:] == (1.0, False)
 
 
 @pytest.mark.thorough

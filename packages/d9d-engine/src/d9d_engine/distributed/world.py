@@ -30,8 +30,6 @@ _BACKEND_MARGIN = 60.0
 #: Variables with the interface on which a backend listens.
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = "127.0.0.1"
-#: How often ranks try to connect with each other.
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,51 +191,26 @@ def _init(env: ProcessEnv, device: torch.device, store: Store, timeout: float) -
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     hook = sys.excepthook
-    for attempt in range(1, _ATTEMPTS + 1):
-        failure = _connect_all(env, backend, _below(f"group/{attempt}", store), timeout)
-        if failure is None:
-            break
-        if attempt == _ATTEMPTS:
-            raise failure
+    # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the topology
+    # has only the members of a group make it.
+    dist.init_process_group(
+        backend,
+        store=_below("group", store),  # type: ignore[arg-type]
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
     if env.world_size == 1:
         sys.excepthook = hook  # torch's puts the rank in front of every line of a traceback
+        return
+    # Gloo connects each rank with all others. One that has its connections and fails at once would close those that
+    # another still makes, which would then tell of these, and not of the failure.
+    store.add("connected", 1)
 
+    def over() -> bool:
+        return store.add("connected", 0) >= env.world_size or store.check([FAILED])
 
-def _connect_all(env: ProcessEnv, backend: str, store: Store, timeout: float) -> Exception | None:
-    """Make the default process group, and tell whether all ranks could; if one could not, none has a group.
-
-    Gloo connects every rank with all others, and now and then a connection breaks. A rank that has its own already must
-    not go on, nor leave, while another still connects.
-    """
-    mine: Exception | None = None
-    try:
-        # No device_id: subgroups would then be split from the whole world, by all of its ranks together, but the
-        # topology has only the members of a group make it.
-        dist.init_process_group(
-            backend,
-            store=store,  # type: ignore[arg-type]
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=timedelta(seconds=timeout),
-        )
-    except RuntimeError as error:
-        mine = error
-    if env.world_size == 1:
-        return mine
-    store.add("connected" if mine is None else "failed", 1)
-
-    def told() -> bool:
-        return store.add("connected", 0) + store.add("failed", 0) == env.world_size
-
-    # Another one may notice only when its own limit is over.
-    complete = wait_until(told, timeout + min(30, timeout), max(0.02, env.world_size / 20_000))
-    if complete and not store.add("failed", 0):
-        return None
-    if dist.is_initialized():
-        _abort()
-    # Torch names groups by a count, which only leaving a group resets; after a failure it would differ between ranks.
-    dist.distributed_c10d._world.group_count = 0  # noqa: SLF001
-    return mine or TrainingError("another rank could not connect with all others; see its message")
+    wait_until(over, timeout, max(0.02, env.world_size / 20_000))
 
 
 @contextmanager

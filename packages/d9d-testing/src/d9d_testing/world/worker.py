@@ -10,6 +10,7 @@ import importlib.util
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -88,10 +89,18 @@ def _call(rank: int, launch: Launch) -> Report:
         # Longer than the test's own limit, so that a hang is reported with stacks and not by the backend.
         limit = timedelta(seconds=launch.timeout + ORPHAN_SECONDS)
         dist.init_process_group(launch.backend, store=store, rank=rank, world_size=launch.size, timeout=limit)
+        _wait_for_all(store, launch.size)
         args, kwargs = wire.unpack(launch.arguments)
         return Report(value=wire.pack(_find(launch)(*args, **kwargs), "the returned value"))
     except BaseException as error:
         return Report(error=_describe(error))
+
+
+def _wait_for_all(store: Any, size: int) -> None:
+    """Wait until all ranks are connected: a function that leaves the group at once would break what others connect."""
+    store.add("connected", 1)
+    while store.add("connected", 0) < size:
+        time.sleep(0.005)
 
 
 def _describe(error: BaseException) -> str:
