@@ -143,6 +143,16 @@ CASES |= {
     ),
     "low-rank terms under cp": ({"cp": 2}, ["context_parallel"], False, {"peft": {"name": "lora", "r": 4}}),
     "cp and stages": ({"cp": 2, "pp": 2}, ["context_parallel"], False, {"pipeline": "1f1b"}),
+    "cp, samples pooled": (
+        {"cp": 2},
+        ["context_parallel"],
+        False,
+        {
+            "task": "classification",
+            "model": {"heads": {"topic": {"kind": "classification", "num_classes": 2}}},
+            "data": {"name": "labelled", "pad_multiple": 24},
+        },
+    ),
 }
 CASES |= {
     "tp, asynchronous": ({"tp": 2}, [ASYNCHRONOUS], False, {}),
@@ -174,7 +184,12 @@ def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]
     batch = {"size": 4 * Mesh(**mesh).data_parallel_size, "microbatch": 2}
     job = table.job(directory / "corpus", "float32", model=model)
     changed = {"mesh": dict(mesh), "parallel": list(parallel), "steps": 2, "batch": batch, **sections}
-    return {**job, **changed, "model": model, "data": job["data"] | sections.get("data", {})}
+    data = job["data"] | sections.get("data", {})
+    if data["name"] == "labelled":
+        lines = [json.dumps({"text": f"number {number}", "label": number % 2}) for number in range(16)]
+        (directory / "labelled.jsonl").write_text("\n".join(lines))
+        data["sources"] = [str(directory / "labelled.jsonl")]
+    return {**job, **changed, "model": model, "data": data}
 
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if name in OFTEN else THOROUGH) for name in CASES])

@@ -22,7 +22,7 @@ class ClassificationHead(PoolsContext, nn.Module):
 
     def __init__(self, hidden_size: int, num_classes: int, *, pooling: Pooling, std: float) -> None:
         super().__init__()
-        self.pooling, self.std = pooling, std
+        self.pooling, self.std, self.features = pooling, std, hidden_size
         self.weight = nn.Parameter(torch.empty(num_classes, hidden_size))
         self.reset_parameters()
 

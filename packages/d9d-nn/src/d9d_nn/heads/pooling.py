@@ -13,18 +13,25 @@ from d9d_nn.heads.config import Pooling
 
 
 class PoolsContext:
-    """Part of a head that pools whole samples, also where ranks of ``cp`` share their positions."""
+    """Part of a head that pools whole samples, also where ranks of ``cp`` share their positions.
 
+    Attributes:
+        features: H; ``None`` in a head that takes any.
+    """
+
+    features: int | None = None
     _context: ContextShare | None = None
 
     def see_context(self, share: ContextShare) -> None:
         """Take a share of the positions from now on, and gather those of all ranks; all of them pool the same."""
         self._context = share
 
-    def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:  # noqa: ARG002 - see CommunicatesInContext
+    def context_collectives(self, step: StepShape) -> Iterator[ContextCall]:
         """Collectives of a forward and a backward, of hidden states [B, S, H]."""
-        yield ContextCall("all_gather", None, "hidden states")
-        yield ContextCall("reduce_scatter", None, "gradients of hidden states", backward=True)
+        ranks = 1 if self._context is None else self._context.ranks
+        size = None if self.features is None else step.bytes_of(ranks * self.features)
+        yield ContextCall("all_gather", size, "hidden states")
+        yield ContextCall("reduce_scatter", size, "gradients of hidden states", backward=True)
 
     def of_all_positions(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, S, H] of all ranks. Collective over ``cp``, both ways."""
