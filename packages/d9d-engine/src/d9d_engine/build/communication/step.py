@@ -33,7 +33,7 @@ from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import Metric
 from d9d_core.protocols.optimizer import DeclaresCollectives, Optimizer
 from d9d_core.protocols.strategy import Collective, Kind, Pass, StepShape
-from d9d_core.protocols.task import OwnsMetrics, Task
+from d9d_core.protocols.task import OwnsMetrics, Task, UsesTopology
 from d9d_core.tensors import wide_dtype
 from d9d_core.types import TensorSpec
 from torch import Tensor
@@ -287,6 +287,8 @@ def _unknown(selection: Selection, assembly: Assembly, task: Task, optimizer: Op
         yield f"strategy {entry} does not declare its collectives"
     if isinstance(task, TwoPassTask):
         yield f"task {selection.task.entry}: its first pass over the batch"
+    if isinstance(task, UsesTopology):
+        yield f"task {selection.task.entry}: what it communicates itself, if it does"
     if not isinstance(optimizer, DeclaresCollectives) or optimizer.collectives() is None:
         yield f"optimizer {selection.optimizer.entry} does not declare its collectives"
 
