@@ -184,6 +184,15 @@ def test_what_overlaps_with_products_computes_what_waits_for_them(
     assert_passed(made.compare([overlapped], reference=waiting))
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["tensor_parallel", OVERLAPPED], ids=["waiting", "overlapped"])
+def test_checkpointed_blocks_are_one_graph_each(table: ModuleType, tmp_path: Path, strategy: Any) -> None:
+    made = Harness(table.job(tmp_path / "corpus", "float32", model=table.DENSE), table.PLUGINS, 2)
+    one_graph = {"name": "compile", "backend": "aot_eager", "fullgraph": True}
+    compiled = Layout("compiled", {"tp": 2}, [strategy, "activation_checkpointing", one_graph])
+    assert_passed(made.compare([table.sized(compiled, 2)], reference=table.sized(TP2, 2)))
+
+
 def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
     """Row-wise layers with a low-rank term overlap nothing, as the term adds to them before they are summed."""
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
