@@ -74,6 +74,7 @@ def test_low_rank_terms_are_split_with_their_layers(
 
 
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+DROPOUT = {"name": "lora", "r": 4, "dropout": 0.5, "targets": TARGETS}
 METHODS = {
     "lora": {"name": "lora", "r": 4, "targets": TARGETS},
     "dora": {"name": "dora", "r": 4, "targets": TARGETS},
@@ -182,6 +183,33 @@ def test_what_overlaps_with_products_computes_what_waits_for_them(
         for name, strategy in (("waiting", "tensor_parallel"), ("overlapped", OVERLAPPED))
     )
     assert_passed(made.compare([overlapped], reference=waiting))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [
+        (2, ["tensor_parallel"]),
+        pytest.param(4, ["tensor_parallel", "activation_checkpointing"], marks=pytest.mark.thorough),
+        pytest.param(2, [OVERLAPPED, "activation_checkpointing"], marks=pytest.mark.thorough),
+    ],
+    ids=["waiting", "checkpointed over four", "overlapped, checkpointed"],
+)
+def test_terms_drop_what_one_process_drops(
+    table: ModuleType, tmp_path: Path, ranks: int, strategies: list[Any]
+) -> None:
+    """Row-wise layers have other features on each rank, which drop independently; column-wise ones have the same."""
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE) | {"peft": DROPOUT}
+    made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), 3)
+    one = table.sized(Layout("reference", {}, ()), 2)
+    assert_passed(made.compare([table.sized(Layout("split", {"tp": ranks}, strategies), 2)], reference=one))
+
+
+@pytest.mark.thorough
+def test_a_run_with_dropout_goes_on_in_another_layout(table: ModuleType, tmp_path: Path) -> None:
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE) | {"peft": DROPOUT, "lr_schedule": None}
+    made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), steps=4)
+    layouts = [table.sized(layout, 2) for layout in (TP2, TP4, Layout("reference", {}, ()))]
+    assert_passed([made.compare_resumed(*layouts)])
 
 
 @pytest.mark.thorough

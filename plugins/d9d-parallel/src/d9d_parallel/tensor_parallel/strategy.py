@@ -20,6 +20,7 @@ from d9d_core.extend import (
     HasLinearTerms,
     LendsProduct,
     SeesSequence,
+    SharesInputs,
     SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
@@ -216,6 +217,8 @@ class _Split:
         if isinstance(child, SplitsFeatures):
             child.split_features(local_of, RankSum(self.ranks))
             self._alone(name, child)
+        if isinstance(child, SharesInputs):
+            child.share_inputs(self.ranks.rank, self.ranks.size)
         scattered = self._scatters(child)
         scaled = bool(_terms(name, child, "out_scale"))
         _replace(child, RowForward(child, self.ranks, scaled=scaled, scattered=scattered))
