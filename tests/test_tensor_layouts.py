@@ -156,7 +156,7 @@ ALL_OF_IT = {"attention_bias": True, "num_key_value_heads": 1, "tie_embeddings":
         pytest.param("experts", "bfloat16", 4, {}, marks=pytest.mark.thorough),
         *(
             pytest.param(ALL_OF_IT, "float32", ranks, {"peft": METHODS[name]}, marks=pytest.mark.thorough)
-            for name, ranks in (("lora", 2), ("lora", 4), ("dora", 2), ("ia3", 4))
+            for name, ranks in (("lora", 2), ("lora", 4), ("dora", 2), ("dora", 4), ("ia3", 4))
         ),
         *(
             pytest.param({}, "float32", 2, sections, marks=pytest.mark.thorough)
@@ -222,7 +222,7 @@ def test_checkpointed_blocks_are_one_graph_each(table: ModuleType, tmp_path: Pat
 
 
 def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
-    """Row-wise layers with a low-rank term overlap nothing, as the term adds to them before they are summed."""
+    """Of row-wise layers with a low-rank term, only what is between its factors waits."""
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
     job |= {"mesh": {"tp": 2}, "parallel": [OVERLAPPED]}
     job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "down_proj"]}}
@@ -230,7 +230,8 @@ def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) ->
     kinds = {entry.collective.module: entry.collective.kind for entry in made if entry.collective.module}
     assert kinds["layers.0.attention"] == kinds["layers.0.attention.o_proj"] == "all_to_all"
     assert kinds["layers.0.ffn"] == "all_to_all"
-    assert kinds["layers.0.ffn.down_proj"] == "reduce_scatter"
+    assert kinds["layers.0.ffn.down_proj"] == "all_to_all"
+    assert kinds["layers.0.ffn.down_proj.lora_A"] == "reduce_scatter"
 
 
 def refused(table: ModuleType, tmp_path: Path, layout: Layout, **sections: Any) -> str:

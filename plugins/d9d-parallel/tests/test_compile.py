@@ -257,7 +257,7 @@ class SplitBlock(nn.Module):
             layer.forward = LocalShards(layer)
             columns.append(Column(layer, local_of, HandedProduct()))
         shard(self.inner.down, "weight", mesh, 1)
-        self.inner.down.forward = RowForward(self.inner.down, ranks, scattered=asynchronous)
+        self.inner.down.forward = LocalShards(self.inner.down) if asynchronous else RowForward(self.inner.down, ranks)
         if products is None:
             self.inner.forward = WholeSequence(self.inner, ranks, summed=True)
             return

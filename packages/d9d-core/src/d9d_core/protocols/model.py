@@ -102,6 +102,8 @@ class LendsProduct(Protocol):
     """Protocol, beside the trait of tensor parallelism, of a linear layer whose product may be computed elsewhere.
 
     There it overlaps with the exchange of its rows or outputs, and is one with those of layers that read the same rows.
+    Of a row-wise layer, the product and what its terms of kind ``in`` return are then sums over the ranks, at this
+    rank's positions, to which the layer adds the rest.
     """
 
     @property
