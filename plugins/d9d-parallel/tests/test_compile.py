@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from d9d_core.extend import BuildError
 from d9d_engine.api import Topology
-from d9d_nn.linear import Linear
 from d9d_parallel.activation_checkpointing.config import ActivationCheckpointingConfig
 from d9d_parallel.activation_checkpointing.strategy import ActivationCheckpointing
 from d9d_parallel.compile.config import CompileConfig
@@ -232,6 +233,23 @@ def test_collectives_of_a_compiled_graph_have_their_gradients() -> None:
     World(2).run(exchanged)
 
 
+class LendingLinear(nn.Linear):
+    """Linear layer that asks a function for its product, once it was lent."""
+
+    deferral = None
+    _lent: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+
+    def lend_product(self, compute: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
+        self._lent = compute
+        return True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Linear
+        out = None if self._lent is None else self._lent(input)
+        if out is None:
+            return super().forward(input)
+        return out if self.bias is None else out + self.bias
+
+
 class SplitBlock(nn.Module):
     """Feed-forward layer whose two column-wise products may come from outside; a module with one block, itself.
 
@@ -244,8 +262,8 @@ class SplitBlock(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Module()
-        self.inner.gate, self.inner.up = Linear(4, 8, std=1.0, bias=True), Linear(4, 8, std=1.0)
-        self.inner.down = Linear(8, 4, std=1.0, bias=True)
+        self.inner.gate, self.inner.up = LendingLinear(4, 8), LendingLinear(4, 8, bias=False)
+        self.inner.down = LendingLinear(8, 4)
         self.inner.forward = self._multiplied
         mesh = init_device_mesh("cpu", (ranks.size,))
         products = AsyncProducts(ranks, symmetric=False) if asynchronous else None
