@@ -165,6 +165,18 @@ CASES |= {
         {},
     ),
     "low-rank terms under tp, asynchronous": ({"tp": 2}, [ASYNCHRONOUS], False, {"peft": {"name": "lora", "r": 4}}),
+    "magnitudes under tp, asynchronous, checkpointed": (
+        {"tp": 2},
+        [ASYNCHRONOUS, "activation_checkpointing"],
+        False,
+        {"peft": {"name": "dora", "r": 4}},
+    ),
+    "scales under tp, asynchronous": (
+        {"tp": 2},
+        [ASYNCHRONOUS],
+        False,
+        {"peft": {"name": "ia3", "targets": ["k_proj", "o_proj"], "feedforward": ["down_proj"]}},
+    ),
     "autocast under tp, asynchronous": (
         {"tp": 2},
         [ASYNCHRONOUS],

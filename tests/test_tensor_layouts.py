@@ -74,6 +74,7 @@ def test_low_rank_terms_are_split_with_their_layers(
 
 
 TARGETS = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+DROPOUT = {"name": "lora", "r": 4, "dropout": 0.5, "targets": TARGETS}
 METHODS = {
     "lora": {"name": "lora", "r": 4, "targets": TARGETS},
     "dora": {"name": "dora", "r": 4, "targets": TARGETS},
@@ -140,6 +141,7 @@ def test_a_run_goes_on_in_another_layout(table: ModuleType, tmp_path: Path, firs
     assert_passed([made.compare_resumed(*layouts)])
 
 
+ONE_GRAPH = {"name": "compile", "backend": "aot_eager", "fullgraph": True}
 OVERLAPPED = {"name": "tensor_parallel", "asynchronous": True}
 ALL_OF_IT = {"attention_bias": True, "num_key_value_heads": 1, "tie_embeddings": True}
 
@@ -155,11 +157,13 @@ ALL_OF_IT = {"attention_bias": True, "num_key_value_heads": 1, "tie_embeddings":
         pytest.param("experts", "bfloat16", 4, {}, marks=pytest.mark.thorough),
         *(
             pytest.param(ALL_OF_IT, "float32", ranks, {"peft": METHODS[name]}, marks=pytest.mark.thorough)
-            for name, ranks in (("lora", 2), ("lora", 4), ("dora", 2), ("ia3", 4))
+            for name, ranks in (("lora", 2), ("lora", 4), ("dora", 2), ("dora", 4), ("ia3", 4))
         ),
         *(
             pytest.param({}, "float32", 2, sections, marks=pytest.mark.thorough)
             for sections in (
+                {"peft": METHODS["lora"], "pipeline": "zb1p"},
+                {"peft": METHODS["dora"], "parallel": ["activation_checkpointing", ONE_GRAPH]},
                 {"precision": {"parameters": "float32", "autocast": "bfloat16"}},
                 {"parallel": ["activation_checkpointing"]},
                 {"parallel": [{"name": "compile", "backend": "aot_eager"}]},
@@ -184,8 +188,43 @@ def test_what_overlaps_with_products_computes_what_waits_for_them(
     assert_passed(made.compare([overlapped], reference=waiting))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [
+        (2, ["tensor_parallel"]),
+        pytest.param(4, ["tensor_parallel", "activation_checkpointing"], marks=pytest.mark.thorough),
+        pytest.param(2, [OVERLAPPED, "activation_checkpointing"], marks=pytest.mark.thorough),
+    ],
+    ids=["waiting", "checkpointed over four", "overlapped, checkpointed"],
+)
+def test_terms_drop_what_one_process_drops(
+    table: ModuleType, tmp_path: Path, ranks: int, strategies: list[Any]
+) -> None:
+    """Row-wise layers have other features on each rank, which drop independently; column-wise ones have the same."""
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE) | {"peft": DROPOUT}
+    made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), 3)
+    one = table.sized(Layout("reference", {}, ()), 2)
+    assert_passed(made.compare([table.sized(Layout("split", {"tp": ranks}, strategies), 2)], reference=one))
+
+
+@pytest.mark.thorough
+def test_a_run_with_dropout_goes_on_in_another_layout(table: ModuleType, tmp_path: Path) -> None:
+    job = table.job(tmp_path / "corpus", "float32", model=table.DENSE) | {"peft": DROPOUT, "lr_schedule": None}
+    made = Harness(job, (*table.PLUGINS, "d9d_peft.plugin"), steps=4)
+    layouts = [table.sized(layout, 2) for layout in (TP2, TP4, Layout("reference", {}, ()))]
+    assert_passed([made.compare_resumed(*layouts)])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("strategy", ["tensor_parallel", OVERLAPPED], ids=["waiting", "overlapped"])
+def test_checkpointed_blocks_are_one_graph_each(table: ModuleType, tmp_path: Path, strategy: Any) -> None:
+    made = Harness(table.job(tmp_path / "corpus", "float32", model=table.DENSE), table.PLUGINS, 2)
+    compiled = Layout("compiled", {"tp": 2}, [strategy, "activation_checkpointing", ONE_GRAPH])
+    assert_passed(made.compare([table.sized(compiled, 2)], reference=table.sized(TP2, 2)))
+
+
 def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) -> None:
-    """Row-wise layers with a low-rank term overlap nothing, as the term adds to them before they are summed."""
+    """Of row-wise layers with a low-rank term, only what is between its factors waits."""
     job = table.job(tmp_path / "corpus", "float32", model=table.DENSE)
     job |= {"mesh": {"tp": 2}, "parallel": [OVERLAPPED]}
     job |= {"peft": {"name": "lora", "r": 4, "targets": ["q_proj", "down_proj"]}}
@@ -193,7 +232,8 @@ def test_a_job_says_which_products_overlap(table: ModuleType, tmp_path: Path) ->
     kinds = {entry.collective.module: entry.collective.kind for entry in made if entry.collective.module}
     assert kinds["layers.0.attention"] == kinds["layers.0.attention.o_proj"] == "all_to_all"
     assert kinds["layers.0.ffn"] == "all_to_all"
-    assert kinds["layers.0.ffn.down_proj"] == "reduce_scatter"
+    assert kinds["layers.0.ffn.down_proj"] == "all_to_all"
+    assert kinds["layers.0.ffn.down_proj.lora_A"] == "reduce_scatter"
 
 
 def refused(table: ModuleType, tmp_path: Path, layout: Layout, **sections: Any) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from d9d_core.extend import BuildError
@@ -10,11 +12,16 @@ from d9d_parallel.compile.config import CompileConfig
 from d9d_parallel.compile.strategy import Compile
 from d9d_parallel.context_parallel.share import ContextPositions, exchange
 from d9d_parallel.ranks import Ranks
+from d9d_parallel.tensor_parallel.async_forwards import AsyncColumns, Column, HandedProduct, RowProduct
+from d9d_parallel.tensor_parallel.async_products import AsyncProducts
 from d9d_parallel.tensor_parallel.collectives import gather, scatter_sum
+from d9d_parallel.tensor_parallel.forwards import LocalShards, RowForward, WholeSequence, local_of, shard
 from d9d_testing.world import World
 from pydantic import ValidationError
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 # Dynamo itself looks at the gradients of inputs that are no leaves.
 pytestmark = [
@@ -44,6 +51,20 @@ def checkpointed(model: nn.Module, *save: str) -> None:
 
 def graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def keeping_count(model: nn.Module, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Output of a model, and how many elements it keeps for the backward."""
+    saved = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        saved += tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(rows)
+    return out, saved
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -81,24 +102,12 @@ def test_parameter_names_and_module_tree_stay(make_model) -> None:
 
 @pytest.mark.thorough
 def test_checkpointed_blocks_keep_less_when_compiled(make_model) -> None:
-    def saved_elements(model: nn.Module) -> int:
-        saved = 0
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal saved
-            saved += tensor.numel()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.ones(64, 4))
-        return saved
-
     # Without dropout: the saved state of the CPU's generator outweighs the activations of a toy.
     plain, changed = without_dropout(make_model()), without_dropout(make_model())
     checkpointed(changed)
     compiled(plain)
     compiled(changed)
-    assert saved_elements(changed) < saved_elements(plain)
+    assert keeping_count(changed, torch.ones(64, 4))[1] < keeping_count(plain, torch.ones(64, 4))[1]
 
 
 @pytest.mark.thorough
@@ -222,3 +231,90 @@ def exchanged() -> None:
 def test_collectives_of_a_compiled_graph_have_their_gradients() -> None:
     """With torch 2.11, Dynamo lost those of outputs that a Function returned as it had filled them."""
     World(2).run(exchanged)
+
+
+class LendingLinear(nn.Linear):
+    """Linear layer that asks a function for its product, once it was lent."""
+
+    deferral = None
+    _lent: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+
+    def lend_product(self, compute: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
+        self._lent = compute
+        return True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name in nn.Linear
+        out = None if self._lent is None else self._lent(input)
+        if out is None:
+            return super().forward(input)
+        return out if self.bias is None else out + self.bias
+
+
+class SplitBlock(nn.Module):
+    """Feed-forward layer whose two column-wise products may come from outside; a module with one block, itself.
+
+    Args:
+        ranks: share its features.
+        asynchronous: whether its products overlap with the exchange of positions.
+    """
+
+    def __init__(self, ranks: Ranks, *, asynchronous: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Module()
+        self.inner.gate, self.inner.up = LendingLinear(4, 8), LendingLinear(4, 8, bias=False)
+        self.inner.down = LendingLinear(8, 4)
+        self.inner.forward = self._multiplied
+        mesh = init_device_mesh("cpu", (ranks.size,))
+        products = AsyncProducts(ranks, symmetric=False) if asynchronous else None
+        columns = []
+        for layer in (self.inner.gate, self.inner.up):
+            shard(layer, "weight", mesh, 0)
+            if layer.bias is not None:
+                shard(layer, "bias", mesh, 0)
+            layer.forward = LocalShards(layer)
+            columns.append(Column(layer, local_of, HandedProduct()))
+        shard(self.inner.down, "weight", mesh, 1)
+        self.inner.down.forward = LocalShards(self.inner.down) if asynchronous else RowForward(self.inner.down, ranks)
+        if products is None:
+            self.inner.forward = WholeSequence(self.inner, ranks, summed=True)
+            return
+        self.inner.forward = AsyncColumns(self.inner, columns, products)
+        self.inner.down.lend_product(RowProduct(self.inner.down, products))
+        for column in columns:
+            column.layer.lend_product(column.handed)
+
+    def _multiplied(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner.down(self.inner.gate(rows).tanh() * self.inner.up(rows))
+
+    def blocks(self) -> dict[str, nn.Module]:
+        return {"inner": self.inner}
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.inner(rows)
+
+
+def split_blocks(asynchronous: bool) -> None:
+    """Compare a split block as it is, one that is compiled to one graph, and one that is checkpointed, too."""
+    assert dist.group.WORLD is not None
+    found, kept = [], []
+    for changes in ((), (compiled,), (checkpointed, compiled)):
+        torch.compiler.reset()
+        block = SplitBlock(Ranks(dist.group.WORLD), asynchronous=asynchronous)
+        for change in changes:
+            change(block)
+        rows = torch.arange(8.0).view(1, 2, 4).sub(4 * dist.get_rank()).div(8).requires_grad_()
+        out, elements = keeping_count(block, rows)
+        out.square().sum().backward()
+        found.append([out.detach(), rows.grad, *(local_of(one.grad) for one in block.parameters())])
+        kept.append(elements)
+        assert all(isinstance(one, DTensor) for name, one in block.named_parameters() if name.endswith("weight"))
+    assert graphs() == 2
+    torch.testing.assert_close(found[1:], [found[0]] * 2)
+    assert kept[2] < kept[1]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "overlapped"])
+def test_split_blocks_that_are_checkpointed_are_one_graph(asynchronous: bool) -> None:
+    """Local shards take the place of their parameters while they are traced."""
+    World(2).run(split_blocks, asynchronous)

@@ -81,10 +81,29 @@ class SplitsFeatures(Protocol):
 
 
 @runtime_checkable
+class SharesInputs(Protocol):
+    """Protocol, beside :class:`HasLinearTerms`, of a layer that draws random numbers for its inputs (dropout)."""
+
+    def share_inputs(self, part: int, parts: int) -> None:
+        """Take note that this rank's inputs are one of equal parts of the input features, from now on.
+
+        Generators are at the same place on all ranks: a layer that draws for all features, and uses its own part of the
+        numbers, draws what one process draws.
+
+        Args:
+            part: number of the part.
+            parts: how many there are.
+        """
+        ...
+
+
+@runtime_checkable
 class LendsProduct(Protocol):
     """Protocol, beside the trait of tensor parallelism, of a linear layer whose product may be computed elsewhere.
 
     There it overlaps with the exchange of its rows or outputs, and is one with those of layers that read the same rows.
+    Of a row-wise layer, the product and what its terms of kind ``in`` return are then sums over the ranks, at this
+    rank's positions, to which the layer adds the rest.
     """
 
     @property

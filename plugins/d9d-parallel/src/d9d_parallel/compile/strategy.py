@@ -8,6 +8,7 @@ import torch
 from d9d_core.extend import Applied, BuildError, Topology, closest, no_collectives
 from torch import nn
 
+from d9d_parallel.activation_checkpointing.recompute import is_checkpointed
 from d9d_parallel.blocks import find_blocks
 from d9d_parallel.compile.config import CompileConfig
 
@@ -32,10 +33,23 @@ class Compile:
                 f"strategy '{config.name}' would compile block '{done[0]}' a second time; "
                 "keep one 'compile' in 'parallel'"
             )
+        if any(map(is_checkpointed, blocks.values())):
+            _allow_replaced_parameters()
         how = {"options": _graph_options(config.mode)} if config.records_graphs else {"mode": config.mode}
         for block in blocks.values():
             block.compile(backend=config.backend, fullgraph=config.fullgraph, dynamic=config.dynamic, **how)
         return Applied(modules=tuple(blocks), cuda_graphs=config.records_graphs, collectives=no_collectives)
+
+
+def _allow_replaced_parameters() -> None:
+    """Let Dynamo trace checkpointed forwards that change objects, as those of tensor parallelism do.
+
+    They put local shards in the place of parameters and hand products to layers, and take both away again. Dynamo
+    refuses any such change in a checkpointed forward unless it may leave it out of the second one, and the block would
+    run as Python. In the graph, the second forward repeats operators only, which were traced with the shards.
+    """
+    # Private, and of the process: no setting of one call of torch.compile has it. An unknown name is an error.
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True  # noqa: SLF001
 
 
 def _graph_options(mode: str | None) -> dict[str, Any]:

@@ -55,12 +55,11 @@ class RowForward(LocalShards):
             rank.
         ranks: they hold the other shares.
         scaled: something inside the layer scales its output, bias included.
-        scattered: the layer returns the sum of all ranks at its own positions, not scaled.
     """
 
-    def __init__(self, module: nn.Module, ranks: Ranks, *, scaled: bool = False, scattered: bool = False) -> None:
+    def __init__(self, module: nn.Module, ranks: Ranks, *, scaled: bool = False) -> None:
         super().__init__(module)
-        self.ranks, self.scaled, self.scattered = ranks, scaled, scattered
+        self.ranks, self.scaled = ranks, scaled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the partial sum, and reduce-scatter it."""
@@ -69,8 +68,7 @@ class RowForward(LocalShards):
             own: dict[str, Tensor | None] = {} if bias is None or self.ranks.rank == 0 else {"bias": None}
             return scatter_sum(self.with_parameters(own, *args, **kwargs), self.ranks)
         without: dict[str, Tensor | None] = {} if bias is None else {"bias": None}
-        partial = self.with_parameters(without, *args, **kwargs)
-        out = partial if self.scattered else scatter_sum(partial, self.ranks)
+        out = scatter_sum(self.with_parameters(without, *args, **kwargs), self.ranks)
         return out if bias is None else out + bias.to(out.dtype)
 
 

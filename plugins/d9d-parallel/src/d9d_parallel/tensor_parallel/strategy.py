@@ -9,7 +9,6 @@ there are an all-gather before and a reduce-scatter behind.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args
 
 from d9d_core.extend import (
     Applied,
@@ -20,6 +19,7 @@ from d9d_core.extend import (
     HasLinearTerms,
     LendsProduct,
     SeesSequence,
+    SharesInputs,
     SplitsFeatures,
     SplitsSequence,
     SplitsVocabulary,
@@ -165,9 +165,8 @@ class _Split:
         return Column(child, OwnHeads(heads, self.ranks) if repeated and heads else local_of, handed)
 
     def _scatters(self, child: nn.Module) -> bool:
-        """Whether a row-wise layer returns the sum of all ranks from now on, computed while its parts travel."""
-        # Terms would add partial sums to it.
-        if self.products is None or not isinstance(child, LendsProduct) or _terms("", child, *get_args(TermKind)):
+        """Whether a row-wise layer's product is the sum of all ranks from now on, computed while its parts travel."""
+        if self.products is None or not isinstance(child, LendsProduct):
             return False
         return child.lend_product(RowProduct(child, self.products))
 
@@ -203,22 +202,29 @@ class _Split:
 
     def _rows(self, name: str, child: nn.Module) -> None:
         self._shard(child, TensorStyle.ROW)
+        scattered = self._scatters(child)
         for inside, module in _terms(name, child, "in").items():
             self._shard(module, TensorStyle.ROW)
-            _replace(module, LocalShards(module))
             self.styles[inside] = TensorStyle.ROW
+            if scattered:
+                # What adds to the sum of all ranks is computed of a sum of all ranks, which has few features.
+                _replace(module, RowForward(module, self.ranks))
+                self._site(inside, "reduce_scatter", "all_gather", len(module.get_parameter("weight")))
+            else:
+                _replace(module, LocalShards(module))
         for inside, module in _terms(name, child, "in_scale").items():
             shard(module, "weight", self.mesh, 0)
             _replace(module, LocalShards(module))
             self.styles[inside] = TensorStyle.ROW
-        # What adds to the output, or scales it, is whole, and sees a partial sum.
+        # What adds to the output, or scales it, is whole, and sees a partial sum, or some positions of the whole one.
         self.styles |= dict.fromkeys(_terms(name, child, "out", "out_scale"), TensorStyle.PARTIAL)
         if isinstance(child, SplitsFeatures):
             child.split_features(local_of, RankSum(self.ranks))
             self._alone(name, child)
-        scattered = self._scatters(child)
+        if isinstance(child, SharesInputs):
+            child.share_inputs(self.ranks.rank, self.ranks.size)
         scaled = bool(_terms(name, child, "out_scale"))
-        _replace(child, RowForward(child, self.ranks, scaled=scaled, scattered=scattered))
+        _replace(child, LocalShards(child) if scattered else RowForward(child, self.ranks, scaled=scaled))
         self._site(name, "reduce_scatter", "all_gather", len(child.get_parameter("weight")), in_turns=scattered)
 
     def _vocabulary(self, name: str, child: nn.Module) -> None:

@@ -71,16 +71,23 @@ class AdaptedLinear(Adapted):
     training: bool
     lora_A: Down  # noqa: N815 - as the peft library calls it
     lora_B: Up  # noqa: N815
+    #: Number of the part of the input features that this rank has, and of parts.
+    lora_share: tuple[int, int]
 
     def lora_add(self, rank: int) -> None:
         """Add both factors."""
         with torch.device(self.weight.device):
             self.lora_A = Down(self.in_features, rank, std=0.0).to(self.weight.dtype)
             self.lora_B = Up(rank, self.out_features, std=0.0).to(self.weight.dtype)
+        self.lora_share = (0, 1)
 
     def tensor_parallel_terms(self) -> Mapping[str, TermKind]:
         """Factors of the term; see :class:`d9d_core.extend.HasLinearTerms`."""
         return {LORA_A: "in", LORA_B: "out"}
+
+    def share_inputs(self, part: int, parts: int) -> None:
+        """Drop a part of the input features from now on; see :class:`d9d_core.extend.SharesInputs`."""
+        self.lora_share = part, parts
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]."""
@@ -89,7 +96,7 @@ class AdaptedLinear(Adapted):
 
     def lora_term(self, x: Tensor) -> Tensor:
         """Map [..., I] to [..., O]: ``scale * B A dropout(x)`` (section 4.1)."""
-        term: Tensor = self.lora_B(self.lora_A(dropped(x, self.lora_dropout, self.training)))
+        term: Tensor = self.lora_B(self.lora_A(dropped(x, self.lora_dropout, self.training, self.lora_share)))
         return term * self.lora_scale
 
     def lora_output(self, own: Tensor, x: Tensor) -> Tensor:
