@@ -11,6 +11,7 @@ from d9d_nn.classification.config import ClassificationConfig, TokenClassificati
 from d9d_nn.classification.task import Classification, TokenClassification
 from d9d_nn.contrastive.config import EmbeddingConfig
 from d9d_nn.contrastive.task import Embedding
+from d9d_nn.microbatch import own_positions
 from torch import Tensor
 
 
@@ -85,3 +86,8 @@ def test_positions_that_the_data_gives_are_split_as_they_are() -> None:
     part = CausalLM(CausalLMConfig()).split_positions(batch, Every(1))
     assert torch.equal(part["positions"], positions[:, 1::2])
     assert list(part) == ["positions", "tokens"]
+
+
+def test_ends_of_as_many_rows_as_positions_stay_whole() -> None:
+    batch = {"tokens": torch.zeros(1, 4, dtype=torch.int64), "ends": torch.tensor([[1, 2, 3, 4]])}
+    assert own_positions(batch, Every(0))["ends"] is batch["ends"]

@@ -11,7 +11,7 @@ Everything a component itself needs is here; importing this module imports no to
 | tensors | ``Microbatch``, ``Pack``, ``State``, ``TensorSpec``, ``local``, ``full``, ``beside``, ``wide_dtype`` |
 | data | ``DataContext``, ``DataStream``, ``PacksDocuments``, ``packs_documents``, ``SampleLengths`` |
 | task | ``Task`` and what one may be besides (``StatefulTask``, ...), ``StageInputs``, ``TwoPassTask``, ``FirstPass`` |
-| inference | ``InferenceTask``, ``ReadsModules``, ``ContinuesRows``, ``WritesText``, ``Writer``, ``Columns`` |
+| inference | ``InferenceTask`` and what one may be besides (``ReadsModules``, ...), ``Writer``, ``Columns`` |
 | model | ``Stage``, the traits (``HasBlocks``, ``PipelineStage``, ...), ``OpSlot``, ``Deferral`` |
 | optimizer, learning rate | ``Optimizer`` and what one may be besides (``DividesGradients``, ...), ``LrSchedule`` |
 | strategy | ``Strategy``, ``Applied``, ``GradientOwner``, ``Reducer``, ``Topology``, ``Collective``, ``StepShape`` |
@@ -148,6 +148,7 @@ from d9d_core.protocols.inference import (
     Continuation,
     ContinuesRows,
     InferenceTask,
+    JoinsPositions,
     ReadsModules,
     Writer,
     WritesText,
@@ -358,6 +359,7 @@ __all__ = [
     "JobConfigured",
     "JobError",
     "JobFile",
+    "JoinsPositions",
     "Json",
     "Kind",
     "LanguageModelTask",

@@ -6,6 +6,8 @@ import torch
 from d9d_core.extend import JobError, Microbatch, PositionShare, StageInputs
 from torch import Tensor
 
+#: Fields of whole samples, also where they have as many columns as there are positions.
+_WHOLE = ("documents", "ends")
 #: Number of a rank's own positions of each sample that are no padding, int64 [B].
 _OWN_LENGTHS = "own_lengths"
 #: Numbers of the samples that a rank counts, int64 [B], or [0] of none, so that shapes tell and no device is asked.
@@ -54,8 +56,8 @@ def stage_inputs(microbatch: Microbatch, *more: str) -> StageInputs:
 def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     """A rank's part of a microbatch whose fields are of positions, see :class:`d9d_core.extend.SplitsPositions`.
 
-    Fields [B, S, ...] are split, ``documents`` stays whole, and so do fields of samples, such as ``lengths``.
-    ``positions`` are there afterwards.
+    Fields [B, S, ...] are split, ``documents`` and ``ends`` stay whole, and so do fields of samples, such as
+    ``lengths``. ``positions`` are there afterwards.
 
     Args:
         microbatch: with ``tokens`` [B, S].
@@ -68,7 +70,7 @@ def own_positions(microbatch: Microbatch, share: PositionShare) -> Microbatch:
     places = torch.arange(shape[1], device=microbatch["tokens"].device).unsqueeze(0)
     whole = {"positions": places.expand(shape), **microbatch}
     own = {
-        name: share.own(tensor) if name != "documents" and tensor.shape[:2] == shape else tensor
+        name: share.own(tensor) if name not in _WHOLE and tensor.shape[:2] == shape else tensor
         for name, tensor in whole.items()
     }
     if "lengths" in microbatch:

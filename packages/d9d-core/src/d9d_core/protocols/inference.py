@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from d9d_core.protocols.task import StageInputs
+from d9d_core.protocols.task import SplitsPositions, StageInputs
 from d9d_core.types import Microbatch, State
 
 if TYPE_CHECKING:
@@ -85,6 +85,20 @@ class ReadsModules(Protocol):
         Raises:
             D9dError: the model has no such modules.
         """
+        ...
+
+
+@runtime_checkable
+class JoinsPositions(SplitsPositions, Protocol):
+    """Optional side of an :class:`InferenceTask`: ranks of ``cp`` compute their own positions of each sample.
+
+    :meth:`InferenceTask.inputs` and :meth:`InferenceTask.process` get a rank's part of a microbatch, and
+    :meth:`InferenceTask.rows` what is kept of whole samples, on one of these ranks.
+    """
+
+    @property
+    def of_positions(self) -> frozenset[str]:
+        """Names of what is kept of positions, [B, S / R, ...] on each of R ranks; all else is the same on all."""
         ...
 
 

@@ -18,7 +18,15 @@ from d9d_core.config.resolve import InferenceSelection, resolve_inference
 from d9d_core.errors import BuildError, DataError, JobError
 from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
-from d9d_core.protocols.inference import ROW, ContinuesRows, InferenceTask, ReadsModules, Writer, WritesText
+from d9d_core.protocols.inference import (
+    ROW,
+    ContinuesRows,
+    InferenceTask,
+    JoinsPositions,
+    ReadsModules,
+    Writer,
+    WritesText,
+)
 from d9d_core.protocols.subscriber import Subscriber
 from d9d_weights.hugging_face.adapter import AdapterFormat
 
@@ -33,6 +41,7 @@ from d9d_engine.generation.tokenizer_files import ends_of_text, tokenizer_of
 from d9d_engine.inference.captures import Captures, module_names
 from d9d_engine.inference.forwards import Forwards, ManyForwards, OneForward
 from d9d_engine.inference.part_store import PartStore
+from d9d_engine.inference.position_parts import PositionParts
 from d9d_engine.inference.runner import Inference
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
@@ -80,10 +89,7 @@ def build_inference(
     _check_weights(job)
     assembly = assemble_forward(job, selection, registry, topology)
     _check_peft(assembly)
-    if topology.sizes["cp"] > 1:
-        raise BuildError(
-            "mesh.cp: inference takes whole samples; leave mesh.cp out, and take more ranks along another axis"
-        )
+    parts = _parts(job, task, topology)
     if isinstance(task, ReadsModules) and any(outcome.sequence_ranks > 1 for _, outcome in assembly.applied):
         raise BuildError(
             f"task: '{job.task.selector}' reads what modules inside of the model return, of which ranks of tp have "
@@ -116,7 +122,11 @@ def build_inference(
         model=forward.model,
         least=assembly.pipeline.least_microbatches(job.microbatches),
         prefetcher=DevicePrefetcher(
-            stream, topology.device, job.batch.prefetch, waiting_for=topology.watchdog.waiting_for
+            stream,
+            topology.device,
+            job.batch.prefetch,
+            waiting_for=topology.watchdog.waiting_for,
+            split=None if parts is None else parts.split,
         ),
         samples=samples,
         facts=stream.facts,
@@ -125,6 +135,7 @@ def build_inference(
         interrupts=interrupts or Interrupts(),
         events=events,
         note=note,
+        parts=parts,
     )
 
 
@@ -151,6 +162,22 @@ def _forwards(
         nonfinite=job.nonfinite,
     )
     return ManyForwards(forward.executor, assembly.pipeline, topology, decoder, forward.holds_last)
+
+
+def _parts(job: InferenceConfig, task: InferenceTask, topology: Topology) -> PositionParts | None:
+    """Parts of samples on ranks of ``cp``; ``None`` where each rank has whole ones. Collective over all ranks.
+
+    Raises:
+        BuildError: the task needs all positions of a sample.
+    """
+    if topology.sizes["cp"] == 1:
+        return None
+    if not isinstance(task, JoinsPositions) or isinstance(task, ContinuesRows):
+        raise BuildError(
+            f"mesh.cp: inference task '{job.task.selector}' takes whole samples, of which ranks of cp have parts (see "
+            "d9d_core.extend.JoinsPositions); leave mesh.cp out, and take more ranks along another axis"
+        )
+    return PositionParts(task, topology)
 
 
 def check_columns(task: InferenceTask) -> None:

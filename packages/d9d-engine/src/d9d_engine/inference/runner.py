@@ -25,6 +25,7 @@ from d9d_engine.distributed.determinism import deterministic_algorithms
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.inference.forwards import Forwards
 from d9d_engine.inference.part_store import PartStore, Standing
+from d9d_engine.inference.position_parts import PositionParts
 from d9d_engine.inference.row_thread import ROWS, KeptPack, RowThread
 from d9d_engine.run.interrupt import Interrupts
 from d9d_engine.run.prefetch import DevicePrefetcher
@@ -75,6 +76,7 @@ class Inference:
         interrupts: requests to stop.
         events: observers.
         note: prints a line.
+        parts: of samples, where ranks of ``cp`` share them; ``None`` where each rank has whole ones.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Inference:
         interrupts: Interrupts,
         events: Events,
         note: Callable[[str], None],
+        parts: PositionParts | None = None,
     ) -> None:
         self.job = job
         self.topology = topology
@@ -108,6 +111,7 @@ class Inference:
         self.interrupts = interrupts
         self.events = events
         self.note = note
+        self._parts = parts
         self._done = 0
 
     def run(self) -> InferenceOutcome:
@@ -201,8 +205,12 @@ class Inference:
         writes = real and self.topology.coordinate["tp"] == 0  # ranks that differ along tp have the same outputs
 
         def keep(outputs: Mapping[str, Tensor], microbatch: Microbatch) -> None:
-            if writes:
-                kept.append(_to_host({**self.task.process(outputs, microbatch), ROWS: microbatch[ROWS]}))
+            if not writes:
+                return
+            found = self.task.process(outputs, microbatch)
+            whole = found if self._parts is None else self._parts.join(found)
+            if whole is not None:
+                kept.append(_to_host({**whole, ROWS: microbatch[ROWS]}))
 
         self.forwards.run(chosen, keep)
         if not kept:

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from d9d_core.extend import ROW, Columns, JobError, Microbatch, StageInputs, State
+from d9d_core.extend import ROW, Columns, JobError, Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import choose_head, exceeded, read_output
 from d9d_nn.inference.config import ClassesConfig, RewardsConfig, TokenClassesConfig
 from d9d_nn.inference.rows import is_packed, places_of, row_places
-from d9d_nn.microbatch import stage_inputs
+from d9d_nn.microbatch import own_positions, stage_inputs
 
 _ROW = "number of the row in the input, from 0"
 
@@ -30,6 +30,8 @@ class HeadReader:
     #: Kind of head, and its output.
     kind = "classification"
     output = "class_logits"
+    #: What is kept of positions; a head that pools gathers them itself.
+    of_positions: frozenset[str] = frozenset()
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -49,6 +51,14 @@ class HeadReader:
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
         return stage_inputs(microbatch, "ends")
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Output of the head, and where rows are."""
@@ -114,6 +124,7 @@ class TokenClasses(HeadReader):
     """Inference task of token classes: the likeliest class of each token of a row."""
 
     kind = "token_classification"
+    of_positions = frozenset({"values"})
     config: TokenClassesConfig
 
     def __init__(self, config: TokenClassesConfig) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from d9d_core.extend import ROW, Columns, JobError, Microbatch, StageInputs, State
+from d9d_core.extend import ROW, Columns, JobError, Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.inference.config import HiddenStatesConfig
 from d9d_nn.inference.rows import is_packed, places_of, row_places
-from d9d_nn.microbatch import stage_inputs
+from d9d_nn.microbatch import own_positions, stage_inputs
 
 #: Names of the layers of a model, see :class:`d9d_core.traits.HasBlocks`.
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)")
@@ -65,6 +65,19 @@ class HiddenStates:
     def inputs(self, microbatch: Microbatch) -> StageInputs:
         """Inputs of a stage: tokens enter the first one; all else reaches every stage."""
         return stage_inputs(microbatch)
+
+    @property
+    def of_positions(self) -> frozenset[str]:
+        """What is kept of positions: all layers."""
+        return frozenset(self._modules)
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions: layers return those of their own.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Outputs of the chosen layers [B, S, H] in float32, and where rows are."""

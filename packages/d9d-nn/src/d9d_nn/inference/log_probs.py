@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from d9d_core.extend import ROW, Columns, Microbatch, StageInputs, State
+from d9d_core.extend import ROW, Columns, Microbatch, PositionShare, StageInputs, State
 from torch import Tensor
 
 from d9d_nn.heads.choice import check_language_model, read_output
 from d9d_nn.inference.config import LogProbsConfig, PerplexityRowsConfig
 from d9d_nn.inference.rows import is_packed, places_of, row_places
-from d9d_nn.microbatch import check_fields, stage_inputs
+from d9d_nn.microbatch import check_fields, own_positions, stage_inputs
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 
 _ROW = "number of the row in the input, from 0"
@@ -31,6 +31,9 @@ class TokenLikelihoods:
     Args:
         config: config with the head's name.
     """
+
+    #: What is kept of positions.
+    of_positions = frozenset({"losses", "targets"})
 
     def __init__(self, config: LogProbsConfig | PerplexityRowsConfig) -> None:
         self.config = config
@@ -53,6 +56,14 @@ class TokenLikelihoods:
         """
         check_fields(microbatch, self.config.name, "targets")
         return stage_inputs(microbatch, "targets")
+
+    def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
+        """This rank's positions: targets are beside their tokens.
+
+        Raises:
+            ValueError: the ranks cannot share the positions evenly.
+        """
+        return own_positions(microbatch, share)
 
     def process(self, outputs: Mapping[str, Tensor], microbatch: Microbatch) -> Mapping[str, Tensor]:
         """Losses float32 [B, S] and targets int64 [B, S], and where rows are."""
