@@ -296,6 +296,35 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
 
 
 @pytest.mark.thorough
+def test_preferences_are_measured_alike_where_ranks_share_positions(
+    model: Path, tmp_path: Path, small_job: WriteJob
+) -> None:
+    """The task sums over these ranks, and fillers count nowhere."""
+    answers = [("I am Dee.", "Why?" + "!" * (number % 3)) for number in range(11)]
+    records = [
+        {
+            "prompt": [{"role": "user", "content": f"Who is {number}?"}],
+            "chosen": [{"role": "assistant", "content": chosen}],
+            "rejected": [{"role": "assistant", "content": rejected}],
+        }
+        for number, (chosen, rejected) in enumerate(answers)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"name": "preference", "sources": [str(tmp_path / "pairs.jsonl")], "sequence_length": 96}
+    job = small_job(
+        "dpo", model={"name": "qwen3", "pretrained": str(model)}, steps=2, lr_schedule=None, export=False,
+        task={"name": "dpo", "reference": "copy"}, data=data, metrics=[], batch={"size": 4, "microbatch": 2},
+        checkpoint={"every": 1}, evaluation={"every": 2, "packs": "all", "data": data, "metrics": ["preference"]},
+    )  # fmt: skip
+    command("train", str(job))
+    words = ["evaluate", str(tmp_path / "runs" / "dpo"), "--json", "-"]
+    alone = json.loads(command(*words))
+    shared = json.loads(command(*words, "--nproc", "2", "--set", "mesh.cp=2", "--set", "parallel=[context_parallel]"))
+    assert shared["sets"]["evaluation"]["samples"] == 11
+    assert numbers(shared) == pytest.approx(numbers(alone), rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.thorough
 def test_whole_sets_and_early_stopping_are_alike_over_stages(d9d: Command, small_job: WriteJob, tmp_path: Path) -> None:
     """A run that gets no better ends after the same step, with the same values."""
     data = {"name": "documents", "sources": [str(tmp_path / "corpus")], "sequence_length": 64}

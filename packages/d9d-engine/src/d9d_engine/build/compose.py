@@ -17,7 +17,7 @@ from d9d_core.plugin.registry import Registry
 from d9d_core.protocols.data import DataStream
 from d9d_core.protocols.optimizer import Optimizer
 from d9d_core.protocols.subscriber import EndsTraining, StatefulSubscriber, Subscriber
-from d9d_core.protocols.task import Task, UsesTopology
+from d9d_core.protocols.task import Task
 from d9d_core.protocols.tracker import LogsValues
 from d9d_core.tensors import local
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from d9d_engine.build.parts.data import documents_of, open_data, split_of
 from d9d_engine.build.parts.evaluator import build_evaluator, check_series
 from d9d_engine.build.parts.length import count_steps
 from d9d_engine.build.parts.statistics import build_statistics, unique_name
+from d9d_engine.build.parts.task import build_task
 from d9d_engine.build.plan import (
     build_lr_schedule,
     build_optimizer,
@@ -86,7 +87,7 @@ def build(
     """
     topology.watchdog.phase("startup")
     selection = resolve(job, registry, circumstances(job, topology.device)).selection
-    own_task = _task(job, selection, topology)
+    own_task = build_task(job, selection, topology)
     task = CheckedTask(selection.task, own_task)
     subscribers = _subscribers(selection, observers, own_task)
     events = Events(subscribers.values())
@@ -237,13 +238,6 @@ def _assembled(job: JobConfig, selection: Selection, registry: Registry, topolog
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device))
     choose_optimizer(job, selection, registry, assembly, topology)
     return assembly
-
-
-def _task(job: JobConfig, selection: Selection, topology: Topology) -> Task:
-    task: Task = instantiate(selection.task, job.task)
-    if isinstance(task, UsesTopology):
-        task.attach(topology)
-    return task
 
 
 def _subscribers(selection: Selection, observers: Sequence[object], task: Task) -> dict[str, object]:

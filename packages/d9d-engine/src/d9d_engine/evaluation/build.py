@@ -13,7 +13,6 @@ from d9d_core.config.resolve import Part, Selection
 from d9d_core.errors import CheckpointError, JobError
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric, Table
-from d9d_core.protocols.task import Task
 from d9d_core.tensors import local
 from d9d_weights.sharding.model_tensors import model_tensors
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import distributed as dist
 from d9d_engine.build.first_pass.build import build_first_pass
 from d9d_engine.build.forward import ForwardModel, assemble_forward, build_forward
 from d9d_engine.build.parts.evaluator import Surroundings, build_set
+from d9d_engine.build.parts.task import build_task
 from d9d_engine.build.plan import circumstances
 from d9d_engine.checkpoint.saved import Checkpoint
 from d9d_engine.distributed.mesh import Topology
@@ -93,7 +93,7 @@ def _evaluated(
         )
     around = circumstances(job, topology.device)
     selection = job.resolve(topology.world_size, around).selection
-    own_task: Task = instantiate(selection.task, job.task)
+    own_task = build_task(job, selection, topology)
     task = CheckedTask(selection.task, own_task)
     assembly = assemble_forward(job, selection, registry, topology)
     checkpoint = _checkpoint(subject, topology, note)
