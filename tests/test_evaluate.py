@@ -286,11 +286,12 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
         "alone": [],
         "fsdp": ["--nproc", "2"],  # whatever the run was trained in
         "pp": ["--nproc", "2", "--set", "mesh.pp=2", "--set", "pipeline=1f1b"],
+        "cp": ["--nproc", "2", "--set", "mesh.cp=2", "--set", "parallel=[context_parallel]"],
     }
     for name, options in layouts.items():
         command(*words, str(tmp_path / f"{name}.json"), *options)
         found[name] = json.loads((tmp_path / f"{name}.json").read_text())
-    for name in ("fsdp", "pp"):
+    for name in ("fsdp", "pp", "cp"):
         for values, expected in zip(numbers(found[name]), numbers(found["alone"]), strict=True):
             assert values == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
@@ -299,7 +300,7 @@ def test_layouts_measure_what_one_process_does(small_job: WriteJob, tmp_path: Pa
 def test_preferences_are_measured_alike_where_ranks_share_positions(
     model: Path, tmp_path: Path, small_job: WriteJob
 ) -> None:
-    """The task sums over these ranks, and fillers count nowhere."""
+    """The task sums over these ranks, of each pair alone too, and fillers count nowhere."""
     answers = [("I am Dee.", "Why?" + "!" * (number % 3)) for number in range(11)]
     records = [
         {
@@ -317,7 +318,8 @@ def test_preferences_are_measured_alike_where_ranks_share_positions(
         checkpoint={"every": 1}, evaluation={"every": 2, "packs": "all", "data": data, "metrics": ["preference"]},
     )  # fmt: skip
     command("train", str(job))
-    words = ["evaluate", str(tmp_path / "runs" / "dpo"), "--json", "-"]
+    run = tmp_path / "runs" / "dpo"
+    words = ["evaluate", str(run), "--compare", str(run / "checkpoints" / "step-00000001"), "--json", "-"]
     alone = json.loads(command(*words))
     shared = json.loads(command(*words, "--nproc", "2", "--set", "mesh.cp=2", "--set", "parallel=[context_parallel]"))
     assert shared["sets"]["evaluation"]["samples"] == 11

@@ -10,7 +10,7 @@ import torch
 from d9d_core.components.instantiate import instantiate
 from d9d_core.config.job import JobConfig
 from d9d_core.config.resolve import Part, Selection
-from d9d_core.errors import CheckpointError, JobError
+from d9d_core.errors import CheckpointError
 from d9d_core.protocols.first_pass import TwoPassTask
 from d9d_core.protocols.metric import StageMetric, Table
 from d9d_core.tensors import local
@@ -86,11 +86,6 @@ def _evaluated(
     """Values of a model, and the losses of its samples if they are to be compared. Collective over all ranks."""
     job, registry = subject.job, subject.job.registry
     topology.watchdog.phase("startup")
-    if options.compared and topology.sizes["cp"] > 1:
-        raise JobError(
-            "mesh.cp: losses of samples are compared, of which ranks of cp have parts; set mesh.cp to 1, and take more "
-            "ranks along another axis"
-        )
     around = circumstances(job, topology.device)
     selection = job.resolve(topology.world_size, around).selection
     own_task = build_task(job, selection, topology)
