@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -45,20 +43,3 @@ def test_heavy_imports_are_not_searched_for_garbage() -> None:
     with interrupts_deferred():
         assert gc.get_threshold()[0] > before[0]
     assert gc.get_threshold() == before
-
-
-def test_a_command_ends_without_a_search_for_garbage() -> None:
-    code = """
-import atexit, gc, sys
-from d9d_core.cli.main import main
-
-gc.set_threshold(700, 10, 10)
-atexit.register(lambda: print("frozen", gc.get_freeze_count() > 0))  # called after what is registered later
-sys.argv = ["d9d", "--version"]
-try:
-    main()
-finally:
-    print("before", gc.get_freeze_count(), *gc.get_threshold())
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.splitlines()[1:] == ["before 0 700 10 10", "frozen True"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import signal
 import sys
 
@@ -13,10 +11,6 @@ INTERRUPTED = 128 + signal.SIGINT
 
 def main() -> None:
     """Run the command line; see :func:`d9d_core.cli.app.run`."""
-    # The end of the process frees all memory. Python would first look for garbage among all objects, for half a second
-    # once torch is imported.
-    atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)
     try:
         try:
             from d9d_core.cli.garbage import collected_seldom

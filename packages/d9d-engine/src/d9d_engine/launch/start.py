@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -94,7 +93,6 @@ def joined_process(
                 from d9d_engine.distributed.mesh import describe_rank
 
                 import_modules()
-            gc.freeze()  # what was imported stays: the collection before the first step need not look through it
             start.ends("modules", following="plan" if alone else "processes")
             reporter = None if alone else process.reporter(describe_rank(loaded.mesh.sizes(), env.rank))
         with loaded.joined(env, reporter) as topology:
