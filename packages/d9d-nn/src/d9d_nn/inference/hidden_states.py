@@ -68,7 +68,7 @@ class HiddenStates:
 
     @property
     def of_positions(self) -> frozenset[str]:
-        """What is kept of positions: all layers."""
+        """Names of the tensors of positions: all layers."""
         return frozenset(self._modules)
 
     def split_positions(self, microbatch: Microbatch, share: PositionShare) -> Microbatch:
