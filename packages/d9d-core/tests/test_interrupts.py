@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import signal  # raise_signal: os.kill may reach another thread first, and this one only after the block
+import subprocess
+import sys
 import threading
 
 import pytest
 from d9d_core.cli.interrupts import interrupts_deferred
+from d9d_core.plugin.collect import contained
 
 
 def test_an_interrupt_comes_at_the_end_of_the_block() -> None:
@@ -44,3 +47,36 @@ def test_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert entered == [True]
+
+
+@pytest.mark.parametrize("importing", ["d9d_core.cli.app", "d9d_core.cli.plugins"])
+def test_an_interrupt_while_a_class_is_made_is_one_line(importing: str) -> None:
+    """Python 3.11 makes a RuntimeError of it."""
+    program = f"""
+import signal, sys
+
+class Attribute:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGINT)
+
+class Importer:
+    def find_spec(self, name, path=None, target=None):
+        if name == {importing!r}:
+            type("Made", (), {{"attribute": Attribute()}})
+
+sys.meta_path.insert(0, Importer())
+sys.argv = ["d9d", "plugins", "list"]
+from d9d_core.cli.main import main
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")
+
+
+def test_an_interrupt_in_a_class_of_a_plugin_is_the_users() -> None:
+    class Attribute:
+        def __set_name__(self, _owner: type, _name: str) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), contained("a plugin"):
+        type("Made", (), {"attribute": Attribute()})

@@ -13,13 +13,15 @@ def main() -> None:
     """Run the command line; see :func:`d9d_core.cli.app.run`."""
     try:
         try:
-            from d9d_core.cli.garbage import collected_seldom
+            from d9d_core.cli.interrupts import interrupts_deferred
 
-            with collected_seldom():
+            with interrupts_deferred():
                 from d9d_core.cli.app import run
 
             run()
-        except KeyboardInterrupt:  # outside of the command, which says more
+        except (KeyboardInterrupt, RuntimeError) as error:  # outside of the command, which says more
+            if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
+                raise  # else __set_name__ has made it, of a class that was made meanwhile
             print("interrupted", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
             sys.exit(INTERRUPTED)
     except SystemExit as end:

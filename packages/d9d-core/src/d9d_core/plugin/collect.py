@@ -22,7 +22,7 @@ from d9d_core.errors import PluginError
 from d9d_core.plugin import hooks
 from d9d_core.plugin.entries import Entry, Origin, Problem, Record, plugin_error, shown
 from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised
+from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised, interrupt_behind
 
 #: Modules that a declaration must not import.
 _HEAVY = ("torch", "pydantic")
@@ -190,6 +190,8 @@ def contained(who: str) -> Iterator[None]:
         # Of the user, too, is one that comes before the handler is there or after it is gone.
         if isinstance(error, KeyboardInterrupt) and (interrupted or error is not raised):
             raise
+        if interrupted and interrupt_behind(error):
+            raise KeyboardInterrupt from error
         raise RefusedError(f"failed to declare its records: {shown(error)}") from error
 
 

@@ -39,6 +39,17 @@ def exits_raised() -> Iterator[None]:
         os._exit = before
 
 
+def interrupt_behind(error: BaseException) -> bool:
+    """Whether it was an interrupt, which code that makes a class has turned into this exception.
+
+    Up to Python 3.11, what ``__set_name__`` of a class's attribute raises, as of each ``cached_property``, becomes the
+    cause of a RuntimeError; while pydantic builds a validator, an interrupt becomes an error of the schema.
+    """
+    if type(error).__name__ == "SchemaError":
+        return "KeyboardInterrupt" in str(error)
+    return isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt)
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """Reference ``"package.module:attribute"``: lets a declaration name heavy code without importing it.
@@ -65,8 +76,7 @@ class Ref:
         try:
             value: Any = importlib.import_module(module)
         except Exception as error:
-            # An interrupt while pydantic builds a validator comes out as an error of the schema.
-            if type(error).__name__ == "SchemaError" and "KeyboardInterrupt" in str(error):
+            if interrupt_behind(error):
                 raise KeyboardInterrupt from error
             raise
         for part in path.split("."):
