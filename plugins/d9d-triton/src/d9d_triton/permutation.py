@@ -1,8 +1,8 @@
 """Backends of the ops ``permute`` and ``unpermute``: what copies tokens to the rows of their experts and sums them up.
 
 The sum of a token's rows is one pass, with its weights; so is the backward of the weighted sum, for rows and weights
-together. Sums run over the choices of a token in order: the same input gives the same bits. Copies are torch's, which
-are as fast as memory.
+together. Sums run over the choices of a token in order: the same input gives the same bits. Copies read each token
+once where each choice has its row, as without expert parallelism; elsewhere they are torch's, by rows.
 
 Shapes: T tokens, H features, k choices of each token, R rows; slots and places are those of the references
 (:mod:`d9d_moe.dispatch.permutation`).
@@ -18,10 +18,10 @@ import triton
 from d9d_core.extend import OpSignature
 from torch import Tensor
 
-from d9d_triton.kernels.permutation import differentiate, sum_rows
+from d9d_triton.kernels.permutation import copy_to_rows, differentiate, sum_rows
 from d9d_triton.launch import OPTIONS, check_floats, empty_like, on_device
 
-#: Features of a program of the sum, and elements of a tile of the backward (choices times features).
+#: Features of a program of copies and sums, and elements of a tile of the backward (choices times features).
 _BLOCK, _TILE = 1024, 4096
 
 
@@ -48,7 +48,7 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
         [R, H].
 
     Raises:
-        TypeError: the tokens are of a dtype that the kernel of the backward does not read.
+        TypeError: the tokens are of a dtype that the kernels do not read.
     """
     rows: Tensor = copy_tokens(tokens, slots, places, absent)
     return rows
@@ -77,10 +77,21 @@ def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, a
 
 
 @torch.library.custom_op("d9d_triton::copy_tokens", mutates_args=())
-def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
+def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:
     """Custom op of :func:`permute`."""
     check_floats("permute", tokens=tokens)
-    return tokens.index_select(0, slots // places.shape[1])
+    if absent or len(slots) != places.numel():  # then a row may be nobody's place, and has a copy nevertheless
+        return tokens.index_select(0, slots // places.shape[1])
+    features = tokens.shape[1]
+    out = tokens.new_empty(len(slots), features)
+    if out.numel():
+        block = min(_BLOCK, triton.next_power_of_2(features))
+        with on_device(tokens):
+            copy_to_rows[(len(tokens), triton.cdiv(features, block))](
+                out, tokens, places.contiguous(), features, *tokens.stride(), CHOICES=places.shape[1], BLOCK=block,
+                **OPTIONS,
+            )  # fmt: skip
+    return out
 
 
 @torch.library.custom_op("d9d_triton::sum_copies", mutates_args=())

@@ -1,9 +1,41 @@
-"""Kernels of sums of rows to tokens, see :mod:`d9d_triton.permutation`."""
+"""Kernels of copies of tokens to rows and sums of rows to tokens, see :mod:`d9d_triton.permutation`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def copy_to_rows(
+    out,
+    tokens,
+    places,
+    features,
+    token_stride,
+    feature_stride,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy a block of features of each token, read once, to all of its rows.
+
+    Args:
+        out: [R, H], out, contiguous.
+        tokens: [T, H].
+        places: int64 [T, k], contiguous; all are rows.
+        features: H.
+        token_stride: stride of the tokens.
+        feature_stride: stride of the tokens.
+        CHOICES: k.
+        BLOCK: features of a program.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    feature = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    known = feature < features
+    values = tl.load(tokens + token * token_stride + feature * feature_stride, known)
+    for choice in tl.static_range(CHOICES):
+        place = tl.load(places + token * CHOICES + choice)
+        tl.store(out + place * features + feature, values, known)
 
 
 @triton.jit
