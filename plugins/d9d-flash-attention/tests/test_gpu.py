@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # Of flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl 4.8; it goes on as before.
     pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # many, each of one of these two for the other
 ]
 
 

@@ -80,6 +80,7 @@ class TestSwiglu(KernelSuite):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # many, of the library and of what it is built upon
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestSwigluOnCuda(KernelSuite):
     """The library itself."""

@@ -41,7 +41,7 @@ def outcome(function: Callable[..., Any], *inputs: Tensor) -> dict[str, Tensor]:
     leaves = [x.detach().requires_grad_() for x in inputs]
     outs = function(*leaves)
     outs = outs if isinstance(outs, tuple) else (outs,)
-    torch.autograd.backward(outs, [normal(*out.shape, seed=9, dtype=out.dtype) for out in outs])
+    torch.autograd.backward(outs, [normal(*out.shape, seed=9).to(out.dtype) for out in outs])  # rounded for all alike
     grads = {f"gradient {place}": leaf.grad for place, leaf in enumerate(leaves) if leaf.grad is not None}
     return {f"out {place}": out.detach() for place, out in enumerate(outs)} | grads
 
