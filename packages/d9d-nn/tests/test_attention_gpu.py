@@ -85,18 +85,20 @@ def forward_and_backward(call: Callable[..., Tensor], tensors: list[Tensor]) -> 
 def assert_near(found: dict[str, Tensor], rounded: dict[str, Tensor], exact: dict[str, Tensor], dtype: str) -> None:
     """Compare with float64, by the norm of the difference.
 
-    Gradients of queries and keys come from differences of two numbers that are as large as gradients of values are,
-    and of which little or nothing is left where a token sees few others.
+    Gradients of queries and keys come from differences of two rounded numbers as large as gradients of values are, of
+    which little is left where a token sees few others.
     """
+    of_values = exact["value"].norm()
     for name, tensor in found.items():
         scale = exact[name].norm()
-        if name in ("query", "key"):
-            scale = torch.maximum(scale, exact["value"].norm())
-        allowed = max(FACTOR * (rounded[name].double() - exact[name]).norm(), FLOOR[dtype] * scale)
+        if scale < 1e-9:  # a window of one: the softmax of one score has no gradient
+            allowed = FLOOR[dtype] * of_values
+        else:
+            allowed = max(FACTOR * (rounded[name].double() - exact[name]).norm(), FLOOR[dtype] * scale)
+            if name in ("query", "key"):
+                allowed = max(allowed, torch.finfo(DTYPES[dtype]).eps / 2 * of_values)
         off = (tensor.double() - exact[name]).norm()
-        assert off <= allowed, (
-            f"{name} is off by {off:.1e}, allowed {allowed:.1e}; its norm is {exact[name].norm():.1e}"
-        )
+        assert off <= allowed, f"{name} is off by {off:.1e}, allowed {allowed:.1e}; its norm is {scale:.1e}"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -58,3 +58,14 @@ class TrainingError(D9dError):
 
 class NonFiniteError(TrainingError):
     """A loss or a gradient was NaN or infinite; that step changed nothing."""
+
+
+def interrupt_behind(error: BaseException) -> bool:
+    """Whether it was an interrupt, which code that makes a class has turned into this exception.
+
+    Up to Python 3.11, what ``__set_name__`` of a class's attribute raises, as of each ``cached_property``, becomes the
+    cause of a RuntimeError; while pydantic builds a validator, an interrupt becomes an error of the schema.
+    """
+    if type(error).__name__ == "SchemaError":
+        return "KeyboardInterrupt" in str(error)
+    return isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt)

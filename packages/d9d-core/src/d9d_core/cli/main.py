@@ -19,9 +19,11 @@ def main() -> None:
                 from d9d_core.cli.app import run
 
             run()
-        except (KeyboardInterrupt, RuntimeError) as error:  # outside of the command, which says more
-            if isinstance(error, RuntimeError) and not isinstance(error.__cause__, KeyboardInterrupt):
-                raise  # else __set_name__ has made it, of a class that was made meanwhile
+        except (KeyboardInterrupt, Exception) as error:  # outside of the command, which says more
+            from d9d_core.errors import interrupt_behind
+
+            if isinstance(error, Exception) and not interrupt_behind(error):
+                raise
             print("interrupted", file=sys.stderr, flush=True)  # noqa: T201 - its purpose
             sys.exit(INTERRUPTED)
     except SystemExit as end:

@@ -18,11 +18,11 @@ from typing import Any
 
 import pluggy
 
-from d9d_core.errors import PluginError
+from d9d_core.errors import PluginError, interrupt_behind
 from d9d_core.plugin import hooks
 from d9d_core.plugin.entries import Entry, Origin, Problem, Record, plugin_error, shown
 from d9d_core.plugin.known import KnownPlugins
-from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised, interrupt_behind
+from d9d_core.plugin.ref import FOREIGN_FAILURES, exits_raised
 
 #: Modules that a declaration must not import.
 _HEAVY = ("torch", "pydantic")

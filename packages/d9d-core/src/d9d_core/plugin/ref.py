@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from d9d_core.errors import interrupt_behind
+
 #: What code of a plugin may raise. SystemExit is among it: a plugin must not end d9d as if all had gone well.
 FOREIGN_FAILURES = (Exception, SystemExit)
 
@@ -37,17 +39,6 @@ def exits_raised() -> Iterator[None]:
         yield
     finally:
         os._exit = before
-
-
-def interrupt_behind(error: BaseException) -> bool:
-    """Whether it was an interrupt, which code that makes a class has turned into this exception.
-
-    Up to Python 3.11, what ``__set_name__`` of a class's attribute raises, as of each ``cached_property``, becomes the
-    cause of a RuntimeError; while pydantic builds a validator, an interrupt becomes an error of the schema.
-    """
-    if type(error).__name__ == "SchemaError":
-        return "KeyboardInterrupt" in str(error)
-    return isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt)
 
 
 @dataclass(frozen=True, slots=True)
