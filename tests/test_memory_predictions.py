@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("records", "timing", "random_tokens", "memory_predictions")
+NAMES = ("records", "timing", "random_tokens", "rows", "memory_predictions")
 
 
 @pytest.mark.slow

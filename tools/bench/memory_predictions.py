@@ -14,146 +14,28 @@ from __future__ import annotations
 import argparse
 import datetime as dt
 import gc
-import importlib
 import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
-
-# Models are those of the comparison with others.
-sys.path.append(str(Path(__file__).parent / "compare"))
+from typing import Any
 
 import records
 import torch
 from d9d_core.errors import D9dError
-from d9d_core.plugin import Registry
 from d9d_engine.api import Job
 from d9d_engine.planner.device import Device
 from d9d_engine.planner.prediction import predict
-from random_tokens import Synthetic
-from settings import BETAS, CLIP, DECAY, LR, MODELS
+from rows import ROWS, TINY, Row, registry
 from timing import timed
 
-PLUGINS = ("d9d_nn", "d9d_optim", "d9d_parallel", "d9d_moe", "d9d_qwen3", "d9d_peft")
-#: Used where they are installed, as they are by themselves in a job.
-OPTIONAL = ("d9d_triton", "d9d_grouped_gemm", "d9d_flash_attention")
 #: Steps before those that are measured, and those.
 WARMUP, STEPS = 2, 2
 GIB = records.GIB
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Job on one device.
-
-    Attributes:
-        model: name in :data:`settings.MODELS`.
-        samples: samples of a step.
-        length: positions of a sample.
-        microbatch: samples of a forward; all of a step's, if absent.
-        layers: layers of the model, if not its own number.
-        compiled: blocks are compiled.
-        recomputed: activations are computed again in the backward.
-        optimizer: its name.
-        precision: ``bfloat16`` or ``float32`` parameters and states, or float32 ones and ``autocast`` to bfloat16.
-        peft: fine-tuning method; its values as in a job file.
-    """
-
-    model: str
-    samples: int
-    length: int
-    microbatch: int | None = None
-    layers: int | None = None
-    compiled: bool = False
-    recomputed: bool = False
-    optimizer: str = "adamw"
-    precision: Literal["bfloat16", "float32", "autocast"] = "bfloat16"
-    peft: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Name in tables: ``dense-2b 4x4096 compiled sgd``."""
-        parts = [self.model, f"{self.samples}x{self.length}"]
-        parts += [f"by {self.microbatch}"] if self.microbatch else []
-        parts += [f"{self.layers} layers"] if self.layers else []
-        parts += ["compiled"] * self.compiled + ["recomputed"] * self.recomputed
-        parts += [self.optimizer] if self.optimizer != "adamw" else []
-        parts += [self.precision] if self.precision != "bfloat16" else []
-        return " ".join([*parts, *(str(value) for key, value in self.peft if key == "name")])
-
-    def values(self, directory: str, device: str) -> dict[str, Any]:
-        """Values of the job file."""
-        model = {**MODELS[self.model], "max_positions": self.length}
-        if self.layers is not None:
-            model["num_layers"] = self.layers
-        autocast = {"autocast": "bfloat16"} if self.precision == "autocast" else {}
-        wide = self.precision in ("autocast", "float32")
-        values = {
-            "run": {"dir": directory},
-            "device": device,
-            "steps": 10_000,
-            "batch": {"size": self.samples, "microbatch": self.microbatch or self.samples},
-            "parallel": ["activation_checkpointing"] * self.recomputed + ["compile"] * self.compiled,
-            "precision": {"parameters": "float32" if wide else "bfloat16", **autocast},
-            "model": model,
-            "task": "causal_lm",
-            "data": {
-                "name": "random_tokens", "vocab_size": model["vocab_size"], "sequence_length": self.length,
-            },
-            "optimizer": _optimizer(self.optimizer),
-            "gradient_clipping": {"max_norm": CLIP},
-            "trackers": [],
-            "export": False,
-        }  # fmt: skip
-        return values | ({"peft": dict(self.peft)} if self.peft else {})
-
-
-def _optimizer(name: str) -> dict[str, Any]:
-    """Section ``optimizer``."""
-    more = {"betas": list(BETAS)} if name in ("adamw", "stochastic_adamw") else {}
-    return {"name": name, "lr": LR, "weight_decay": DECAY, **more}
-
-
-_LORA = (("name", "lora"), ("r", 16), ("alpha", 32))
-#: Different kinds first, so that a few rows tell most.
-ROWS = (
-    Row("dense-2b", 4, 4096, compiled=True),
-    Row("moe-5.6b", 4, 4096, compiled=True),
-    Row("dense-0.6b", 4, 4096),
-    Row("dense-1.7b", 8, 4096, compiled=True, recomputed=True),
-    Row("dense-1.7b", 4, 4096, compiled=True, precision="autocast"),
-    Row("dense-2b", 4, 4096, compiled=True, peft=_LORA),
-    Row("moe-5.6b", 8, 1024, optimizer="stochastic_adamw"),
-    Row("dense-2b", 1, 16_384, recomputed=True, optimizer="sgd"),
-    Row("dense-1.7b", 8, 4096, microbatch=2),
-    Row("dense-0.6b", 1, 1024, compiled=True),
-    Row("moe-5.6b", 1, 16_384, recomputed=True, compiled=True),
-    Row("dense-0.6b", 4, 1024, precision="float32"),
-    Row("dense-2b", 8, 1024, optimizer="stochastic_adamw"),
-    Row("moe-5.6b", 2, 4096, layers=4, optimizer="sgd", precision="autocast"),
-    Row("dense-2b", 8, 4096, recomputed=True, peft=_LORA),
-    Row("dense-0.6b", 2, 16_384, compiled=True),
-    Row("dense-0.6b", 4, 4096, optimizer="muon"),
-    Row("dense-1.7b", 1, 16_384),
-)
-#: A few small ones, which a CPU trains in seconds.
-TINY = (
-    Row("tiny", 2, 64),
-    Row("tiny-moe", 2, 64, optimizer="sgd", precision="float32"),
-    Row("tiny", 4, 32, microbatch=2, recomputed=True, peft=_LORA),
-)
-
-
-def registry() -> Registry:
-    """Records of the plugins that jobs here use."""
-    found = [name for name in OPTIONAL if find_spec(name)]
-    return Registry.of(*(importlib.import_module(f"{name}.plugin") for name in (*PLUGINS, *found)), Synthetic())
 
 
 def predicted(job: Job, device: Device) -> dict[str, Any]:

@@ -41,11 +41,13 @@ def _config() -> Any:
         """Number of token ids."""
         sequence_length: int
         """Positions of a sample."""
+        document: int | None = None
+        """Positions of each document in a sample; a sample is one document if absent."""
 
         @property
         def packs_documents(self) -> bool:
             """Whether samples hold several documents."""
-            return False
+            return self.document is not None
 
     return RandomTokensConfig
 
@@ -61,7 +63,14 @@ class RandomTokens:
         count = context.batch_size // context.ranks // context.microbatch_size
         shape = (context.microbatch_size, config.sequence_length + 1)
         rows = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(count)]
-        self._pack = [{"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].contiguous()} for row in rows]
+        self._pack = [{"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].clone()} for row in rows]
+        if config.document is not None:
+            places = torch.arange(config.sequence_length).expand(shape[0], -1)
+            for microbatch in self._pack:
+                microbatch["documents"] = places // config.document
+                microbatch["positions"] = places % config.document
+                # The last token of a document predicts none of the next.
+                microbatch["targets"][(places + 1) % config.document == 0] = -100
         self.facts = {"vocab_size": config.vocab_size, "sequence_length": config.sequence_length}
 
     def next_pack(self) -> Pack:

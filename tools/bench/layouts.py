@@ -1,0 +1,188 @@
+"""Layouts of one job on the GPUs of one machine: speed of each GPU beside one GPU alone, memory, and their predictions.
+
+    python tools/bench/layouts.py                                      # 2 GPUs: data, tensor, context, expert, pipeline
+    python tools/bench/layouts.py --rows long --only 131072 --seconds 200
+    python tools/bench/layouts.py --tiny                               # tiny models on the CPU: tries the tool
+
+Rows of as many ranks share their processes, one job after the other; if they die, or wait for each other for too long,
+the next row begins in new ones. Communication is the time of a step in which its kernels run, and exposed what of that
+no other kernel covers. A row's ``sixth step`` counts from the launch of its processes: what a user waits, in the first
+row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import records
+from layout_rows import ROWS
+from rows import Row
+
+#: Key that only results of this kind have.
+KIND = "layouts"
+MARKS = ("<!-- layouts: written by tools/bench/layouts.py -->", "<!-- end of layouts -->")
+NONE_YET = "No layout has been measured by this command yet."
+_HEAD = (
+    "job", "tokens/s of a GPU", "times one GPU's", "ms", "predicted", "peak GiB", "predicted", "communication, ms",
+    "exposed",
+)  # fmt: skip
+#: Seconds without an answer after which the processes of a row are ended.
+PATIENCE = 180
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = _options()
+    rows = [row for row in ROWS[options.rows] if not options.only or any(text in row.name for text in options.only)]
+    page = options.folder / "README.md" if options.folder else None
+    if not options.tables:
+        result = measure(rows, options.gpu, options.seconds, options.table or f"layouts-{options.rows}")
+        print(text_of([result]))
+        if options.folder:
+            print(f"written: {records.write(result, options.folder)}", flush=True)
+    if page and page.exists():
+        filled = records.fill(page.read_text(encoding="utf-8"), text_of(records.read(options.folder, KIND)), MARKS)
+        page.write_text(filled, encoding="utf-8")
+
+
+def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) -> dict[str, Any]:
+    """Everything that is measured, as JSON can hold it. Rows of one process first."""
+    start = time.perf_counter()
+    found: list[dict[str, Any]] = []
+    hardware: dict[str, Any] = {}
+    left = sorted(rows, key=lambda row: row.ranks)
+    with tempfile.TemporaryDirectory() as directory:
+        while left:
+            ranks = left[0].ranks
+            now = [row for row in left if row.ranks == ranks]
+            budget = None if seconds is None else seconds - (time.perf_counter() - start)
+            if budget is not None and budget <= 0:
+                print(f"no time for the last {len(left)} rows", flush=True)
+                break
+            answers = _launch(now, gpu, budget, Path(directory))
+            hardware = answers[-1]["hardware"] if answers else hardware
+            found += [{"row": asdict(row), **answer} for row, answer in zip(now, answers, strict=False)]
+            # Without an answer, the time was over.
+            left = left[len(answers) :] if answers else [row for row in left if row.ranks != ranks]
+    for one in found:
+        one.pop("hardware", None)
+        base = _alone(one, found)
+        if base and "seconds" in one:
+            one["times_alone"] = one["tokens_per_second"] / base["tokens_per_second"]
+    return {
+        "table": table, "taken": dt.datetime.now(dt.UTC).date().isoformat(),
+        "command": " ".join(["python tools/bench/layouts.py", *sys.argv[1:]]),
+        "commit": records.commit(), "hardware": hardware, "gpu": gpu, KIND: found,
+    }  # fmt: skip
+
+
+def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Answer of the same job on one GPU: with as many tokens of each GPU or, if there is none, as many samples."""
+    row = Row.from_json(one["row"])
+    if row.ranks == 1:
+        return None
+    whole = replace(row, mesh=(), parallel=(), schedule=None, microbatch=None)
+    samples = row.samples * row.data_parallel
+    bases = [replace(whole, samples=count) for count in (samples // row.ranks, samples)]
+    known = {answer["name"]: answer for answer in found if "seconds" in answer}
+    return next((known[base.name] for base in bases if base.name in known), None)
+
+
+def _launch(rows: Sequence[Row], gpu: str, seconds: float | None, directory: Path) -> list[dict[str, Any]]:
+    """Answers of rows of as many ranks, the first ones at least; the last one may be that the processes ended."""
+    asked, answered = directory / "rows.json", directory / "answers.jsonl"
+    asked.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
+    answered.write_text("", encoding="utf-8")
+    worker = [str(Path(__file__).parent / "layout_worker.py"), str(asked), str(answered), gpu, str(time.time())]
+    if rows[0].ranks == 1:
+        command = [sys.executable, *worker]
+    else:
+        ranks = f"--nproc-per-node={rows[0].ranks}"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
+    threads = str(max(1, (os.cpu_count() or 1) // rows[0].ranks // 2))
+    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **os.environ})
+    begun = changed = time.perf_counter()
+    size, why = 0, None
+    while process.poll() is None:
+        time.sleep(0.2)
+        now = time.perf_counter()
+        if answered.stat().st_size != size:
+            size, changed = answered.stat().st_size, now
+        if seconds is not None and now - begun > seconds:
+            why = "no time"
+        elif now - changed > PATIENCE:
+            why = f"no answer within {PATIENCE} s"
+        if why:
+            process.terminate()
+            process.wait()
+    answers = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
+    if len(answers) < len(rows) and why != "no time":
+        reason = why or f"the processes ended with status {process.returncode}"
+        answers.append({"name": rows[len(answers)].name, "failed": reason, "hardware": records.hardware()})
+    return answers
+
+
+def text_of(results: Sequence[Mapping[str, Any]]) -> str:
+    """Tables of results, as the page has them."""
+    return "\n\n".join(map(_table, results)) if results else NONE_YET
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    title = f"### {result['table']}: {result['hardware'].get('device', 'not measured')}"
+    lines = records.table(_HEAD, [_line(answer) for answer in result[KIND]])
+    first = [one for one in result[KIND] if "sixth_step" in one][:1]
+    waits = [f"Sixth step of `{one['name']}` {one['sixth_step']:.0f} s after the launch." for one in first]
+    return "\n\n".join([title, records.origin(result), "\n".join(lines), *waits])
+
+
+def _line(answer: Mapping[str, Any]) -> list[str]:
+    name = f"`{answer['name']}`"
+    if "failed" in answer:
+        return [name, answer["failed"], *[""] * (len(_HEAD) - 2)]
+    ahead = answer["predicted"]
+
+    def number(value: float | None, digits: int) -> str:
+        return "" if value is None else f"{value:,.{digits}f}"
+
+    return [
+        name,
+        number(answer["tokens_per_second"], 0),
+        number(answer.get("times_alone"), 3),
+        number(1e3 * answer["seconds"], 1),
+        number(1e3 * ahead["seconds"] if "seconds" in ahead else None, 0),
+        number(answer.get("peak_gib"), 1),
+        number(ahead.get("allocated_gib"), 1),
+        number(answer.get("communication_ms"), 1),
+        number(answer.get("exposed_ms"), 1),
+    ]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Layouts of one job on the GPUs of one machine.")
+    parser.add_argument("--rows", choices=[name for name in ROWS if name != "tiny"], default="scaling")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only rows with one of these in their names")
+    parser.add_argument("--seconds", type=float, help="end after so long, with what there is")
+    parser.add_argument("--gpu", default="h200", metavar="NAME|FILE", help="rates of predictions, as of d9d plan")
+    parser.add_argument("--table", help="name of the table; by default that of the rows")
+    parser.add_argument("--folder", type=Path, help="write the result here, as JSON, and the tables into its page")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, on a CPU too: tries the tool")
+    parser.add_argument("--tables", action="store_true", help="only write the tables of the results that are there")
+    options = parser.parse_args()
+    if options.tiny:
+        options.rows = "tiny"
+    return options
+
+
+if __name__ == "__main__":
+    main()
