@@ -18,7 +18,8 @@ def compute_with_local_banks(bank: nn.Module) -> None:
     Args:
         bank: a module that owns parameters, each split over ranks in dimension 0; children are not changed.
     """
-    replaced: Callable[..., Any] = LocalBanks(bank, bank.forward)
+    # Bound: Dynamo guards on which callable object an attribute is, and would compile every block anew.
+    replaced: Callable[..., Any] = LocalBanks(bank, bank.forward).__call__
     bank.forward = replaced
 
 

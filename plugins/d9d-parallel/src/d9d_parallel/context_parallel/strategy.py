@@ -132,4 +132,5 @@ def _ranks(topology: Topology, parts: Sequence[Sequence[int]]) -> Ranks:
 
 
 def _replace(core: nn.Module, forward: ExchangedHeads | GatheredKeys) -> None:
-    core.forward = forward
+    # Bound: Dynamo guards on which callable object an attribute is, and would compile every block anew.
+    core.forward = forward.__call__

@@ -306,7 +306,8 @@ class _Split:
 
 
 def _replace(module: nn.Module, forward: LocalShards | WholeSequence | AsyncColumns) -> None:
-    module.forward = forward
+    # Bound: Dynamo guards on which callable object an attribute is, and would compile every block anew.
+    module.forward = forward.__call__
 
 
 def _terms(name: str, layer: nn.Module, *which: TermKind) -> dict[str, nn.Module]:
