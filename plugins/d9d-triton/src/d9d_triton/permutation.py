@@ -54,15 +54,17 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
     return rows
 
 
-def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
-    """Sum each token's rows, times its weights, see :func:`d9d_moe.dispatch.permutation.unpermute`.
+def unpermute(
+    rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor | None = None, *, absent: bool = False
+) -> Tensor:
+    """Sum each token's rows, times its weights if any, see :func:`d9d_moe.dispatch.permutation.unpermute`.
 
     Args:
         rows: [R, H], of any strides.
-        slots: int64 [R]; the kernels need none.
+        slots: int64 [R]; the kernels need none where there are weights.
         places: int64 [T, k].
         weights: [T, k].
-        absent: whether places may be absent. Rows that are nobody's place then get gradients of zero.
+        absent: whether places may be absent. With weights, rows that are nobody's place then get gradients of zero.
 
     Returns:
         [T, H] in the dtype of ``rows``.
@@ -71,8 +73,9 @@ def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, a
         TypeError: rows or weights are of a dtype that the kernels do not read.
         ValueError: there are not as many weights as places.
     """
-    del slots
-    total: Tensor = weighted_sum(rows, places, weights, absent)
+    total: Tensor = (
+        plain_sum(rows, slots, places, absent) if weights is None else weighted_sum(rows, places, weights, absent)
+    )
     return total
 
 
@@ -97,6 +100,13 @@ def copy_tokens(tokens: Tensor, slots: Tensor, places: Tensor, absent: bool) -> 
 @torch.library.custom_op("d9d_triton::sum_copies", mutates_args=())
 def sum_copies(rows: Tensor, places: Tensor) -> Tensor:
     """Sum rows [R, H] to [T, H] by places int64 [T, k]: gradient of :func:`permute`."""
+    return _sum(rows, places, None)
+
+
+@torch.library.custom_op("d9d_triton::plain_sum", mutates_args=())
+def plain_sum(rows: Tensor, slots: Tensor, places: Tensor, absent: bool) -> Tensor:  # noqa: ARG001 - its backward
+    """Custom op of :func:`unpermute` without weights."""
+    check_floats("unpermute", rows=rows)
     return _sum(rows, places, None)
 
 
@@ -170,6 +180,11 @@ def _fake_sum(rows: Tensor, places: Tensor) -> Tensor:
     return rows.new_empty(len(places), rows.shape[1])
 
 
+@plain_sum.register_fake
+def _fake_plain(rows: Tensor, _slots: Tensor, places: Tensor, _absent: bool) -> Tensor:
+    return rows.new_empty(len(places), rows.shape[1])
+
+
 @weighted_sum.register_fake
 def _fake_weighted(rows: Tensor, places: Tensor, _weights: Tensor, _absent: bool) -> Tensor:
     return rows.new_empty(len(places), rows.shape[1])
@@ -191,6 +206,15 @@ def _copy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return sum_copies(grad, *ctx.saved_tensors), None, None, None
 
 
+def _keep_numbers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
+    _, slots, places, ctx.absent = inputs
+    ctx.save_for_backward(slots, places)
+
+
+def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return copy_tokens(grad, *ctx.saved_tensors, ctx.absent), None, None, None
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001 - torch's signature
     *tensors, ctx.absent = inputs
     ctx.save_for_backward(*tensors)
@@ -203,4 +227,5 @@ def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 copy_tokens.register_autograd(_copy_backward, setup_context=_keep_places)
+plain_sum.register_autograd(_plain_backward, setup_context=_keep_numbers)
 weighted_sum.register_autograd(_sum_backward, setup_context=_keep)

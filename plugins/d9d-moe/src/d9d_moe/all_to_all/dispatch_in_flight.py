@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from d9d_core.extend import Routing
+from d9d_core.extend import OpSlot, Routing
 from torch import Tensor
 from torch import distributed as dist
 
@@ -17,7 +17,6 @@ from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes, send_rows
 from d9d_moe.all_to_all.plan import make_plan, read_labels, write_labels
 from d9d_moe.all_to_all.streams import HostNumbers, SideStream
 from d9d_moe.dispatch.async_exchange import AsyncExchange, Tensors, untraced
-from d9d_moe.dispatch.permutation import summed
 
 _UNEQUAL = (
     "AllToAllDispatcher: with a limit on the rows of an expert, all ranks must route equally many tokens with the same "
@@ -34,6 +33,7 @@ class DispatchInFlight:
         group: W ranks.
         local: experts of each rank.
         side: side stream of the exchanges.
+        unpermute: sums the gradients that come back.
 
     Attributes:
         plan: ranks that each token is sent to.
@@ -47,7 +47,13 @@ class DispatchInFlight:
 
     @untraced  # streams, a wait of the host, and collectives that are awaited elsewhere
     def __init__(
-        self, tokens: Tensor, routing: Routing, group: dist.ProcessGroup, local: int, side: SideStream
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        group: dist.ProcessGroup,
+        local: int,
+        side: SideStream,
+        unpermute: OpSlot,
     ) -> None:
         self.plan = make_plan(routing.indices, group.size(), local, routing.limit)
         self.local = local
@@ -55,7 +61,9 @@ class DispatchInFlight:
         # Both are kept until the arrival, because the side stream reads them.
         self._tokens, self._routing = tokens.detach(), routing
         self._exchange = AsyncExchange(
-            (tokens, routing.weights), (self.plan.places, routing.indices), partial(_to_gradients, local=local)
+            (tokens, routing.weights),
+            (self.plan.slots, self.plan.places, routing.indices),
+            partial(_to_gradients, local=local, unpermute=unpermute),
         )
         self._pending: PendingTensors | None = None
         with side.active(tokens, follow=True):
@@ -130,10 +138,10 @@ def return_gradients(grads: Tensors, _saved: Tensors, *, sizes: Sizes, group: di
     return PendingTensors(grads, sizes, group)
 
 
-def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int) -> Tensors:
+def _to_gradients(arrived: Tensors, saved: Tensors, *, local: int, unpermute: OpSlot) -> Tensors:
     """Gradients of tokens [T, H] and weights [T, k] from those of rows [S, H] and [S, k]."""
-    (rows, labels), (places, indices) = arrived, saved
-    return summed(rows, places, absent=True), _of_choices(labels, places, indices // local)
+    (rows, labels), (slots, places, indices) = arrived, saved
+    return unpermute(rows, slots[: len(rows)], places, absent=True), _of_choices(labels, places, indices // local)
 
 
 def _of_choices(rows: Tensor, places: Tensor, ranks: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes
 from d9d_moe.all_to_all.streams import SideStream
 from d9d_moe.dispatch.async_exchange import AsyncExchange
 from d9d_moe.dispatch.local import sort_by_expert
-from d9d_moe.dispatch.permutation import PermutingDispatcher, sum_rows
+from d9d_moe.dispatch.permutation import PermutingDispatcher
 from d9d_moe.router.routing import count_rows
 
 
@@ -64,14 +64,14 @@ class AllToAllDispatcher(PermutingDispatcher):
                 f"AllToAllDispatcher: built for {self.experts} experts, the routing has {len(routing.counts)}; "
                 "build router and dispatcher with the same number"
             )
-        in_flight = DispatchInFlight(tokens, routing, self.group, self.local, self._side)
+        in_flight = DispatchInFlight(tokens, routing, self.group, self.local, self._side, self.unpermute)
         return PendingDispatch(in_flight, self.permute)
 
     def combine(self, outputs: Tensor, handle: AllToAllHandle) -> PendingCombine:
         """Start the combine of outputs [R, H] to [T, H]. Collective over the group."""
         parts = self.unpermute(outputs, handle.slots, handle.places, handle.weights, absent=True)
         pending = PendingTensors((parts,), handle.sizes.back(), self.group)
-        return PendingCombine(AsyncExchange((parts,)), pending, handle, self.group)
+        return PendingCombine(AsyncExchange((parts,)), pending, handle, self.group, self.unpermute)
 
 
 class AllToAllHandle(NamedTuple):
@@ -118,19 +118,26 @@ class PendingDispatch:
 class PendingCombine:
     """Combine that an all-to-all dispatcher has started."""
 
-    __slots__ = ("_exchange", "_group", "_handle", "_pending")
+    __slots__ = ("_exchange", "_group", "_handle", "_pending", "_sum")
 
     def __init__(
-        self, exchange: AsyncExchange, pending: PendingTensors, handle: AllToAllHandle, group: dist.ProcessGroup
+        self,
+        exchange: AsyncExchange,
+        pending: PendingTensors,
+        handle: AllToAllHandle,
+        group: dist.ProcessGroup,
+        unpermute: OpSlot,
     ) -> None:
         self._exchange = exchange
         self._pending = pending
         self._handle = handle
         self._group = group
+        self._sum = unpermute
 
     def wait(self) -> Tensor:
         """Wait for the outputs, and sum the parts of the ranks to [T, H]."""
         handle = self._handle
         back = partial(return_gradients, sizes=handle.sizes, group=self._group)
         (parts,) = self._exchange.wait(self._pending, (), back)
-        return sum_rows(parts, handle.sent_slots, handle.sent_places, absent=True)
+        total: Tensor = self._sum(parts, handle.sent_slots, handle.sent_places, absent=True)
+        return total

@@ -57,36 +57,25 @@ def permute(tokens: Tensor, slots: Tensor, places: Tensor, *, absent: bool = Fal
     return rows
 
 
-def sum_rows(rows: Tensor, slots: Tensor, places: Tensor, *, absent: bool = False) -> Tensor:
-    """Sum each token's rows in float32 or wider.
-
-    Args:
-        rows: [R, H].
-        slots: int64 [R].
-        places: int64 [T, k].
-        absent: whether places may be absent.
-
-    Returns:
-        [T, H] in the dtype of ``rows``.
-    """
-    total: Tensor = _SumRows.apply(rows, slots, places, absent)
-    return total
-
-
-def unpermute(rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor, *, absent: bool = False) -> Tensor:
-    """Sum each token's rows, times its weights, in the dtype of the weights or wider.
+def unpermute(
+    rows: Tensor, slots: Tensor, places: Tensor, weights: Tensor | None = None, *, absent: bool = False
+) -> Tensor:
+    """Sum each token's rows, times its weights if there are any, in float32, the dtype of the weights or wider.
 
     Args:
         rows: [R, H].
         slots: int64 [R].
         places: int64 [T, k].
         weights: [T, k]. Those of absent choices get gradients of zero.
-        absent: whether places may be absent.
+        absent: whether places may be absent. Without weights, the gradients of rows that are nobody's place are any.
 
     Returns:
         [T, H] in the dtype of ``rows``.
     """
-    total: Tensor = _Unpermute.apply(rows, slots, places, weights, absent)
+    if weights is None:
+        total: Tensor = _SumRows.apply(rows, slots, places, absent)
+    else:
+        total = _Unpermute.apply(rows, slots, places, weights, absent)
     return total
 
 

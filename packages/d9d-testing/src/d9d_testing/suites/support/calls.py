@@ -132,16 +132,18 @@ def linear_cross_entropy(shape: Sequence[int], features: int, words: int, spread
     return Call(name, inputs, {"features": features, "vocabulary": words})
 
 
-def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bool) -> Call:
+def permutation(tokens: int, choices: int, rows: int, features: int, *, back: bool, weighted: bool = True) -> Call:
     """Call of ``permute``, or ``unpermute`` with ``back``; choices beyond the rows have none."""
     slots = torch.randperm(tokens * choices, generator=torch.Generator().manual_seed(5))
     places = torch.empty_like(slots).scatter_(0, slots, torch.arange(len(slots)))
     numbers = {"slots": slots[:rows], "places": places.view(tokens, choices)}
     if back:
-        inputs = {"rows": draw(rows, features, seed=0), **numbers, "weights": draw(tokens, choices, seed=1)}
+        inputs = {"rows": draw(rows, features, seed=0), **numbers}
+        inputs |= {"weights": draw(tokens, choices, seed=1)} if weighted else {}
     else:
         inputs = {"tokens": draw(tokens, features, seed=0), **numbers}
     name = f"{tokens} tokens of {features} features, {choices} choices, {rows} rows"
+    name += "" if weighted or not back else ", no weights"
     return Call(name, inputs, options={"absent": rows < tokens * choices})
 
 

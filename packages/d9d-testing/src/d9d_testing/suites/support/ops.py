@@ -186,13 +186,15 @@ def _linear_cross_entropy_at_random(random: Random) -> Call:
 
 def _permutations(*, back: bool) -> Sequence[Call]:
     sizes = ((5, 2, 10, 16), (3, 3, 7, 33), (1, 1, 1, 8), (2, 5, 10, 2), (2, 2, 0, 8), (0, 2, 0, 8))
-    return [calls.permutation(*size, back=back) for size in sizes]
+    plain = [calls.permutation(*size, back=True, weighted=False) for size in sizes] if back else []
+    return [calls.permutation(*size, back=back) for size in sizes] + plain
 
 
 def _permutation_at_random(random: Random, *, back: bool) -> Call:
     tokens, choices = random.randint(1, 20), random.randint(1, 8)
     rows = random.choice((tokens * choices, random.randint(1, tokens * choices)))
-    return calls.permutation(tokens, choices, rows, random.choice(_SIZES), back=back)
+    size = tokens, choices, rows, random.choice(_SIZES)
+    return calls.permutation(*size, back=back, weighted=not back or random.random() < 0.7)
 
 
 def _permutation_op(op: str) -> Op:
