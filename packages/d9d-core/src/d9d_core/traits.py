@@ -164,6 +164,10 @@ class Dispatcher(Protocol):
 
     A dispatcher that reaches other ranks has their process group as attribute ``group``: so a schedule that overlaps a
     forward with a backward knows that there is communication to hide.
+
+    One whose communication no compiler can trace may have a method ``outside_graph(function, *args)``, which calls the
+    function. A layer calls by it all from dispatch to combine: one graph ends there and one begins, in place of some
+    for every piece in between.
     """
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> Transfer[Dispatched]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from d9d_core.extend import BuildError, Dispatched, OpSlot, Routing
-from d9d_moe.dispatch.async_exchange import AsyncExchange, untraced
+from d9d_moe.dispatch.async_exchange import AsyncExchange, OutsideGraph, untraced
 from d9d_moe.dispatch.local import sort_by_expert
 from d9d_moe.dispatch.permutation import PermutingDispatcher
 from d9d_moe.router.routing import count_rows
@@ -25,7 +25,7 @@ from d9d_deepep.kernels import Handle, PendingTensors, after, combine, dispatch_
 _PIECE = 16
 
 
-class DeepEPDispatcher(PermutingDispatcher):
+class DeepEPDispatcher(OutsideGraph, PermutingDispatcher):
     """Dispatcher by DeepEP; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts. There its weighted outputs are summed; DeepEP adds

@@ -16,13 +16,13 @@ from torch import distributed as dist
 from d9d_moe.all_to_all.dispatch_in_flight import DispatchInFlight, return_gradients
 from d9d_moe.all_to_all.pending_rows import PendingTensors, Sizes
 from d9d_moe.all_to_all.streams import SideStream
-from d9d_moe.dispatch.async_exchange import AsyncExchange
+from d9d_moe.dispatch.async_exchange import AsyncExchange, OutsideGraph
 from d9d_moe.dispatch.local import sort_by_expert
 from d9d_moe.dispatch.permutation import PermutingDispatcher
 from d9d_moe.router.routing import count_rows
 
 
-class AllToAllDispatcher(PermutingDispatcher):
+class AllToAllDispatcher(OutsideGraph, PermutingDispatcher):
     """Dispatcher over gloo or NCCL; rank r of W has the experts from ``r * E / W`` on.
 
     A token travels once to each rank that has some of its experts, with their numbers and weights. There it is copied

@@ -30,6 +30,7 @@ class SeparateDispatcher:
     def __init__(self, inner: AllToAllDispatcher) -> None:
         self.inner = inner
         self.group = inner.group
+        self.outside_graph = inner.outside_graph
 
     def op_slots(self) -> Mapping[str, OpSlot]:
         """Slots of the dispatcher inside, which serve the choices of tokens, too."""

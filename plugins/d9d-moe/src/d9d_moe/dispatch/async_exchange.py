@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 Tensors = tuple[Tensor, ...]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def untraced(function: F) -> F:
@@ -28,6 +29,15 @@ def untraced(function: F) -> F:
     """
     opaque: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return opaque
+
+
+class OutsideGraph:
+    """Base of dispatchers whose communication Dynamo cannot trace, see :class:`d9d_core.extend.Dispatcher`."""
+
+    @untraced
+    def outside_graph(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function, and compile nothing of it."""
+        return function(*args)
 
 
 def as_arrived(arrived: Tensors, _saved: Tensors) -> Tensors:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from d9d_core.extend import BuildError, Dispatcher, HasOps, OpSlot, TensorStyle
+from d9d_core.extend import BuildError, Dispatcher, HasOps, OpSlot, Routing, TensorStyle
 from d9d_nn.linear import Linear
 from torch import Tensor, nn
 
@@ -79,6 +79,13 @@ class MoELayer(nn.Module):
         """
         tokens = hidden.flatten(0, 1)
         routing = self.router(tokens, samples=len(hidden), padding=None if padding is None else padding.flatten())
+        outside = getattr(self.dispatcher, "outside_graph", None)
+        mixed: Tensor = (
+            self._mixed(hidden, tokens, routing) if outside is None else outside(self._mixed, hidden, tokens, routing)
+        )
+        return mixed
+
+    def _mixed(self, hidden: Tensor, tokens: Tensor, routing: Routing) -> Tensor:
         sending = self.dispatcher.dispatch(tokens, routing)
         shared = self._shared(hidden)  # while tokens travel; autograd's order gives the same in the backward
         sent = sending.wait()

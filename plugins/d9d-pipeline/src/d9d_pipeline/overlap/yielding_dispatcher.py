@@ -41,6 +41,7 @@ class YieldingDispatcher:
     def __init__(self, dispatcher: Dispatcher, points: YieldPoints) -> None:
         self.dispatcher = dispatcher
         self._points = points
+        self.outside_graph = getattr(dispatcher, "outside_graph", None)
 
     def dispatch(self, tokens: Tensor, routing: Routing) -> YieldingTransfer:
         """Start the dispatch of tokens to their experts. Collective if the wrapped dispatcher's is."""
