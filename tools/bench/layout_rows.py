@@ -7,16 +7,16 @@ from dataclasses import replace
 
 from rows import LORA, Row
 
-_DENSE = Row("dense-2b", 4, 4096, compiled=True)
+DENSE = Row("dense-2b", 4, 4096, compiled=True)
 _MOE = Row("moe-5.6b", 4, 4096, compiled=True)
 _LONG = Row("dense-2b", 1, 32_768, compiled=True, recomputed=True)
 _SHARDED = (("dp_shard", 2),)
 _ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 
 
-def _context(method: str, samples: int, length: int) -> Row:
+def context_row(method: str, samples: int, length: int) -> Row:
     """Row of ``context_parallel`` over two ranks, which share their gradients' sums by ``fsdp``."""
-    base = replace(_DENSE, samples=samples, length=length, recomputed=length >= 32_768)
+    base = replace(DENSE, samples=samples, length=length, recomputed=length >= 32_768)
     return replace(base, mesh=(("cp", 2),), parallel=({"name": "context_parallel", "method": method}, "fsdp"))
 
 
@@ -24,29 +24,33 @@ def _context(method: str, samples: int, length: int) -> Row:
 ROWS: Mapping[str, tuple[Row, ...]] = {
     "scaling": (
         _MOE,
-        _DENSE,
-        replace(_DENSE, samples=1, length=16_384),
+        DENSE,
+        replace(DENSE, samples=1, length=16_384),
         replace(_MOE, mesh=(*_SHARDED, ("ep", 2)), parallel=("fsdp", "expert_parallel")),
         replace(_MOE, mesh=_SHARDED, parallel=("fsdp",)),
-        replace(_DENSE, mesh=(("dp_replicate", 2),), parallel=("replicate",)),
-        replace(_DENSE, mesh=_SHARDED, parallel=("fsdp",)),
-        replace(_DENSE, samples=8, mesh=(("tp", 2),), parallel=("tensor_parallel",)),
-        replace(_DENSE, samples=8, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
-        _context("all_gather", 2, 16_384),
-        _context("ring", 2, 16_384),
-        _context("ulysses", 2, 16_384),
-        replace(_DENSE, samples=8, microbatch=1, mesh=(("pp", 2),), schedule="1f1b"),
-        replace(_DENSE, samples=8, recomputed=True, mesh=_SHARDED, parallel=("fsdp",)),
+        replace(DENSE, mesh=(("dp_replicate", 2),), parallel=("replicate",)),
+        replace(DENSE, mesh=_SHARDED, parallel=("fsdp",)),
+        replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=("tensor_parallel",)),
+        replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
+        context_row("all_gather", 2, 16_384),
+        context_row("ring", 2, 16_384),
+        context_row("ulysses", 2, 16_384),
+        replace(DENSE, samples=8, microbatch=1, mesh=(("pp", 2),), schedule="1f1b"),
+        replace(DENSE, samples=8, recomputed=True, mesh=_SHARDED, parallel=("fsdp",)),
     ),
     "long": (
         *(replace(_LONG, length=length) for length in (32_768, 131_072)),
-        *(_context(method, 1, length) for length in (32_768, 131_072) for method in ("all_gather", "ring", "ulysses")),
+        *(
+            context_row(method, 1, length)
+            for length in (32_768, 131_072)
+            for method in ("all_gather", "ring", "ulysses")
+        ),
     ),
     # Documents of 4,096 tokens, so that a step of a million takes seconds; its memory is that of one document.
     "longest": (
         *(replace(_LONG, length=count * 65_536, document=4096) for count in (8, 9)),
         *(
-            replace(_context("all_gather", 1, count * 65_536), document=4096, recomputed=True)
+            replace(context_row("all_gather", 1, count * 65_536), document=4096, recomputed=True)
             for count in (16, 18)
         ),
     ),
@@ -63,7 +67,7 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         Row("tiny", 2, 64, mesh=_SHARDED, parallel=("fsdp",)),
         Row("tiny-moe", 2, 64, mesh=(*_SHARDED, ("ep", 2)), parallel=("fsdp", "expert_parallel")),
         Row("tiny", 4, 64, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
-        replace(_context("ring", 1, 64), model="tiny", compiled=False, document=16),
+        replace(context_row("ring", 1, 64), model="tiny", compiled=False, document=16),
         Row("tiny", 4, 64, microbatch=1, mesh=(("pp", 2),), schedule="1f1b"),
         Row("tiny", 4, 63, mesh=(("tp", 2),), parallel=("tensor_parallel",)),
         Row("tiny-moe", 4, 64, optimizer="stochastic_adamw narrow", peft=LORA),

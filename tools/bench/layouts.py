@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +24,7 @@ from typing import Any
 
 import records
 from layout_rows import ROWS
+from rank_processes import answers_of
 from rows import Row
 
 #: Key that only results of this kind have.
@@ -37,8 +35,6 @@ _HEAD = (
     "job", "tokens/s of a GPU", "times one GPU's", "ms", "predicted", "peak GiB", "predicted", "communication, ms",
     "exposed",
 )  # fmt: skip
-#: Seconds without an answer after which the processes of a row are ended.
-PATIENCE = 180
 
 
 def main() -> None:
@@ -70,7 +66,8 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
             if budget is not None and budget <= 0:
                 print(f"no time for the last {len(left)} rows", flush=True)
                 break
-            answers = _launch(now, gpu, budget, Path(directory))
+            questions = [{"name": row.name, "row": asdict(row)} for row in now]
+            answers = answers_of("layout_worker.py", questions, ranks, budget, Path(directory), [gpu])
             hardware = answers[-1]["hardware"] if answers else hardware
             found += [{"row": asdict(row), **answer} for row, answer in zip(now, answers, strict=False)]
             # Without an answer, the time was over.
@@ -97,40 +94,6 @@ def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mappin
     bases = [replace(whole, samples=count) for count in (samples // row.ranks, samples)]
     known = {answer["name"]: answer for answer in found if "seconds" in answer}
     return next((known[base.name] for base in bases if base.name in known), None)
-
-
-def _launch(rows: Sequence[Row], gpu: str, seconds: float | None, directory: Path) -> list[dict[str, Any]]:
-    """Answers of rows of as many ranks, the first ones at least; the last one may be that the processes ended."""
-    asked, answered = directory / "rows.json", directory / "answers.jsonl"
-    asked.write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
-    answered.write_text("", encoding="utf-8")
-    worker = [str(Path(__file__).parent / "layout_worker.py"), str(asked), str(answered), gpu, str(time.time())]
-    if rows[0].ranks == 1:
-        command = [sys.executable, *worker]
-    else:
-        ranks = f"--nproc-per-node={rows[0].ranks}"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, *worker]
-    threads = str(max(1, (os.cpu_count() or 1) // rows[0].ranks // 2))
-    process = subprocess.Popen(command, env={"OMP_NUM_THREADS": threads, **os.environ})
-    begun = changed = time.perf_counter()
-    size, why = 0, None
-    while process.poll() is None:
-        time.sleep(0.2)
-        now = time.perf_counter()
-        if answered.stat().st_size != size:
-            size, changed = answered.stat().st_size, now
-        if seconds is not None and now - begun > seconds:
-            why = "no time"
-        elif now - changed > PATIENCE:
-            why = f"no answer within {PATIENCE} s"
-        if why:
-            process.terminate()
-            process.wait()
-    answers = [json.loads(line) for line in answered.read_text(encoding="utf-8").splitlines()]
-    if len(answers) < len(rows) and why != "no time":
-        reason = why or f"the processes ended with status {process.returncode}"
-        answers.append({"name": rows[len(answers)].name, "failed": reason, "hardware": records.hardware()})
-    return answers
 
 
 def text_of(results: Sequence[Mapping[str, Any]]) -> str:

@@ -1,0 +1,163 @@
+"""Training steps on all ranks of a benchmark's processes: their time, memory and communication."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from d9d_engine.testing import load_kernels_eagerly
+from here import synchronise
+from records import GIB, hardware
+from timing import timed
+from torch import Tensor
+from torch import distributed as dist
+from traces import Kernel, covered, merged, recorded
+
+#: Steps before those that are measured; one, if steps take longer than so many seconds.
+WARMUP, SLOW = 6, 1.5
+#: Seconds that are measured, of steps that take less, and the most steps.
+WINDOW, STEPS = 4.0, 10
+
+
+def begin() -> torch.device:
+    """Device of this process; joins the process group that torchrun describes, if there are several ranks."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        load_kernels_eagerly("cuda")
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return device
+
+
+def answer_all(
+    asked: Path,
+    answered: Path,
+    device: torch.device,
+    measure: Callable[[Mapping[str, Any], dict[str, Any]], None],
+    said: Callable[[Mapping[str, Any]], str],
+) -> None:
+    """Append the answer to each question to a file, on the first rank; after one that failed, end several ranks.
+
+    Args:
+        asked: file with the list of questions, in JSON.
+        answered: file of answers, one a line.
+        device: of this rank.
+        measure: puts what it finds out about a question into its answer; what it raises becomes ``failed`` there.
+        said: line about an answer, for a reader who waits.
+    """
+    for question in json.loads(asked.read_text(encoding="utf-8")):
+        answer: dict[str, Any] = {"hardware": hardware()}
+        start = time.perf_counter()
+        try:
+            measure(question, answer)
+        except torch.OutOfMemoryError:
+            answer["failed"] = "out of memory"
+        except Exception as error:  # of one question; the others are still worth their time
+            traceback.print_exc()
+            answer["failed"] = f"{type(error).__name__}: {error}"[:300]
+        answer |= {"name": question["name"], "whole_seconds": time.perf_counter() - start}
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{answer['name']}: {answer['failed']}" if "failed" in answer else said(answer), flush=True)
+            with answered.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(answer) + "\n")
+        if "failed" in answer and dist.is_initialized():
+            os._exit(1)  # other ranks may wait for what this one does not send
+        forget(device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def measured_steps(
+    step: Callable[[], Tensor], tokens: float, device: torch.device, launched: float, window: float = WINDOW
+) -> dict[str, Any]:
+    """Measurement of a step: its seconds, tokens of a GPU's second, peak, communication, of the slowest rank.
+
+    Args:
+        step: the next one; returns its loss, on the device. Collective over all ranks.
+        tokens: of a step and rank.
+        device: of this rank.
+        launched: when the processes were, as ``time.time()`` tells it.
+        window: seconds that are measured.
+    """
+    try:
+        gc.collect()
+        gc.freeze()  # as the trainer does
+        losses = [step().item()]
+        _forget_peak(device)
+        seconds = most(timed(lambda: losses.append(step().item()), 1))
+        found: dict[str, Any] = {}
+        if seconds < SLOW:
+            losses += [step().item() for _ in range(WARMUP - len(losses))]
+            found["sixth_step"] = time.time() - launched
+            _forget_peak(device)
+            seconds = most(timed(step, 1))
+        if seconds < window:
+            seconds = most(timed(step, min(STEPS, max(1, int(window / seconds)))))
+        found |= {"seconds": seconds, "tokens_per_second": tokens / seconds, "losses": losses}
+        if device.type == "cuda":
+            found["peak_gib"] = most(torch.cuda.max_memory_allocated() / GIB)
+        if device.type == "cuda" and dist.is_initialized():
+            found |= communication(step, device)
+        return found
+    finally:
+        gc.unfreeze()
+
+
+def communication(step: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """Milliseconds of a step in which communication runs, and in which nothing else does, and its longest kernels."""
+
+    def run() -> None:
+        synchronise()
+        step()
+        synchronise()
+
+    return communication_of(recorded(run, device))
+
+
+def communication_of(kernels: list[Kernel]) -> dict[str, Any]:
+    """The same of the kernels that ran in a step."""
+    compute = [kernel for kernel in kernels if kernel.kind == "compute"]
+    moved = [kernel for kernel in kernels if kernel.kind != "compute"]
+    spans = [Kernel("", begin, end, 0, "") for begin, end in merged(moved)]
+    total = sum(span.end - span.begin for span in spans)
+    named: dict[str, float] = {}
+    for kernel in moved:
+        named[kernel.name] = named.get(kernel.name, 0.0) + (kernel.end - kernel.begin) / 1e3
+    return {
+        "communication_ms": total / 1e3,
+        "exposed_ms": (total - covered(spans, compute)) / 1e3,
+        "compute_ms": sum(end - begin for begin, end in merged(compute)) / 1e3,
+        "longest": dict(sorted(named.items(), key=lambda item: -item[1])[:4]),
+    }
+
+
+def most(value: float) -> float:
+    """Largest value of all ranks; collective over them."""
+    if not dist.is_initialized():
+        return value
+    one = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(one, dist.ReduceOp.MAX)
+    return one.item()
+
+
+def forget(device: torch.device) -> None:
+    """Release the memory of what was measured before, and what was compiled for its shapes."""
+    gc.collect()
+    # Else a second shape would be compiled for any shape, which no job of its own does.
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _forget_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
