@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from d9d_core.extend import DataContext, Pack
 from d9d_core.plugin import DatasetSpec, Ref, hookimpl
+from torch import Tensor
 
 
 class Synthetic:
@@ -55,17 +56,23 @@ def _config() -> Any:
 RandomTokensConfig = _config()
 
 
+def drawn(samples: int, length: int, vocabulary: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of samples, int64 [samples, length] each."""
+    row = torch.randint(vocabulary, (samples, length + 1), generator=generator)
+    return row[:, :-1].contiguous(), row[:, 1:].clone()
+
+
 class RandomTokens:
     """The same microbatches in every pack."""
 
     def __init__(self, config: Any, context: DataContext) -> None:
         generator = torch.Generator().manual_seed(context.rank)
         count = context.batch_size // context.ranks // context.microbatch_size
-        shape = (context.microbatch_size, config.sequence_length + 1)
-        rows = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(count)]
-        self._pack = [{"tokens": row[:, :-1].contiguous(), "targets": row[:, 1:].clone()} for row in rows]
+        samples, length = context.microbatch_size, config.sequence_length
+        pairs = [drawn(samples, length, config.vocab_size, generator) for _ in range(count)]
+        self._pack = [{"tokens": tokens, "targets": targets} for tokens, targets in pairs]
         if config.document is not None:
-            places = torch.arange(config.sequence_length).expand(shape[0], -1)
+            places = torch.arange(length).expand(samples, -1)
             for microbatch in self._pack:
                 microbatch["documents"] = places // config.document
                 microbatch["positions"] = places % config.document
