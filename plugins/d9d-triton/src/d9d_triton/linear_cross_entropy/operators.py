@@ -12,6 +12,7 @@ import torch
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from torch import Tensor
 
+from d9d_triton.linear_cross_entropy.parts import add_product, empty, only, results, without_ignored
 from d9d_triton.linear_cross_entropy.passes import columns, gradient_in_place, row_statistics
 
 #: Chunks are a multiple of this, if they are larger: products are computed in tiles.
@@ -35,7 +36,7 @@ def token_losses(
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].
     """
-    losses, ranks, statistics = _results(hidden, targets, ranked)
+    losses, ranks, statistics = results(hidden, targets, ranked)
     tokens, logits = hidden.flatten(0, -2), _space(kept, hidden, weight)
     for part, space in _parts(len(tokens), logits, rows):
         _project(tokens[part], weight, space)
@@ -56,8 +57,8 @@ def gradients(
     of_weight: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden states [..., H] and weight [V, H], in their dtypes. Kept logits become their own gradient."""
-    tokens, masked = hidden.flatten(0, -2), _without_ignored(hidden, targets, of_weight)
-    grad_hidden = _empty(hidden, hidden.dtype, of_hidden)
+    tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
+    grad_hidden = empty(hidden, hidden.dtype, of_hidden)
     parts = _parts(len(tokens), logits, rows)
     # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
     dtype = weight.dtype if len(parts) == 1 else torch.float32
@@ -69,7 +70,7 @@ def gradients(
         if of_hidden:
             torch.mm(grad, weight, out=grad_hidden.flatten(0, -2)[part])
         if of_weight:
-            total = _add_product(total, grad.t(), masked[part], dtype)
+            total = add_product(total, grad.t(), masked[part], dtype)
     return grad_hidden, _total(total, weight, of_weight).to(weight.dtype)
 
 
@@ -91,9 +92,9 @@ def token_losses_ahead(
     Returns:
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and float32 gradients [..., H] and [V, H].
     """
-    losses, ranks, statistics = _results(hidden, targets, ranked)
-    tokens, masked = hidden.flatten(0, -2), _without_ignored(hidden, targets, of_weight)
-    unit_hidden = _empty(hidden, torch.float32, of_hidden)
+    losses, ranks, statistics = results(hidden, targets, ranked)
+    tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
+    unit_hidden = empty(hidden, torch.float32, of_hidden)
     total: Tensor | None = None
     ones = torch.ones_like(losses)
     for part, space in _parts(len(tokens), _space(0, hidden, weight), rows):
@@ -101,9 +102,9 @@ def token_losses_ahead(
         _read(space, part, len(weight), targets, losses, ranks, statistics)
         grad = _differentiate(space, part, len(weight), targets, statistics, ones)
         if of_hidden:
-            unit_hidden.flatten(0, -2)[part] = _add_product(None, grad, weight, torch.float32)
+            unit_hidden.flatten(0, -2)[part] = add_product(None, grad, weight, torch.float32)
         if of_weight:
-            total = _add_product(total, grad.t(), masked[part], torch.float32)
+            total = add_product(total, grad.t(), masked[part], torch.float32)
     return losses, ranks, statistics, unit_hidden, _total(total, weight, of_weight).float()
 
 
@@ -127,7 +128,7 @@ def scaled_gradients(
 def _fake_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, _rows: int, kept: int, ranked: bool
 ) -> tuple[Tensor, ...]:
-    return *_results(hidden, targets, ranked), _space(kept, hidden, weight)
+    return *results(hidden, targets, ranked), _space(kept, hidden, weight)
 
 
 @gradients.register_fake
@@ -142,7 +143,7 @@ def _fake_gradients(
     of_hidden: bool,
     of_weight: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _empty(hidden, hidden.dtype, of_hidden), _empty(weight, weight.dtype, of_weight)
+    return empty(hidden, hidden.dtype, of_hidden), empty(weight, weight.dtype, of_weight)
 
 
 @token_losses_ahead.register_fake
@@ -150,7 +151,7 @@ def _fake_losses_ahead(
     hidden: Tensor, weight: Tensor, targets: Tensor, _rows: int, ranked: bool, of_hidden: bool, of_weight: bool
 ) -> tuple[Tensor, ...]:
     wide = torch.float32
-    return *_results(hidden, targets, ranked), _empty(hidden, wide, of_hidden), _empty(weight, wide, of_weight)
+    return *results(hidden, targets, ranked), empty(hidden, wide, of_hidden), empty(weight, wide, of_weight)
 
 
 @scaled_gradients.register_fake
@@ -196,7 +197,7 @@ def _backward_ahead(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tup
     if grad_losses is not None:
         targets, unit_hidden, unit_weight, *again = ctx.saved_tensors
         if not again or _is_one_number(grad_losses):
-            found = _only(ctx, scaled_gradients(grad_losses, targets, unit_hidden, unit_weight, ctx.dtype))
+            found = only(ctx, scaled_gradients(grad_losses, targets, unit_hidden, unit_weight, ctx.dtype))
         else:
             hidden, weight, statistics = again
             found = _from_logits(ctx, grad_losses, hidden, weight, targets, statistics)
@@ -214,11 +215,7 @@ def _from_logits(
 ) -> tuple[Tensor | None, ...]:
     logits = _space(0, hidden, weight) if logits is None else logits
     wants = ctx.needs_input_grad[:2]
-    return _only(ctx, gradients(grad_losses, hidden, weight, targets, statistics, logits, ctx.rows, *wants))
-
-
-def _only(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
-    return tuple(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[:2], strict=True))
+    return only(ctx, gradients(grad_losses, hidden, weight, targets, statistics, logits, ctx.rows, *wants))
 
 
 def _is_one_number(tensor: Tensor) -> bool:
@@ -231,17 +228,6 @@ token_losses_ahead.register_autograd(_backward_ahead, setup_context=_keep_ahead)
 
 
 # --- parts of the operators
-
-
-def _results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for losses, ranks and statistics."""
-    losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-    ranks = torch.empty(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
-    return losses, ranks, losses.new_empty(2, targets.numel())
-
-
-def _empty(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    return torch.empty(like.shape if wanted else 0, dtype=dtype, device=like.device)
 
 
 def _space(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -260,13 +246,6 @@ def _parts(tokens: int, kept: Tensor, rows: int) -> list[tuple[slice, Tensor]]:
         stop = min(start + rows, tokens)
         parts.append((slice(start, stop), shared[: stop - start]))
     return parts
-
-
-def _without_ignored(hidden: Tensor, targets: Tensor, wanted: bool) -> Tensor:
-    """Hidden states [T, H] with zeros where nothing is predicted: zero times NaN would be NaN, in all of a gradient."""
-    if not wanted:
-        return hidden
-    return hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
 
 
 def _project(tokens: Tensor, weight: Tensor, space: Tensor) -> None:
@@ -291,18 +270,6 @@ def _differentiate(
     targets, grads = (tensor.flatten()[part].contiguous() for tensor in (targets, grad_losses))
     gradient_in_place(space, targets, statistics[:, part], grads, words=words, ignored=IGNORE)
     return space[:, :words]
-
-
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + a @ b`` of a dtype, which may be wider, in the place of ``total`` if there is one."""
-    if dtype == a.dtype:
-        return a @ b if total is None else torch.addmm(total, a, b, out=total)
-    if a.is_cuda:  # which adds up in the wide format inside the product
-        if total is None:
-            return torch.mm(a, b, out_dtype=dtype)
-        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
-    product = (a @ b).to(dtype)
-    return product if total is None else total.add_(product)
 
 
 def _total(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:

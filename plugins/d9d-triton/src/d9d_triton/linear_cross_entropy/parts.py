@@ -1,0 +1,48 @@
+"""Parts that the operators of the loss share: memory for what they return, and products.
+
+Shapes: T tokens, H features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+from torch import Tensor
+
+
+def results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for losses, ranks and statistics."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    ranks = torch.empty(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
+    return losses, ranks, losses.new_empty(2, targets.numel())
+
+
+def empty(like: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
+    """Memory for a gradient; no elements if nobody asked for it."""
+    return torch.empty(like.shape if wanted else 0, dtype=dtype, device=like.device)
+
+
+def without_ignored(hidden: Tensor, targets: Tensor, wanted: bool) -> Tensor:
+    """Hidden states [T, H] with zeros where nothing is predicted: zero times NaN would be NaN, in all of a gradient."""
+    if not wanted:
+        return hidden
+    return hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``total + a @ b`` of a dtype, which may be wider, in the place of ``total`` if there is one."""
+    if dtype == a.dtype:
+        return a @ b if total is None else torch.addmm(total, a, b, out=total)
+    if a.is_cuda:  # which adds up in the wide format inside the product
+        if total is None:
+            return torch.mm(a, b, out_dtype=dtype)
+        return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+    product = (a @ b).to(dtype)
+    return product if total is None else total.add_(product)
+
+
+def only(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden states and weight, without those that autograd did not ask for."""
+    return tuple(grad if wanted else None for grad, wanted in zip(found, ctx.needs_input_grad[:2], strict=True))
