@@ -34,6 +34,7 @@ def losses(path: Path) -> list[float]:
         ("stochastic_adamw", "triton", STOCHASTIC),
         ("linear_cross_entropy", "triton", FEW_TOKENS),
         ("linear_cross_entropy", "triton_sum", FEW_TOKENS),
+        ("linear_cross_entropy", "triton_words", FEW_TOKENS),
     ],
 )
 def test_a_job_trains_with_the_kernel_that_it_names_as_with_the_reference(

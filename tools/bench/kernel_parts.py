@@ -273,7 +273,7 @@ def gradient_norms(bench: Bench, rate: float) -> list[Row]:
 def measure_loss(bench: Bench) -> dict[str, Any]:
     """Output projection and loss, forward and backward, against its three products and by its memory."""
     from d9d_nn.ops.linear_cross_entropy import linear_cross_entropy
-    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy
+    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy, LinearCrossEntropyByWords
 
     s = bench.sizes
     hidden, weight = bench.draw(s.loss_tokens, s.hidden), bench.draw(s.words, s.hidden)
@@ -284,7 +284,9 @@ def measure_loss(bench: Bench) -> dict[str, Any]:
         ("reference", linear_cross_entropy, False),
         ("triton", LinearCrossEntropy(), False),
         ("triton_sum", LinearCrossEntropy(ahead=True), False),
+        ("triton_words", LinearCrossEntropyByWords(), False),
         ("triton, frozen weight", LinearCrossEntropy(), True),
+        ("triton_words, frozen weight", LinearCrossEntropyByWords(), True),
     ):
         weight.requires_grad_(not frozen)
         leaves = [hidden] if frozen else [hidden, weight]

@@ -109,13 +109,15 @@ def permutation() -> None:
 
 
 def linear_cross_entropy() -> None:
-    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy
+    from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy, LinearCrossEntropyByWords
 
     targets = torch.tensor([1, -100, 0])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for words in (20_000, 50_257, 2):  # several blocks, their last one in part, and none that is whole
             loss, _ = LinearCrossEntropy().with_ranks(ones(3, 8, dtype=dtype), ones(words, 8, dtype=dtype), targets)
             backward(loss)
+            inputs = ones(3, 8, dtype=dtype), ones(words, 8, dtype=dtype), targets
+            backward(LinearCrossEntropyByWords().with_ranks(*inputs, size=11_712)[0])
     LinearCrossEntropy()(ones(3, 8), ones(20_000, 8), targets)
 
 

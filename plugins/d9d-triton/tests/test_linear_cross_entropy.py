@@ -15,7 +15,7 @@ from d9d_testing.suites.kernel import KernelSuite
 from d9d_testing.tolerances import TOLERANCES, assert_close_gradients, assert_close_values
 from d9d_triton import support
 from d9d_triton.linear_cross_entropy import backend, operators
-from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy
+from d9d_triton.linear_cross_entropy.backend import LinearCrossEntropy, LinearCrossEntropyByWords
 from d9d_triton.linear_cross_entropy.passes import columns, gradient_in_place, row_statistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +28,14 @@ pytestmark = pytest.mark.smoke
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FEATURES, WORDS = 8, 40
 AHEAD = pytest.mark.parametrize("ahead", [False, True])
+OPS = pytest.mark.parametrize(
+    "op",
+    [LinearCrossEntropy(), LinearCrossEntropy(ahead=True), LinearCrossEntropyByWords()],
+    ids=["kept", "ahead", "words"],
+)
+
+
+Op = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class TestTriton(KernelSuite):
@@ -159,10 +167,9 @@ def test_rows_of_several_blocks_are_read_to_their_end_and_no_further(words: int)
     assert_close_gradients({"logits": logits}, {"logits": exact.grad})
 
 
-@AHEAD
+@OPS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_nothing_of_ignored_rows_reaches_a_gradient_whatever_they_hold(value: float, ahead: bool) -> None:
-    op = LinearCrossEntropy(ahead=ahead)
+def test_nothing_of_ignored_rows_reaches_a_gradient_whatever_they_hold(value: float, op: Op) -> None:
     hidden, weight, targets = example()
     clean = backward(op, ramp(1, 2), hidden, weight, targets)
     ignored = targets == IGNORE
@@ -174,19 +181,18 @@ def test_nothing_of_ignored_rows_reaches_a_gradient_whatever_they_hold(value: fl
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="after an assertion on the device, the process cannot use it any more")
-@AHEAD
+@OPS
 @pytest.mark.parametrize("target", [-1, WORDS, -101])
-def test_a_target_outside_of_the_vocabulary_is_an_error(target: int, ahead: bool) -> None:
+def test_a_target_outside_of_the_vocabulary_is_an_error(target: int, op: Op) -> None:
     hidden, weight, targets = example()
     targets[2] = target
     with pytest.raises((IndexError, RuntimeError), match="index"):
-        LinearCrossEntropy(ahead=ahead)(hidden, weight, targets)
+        op(hidden, weight, targets)
 
 
-@AHEAD
-def test_only_ignored_targets_give_zero_gradients(ahead: bool) -> None:
+@OPS
+def test_only_ignored_targets_give_zero_gradients(op: Op) -> None:
     hidden, weight, targets = example()
-    op = LinearCrossEntropy(ahead=ahead)
     found = backward(op, repeated(1.0, 5), hidden, weight, torch.full_like(targets, IGNORE))
     assert not any(tensor.any() for tensor in found.values())
 
@@ -277,9 +283,9 @@ def test_a_gradient_of_the_gradient_is_an_error() -> None:
         gradient.sum().backward()
 
 
-@AHEAD
-def test_under_autocast_it_is_a_bfloat16_head_with_gradients_in_float32(ahead: bool) -> None:
-    op, upstream = LinearCrossEntropy(ahead=ahead), repeated(1.0, 5)
+@OPS
+def test_under_autocast_it_is_a_bfloat16_head_with_gradients_in_float32(op: Op) -> None:
+    upstream = repeated(1.0, 5)
     hidden, weight, targets = example()
     expected = backward(op, upstream, hidden.bfloat16(), weight.bfloat16(), targets)
     with torch.autocast(DEVICE, torch.bfloat16):

@@ -65,11 +65,25 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             build=Ref(f"d9d_triton.{build}"),
             requires=_TRITON,
         )
-    yield KernelSpec(
-        name="triton_sum",
-        summary="The loss where it has no weights, in memory for one chunk of logits; never chosen by itself.",
-        op="linear_cross_entropy",
-        supports=Ref("d9d_triton.support:linear_cross_entropy_sum"),
-        build=Ref("d9d_triton.linear_cross_entropy.backend:build_sum"),
-        requires=_TRITON,
-    )
+    for name, supports, build, summary in (
+        (
+            "triton_sum",
+            "linear_cross_entropy_sum",
+            "build_sum",
+            "The loss where it has no weights, in memory for one chunk of logits; never chosen by itself.",
+        ),
+        (
+            "triton_words",
+            "linear_cross_entropy_words",
+            "build_words",
+            "Any loss in the least memory, for one product more; exact; never chosen by itself.",
+        ),
+    ):
+        yield KernelSpec(
+            name=name,
+            summary=summary,
+            op="linear_cross_entropy",
+            supports=Ref(f"d9d_triton.support:{supports}"),
+            build=Ref(f"d9d_triton.linear_cross_entropy.backend:{build}"),
+            requires=_TRITON,
+        )

@@ -43,6 +43,11 @@ def linear_cross_entropy_sum(signature: OpSignature) -> Decision:
     return decide(signature, "memory for one chunk, if the loss is a plain sum over tokens; by name only", priority=0)
 
 
+def linear_cross_entropy_words(signature: OpSignature) -> Decision:
+    """Accept, by name only, what :func:`linear_cross_entropy` accepts."""
+    return decide(signature, "a fraction of the memory, for four products in place of three; by name only", priority=0)
+
+
 def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS, priority: int = PRIORITY) -> Decision:
     """Accept on CUDA, and on a CPU by name where Triton interprets kernels.
 

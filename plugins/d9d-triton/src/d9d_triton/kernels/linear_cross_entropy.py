@@ -1,6 +1,6 @@
 """Kernels of the loss, see :mod:`d9d_triton.linear_cross_entropy.passes`.
 
-Shapes: C rows, V words, P columns of a row in memory.
+Shapes: C rows, V words, P columns of a row in memory. Logits are those of all words, or of a chunk of them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,97 @@ def _include(x, peak, total):
     return larger, total * tl.exp2((peak - larger) * _LOG2E) + tl.sum(terms, 1)
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets", "peaks", "totals", "grad_losses"])
+# The first word of a chunk is another one each time: it may choose no kernel of its own, not even if it is 0 or 1.
+@triton.jit(do_not_specialize=["first"])
+def include_words(
+    logits,
+    targets,
+    own,
+    peaks,
+    totals,
+    first,
+    ignored,
+    WORDS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Statistics of one row per program, which so far are those of other words, with a chunk of words included.
+
+    Args:
+        logits: [C, P].
+        targets: int64 [C].
+        own: float32 [C], in and out: logit of the target; only written where the chunk has the target.
+        peaks: float32 [C], in and out: largest logit; finite before the first chunk, and as low as can be.
+        totals: float32 [C], in and out: sum of ``exp(logit - largest)``; 0 before the first chunk.
+        first: first word of the chunk.
+        ignored: target of rows that are left out.
+        WORDS: V.
+        STRIDE: P.
+        BLOCK: logits at once.
+    """
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * STRIDE
+    target = tl.load(targets + row)
+    if target == ignored:
+        tl.store(peaks + row, 0.0)
+        tl.store(totals + row, 1.0)
+    else:
+        offsets = tl.arange(0, BLOCK // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+        peak = tl.full((BLOCK // _LANE,), _LOWEST, tl.float32)
+        total = tl.zeros((BLOCK // _LANE,), tl.float32)
+        for start in range(0, WORDS // BLOCK * BLOCK, BLOCK):
+            x = tl.load(logits + start + offsets).to(tl.float32)
+            peak, total = _include(x, peak, total)
+        if WORDS % BLOCK:
+            column = WORDS // BLOCK * BLOCK + offsets
+            x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
+            peak, total = _include(x, peak, total)
+        before = tl.load(peaks + row)
+        largest = tl.maximum(before, tl.max(peak, 0))
+        total = tl.sum(total * tl.exp2((peak - largest) * _LOG2E), 0)
+        total += tl.load(totals + row) * tl.exp2((before - largest) * _LOG2E)
+        column = target - first
+        inside = (column >= 0) & (column < WORDS)
+        found = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(own + row, found, mask=inside)
+        tl.store(peaks + row, largest)
+        tl.store(totals + row, total)
+
+
+@triton.jit
+def count_above(logits, targets, own, ranks, ignored, WORDS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rank of one row's target per program, which so far is that among other words, with a chunk of words counted.
+
+    Args:
+        logits: [C, P].
+        targets: int64 [C].
+        own: logit of the target, float32 [C].
+        ranks: int64 [C], in and out: number of logits that are not at most that of the target; 0 at first.
+        ignored: target of rows whose rank becomes -1.
+        WORDS: V.
+        STRIDE: P.
+        BLOCK: logits at once.
+    """
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * STRIDE
+    if tl.load(targets + row) == ignored:
+        tl.store(ranks + row, -1)
+    else:
+        target = tl.load(own + row)
+        offsets = tl.arange(0, BLOCK // _LANE)[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
+        above = tl.zeros((BLOCK // _LANE,), tl.int32)
+        for start in range(0, WORDS // BLOCK * BLOCK, BLOCK):
+            x = tl.load(logits + start + offsets).to(tl.float32)
+            above += tl.sum(tl.where(x <= target, 0, 1), 1)
+        if WORDS % BLOCK:
+            column = WORDS // BLOCK * BLOCK + offsets
+            x = tl.load(logits + column, mask=column < WORDS, other=float("-inf")).to(tl.float32)
+            # If the target's logit is NaN, no comparison holds, not even of what is outside.
+            above += tl.sum(tl.where((x <= target) | (column >= WORDS), 0, 1), 1)
+        tl.store(ranks + row, tl.load(ranks + row) + tl.sum(above, 0).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["first"], do_not_specialize_on_alignment=["targets", "peaks", "totals", "grad_losses"])
 def differentiate(
     logits,
     targets,
@@ -100,6 +190,7 @@ def differentiate(
     totals,
     grad_losses,
     sections,
+    first,
     ignored,
     WORDS: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -115,6 +206,7 @@ def differentiate(
         totals: float32 [C] of :func:`take_statistics`.
         grad_losses: float32 [C].
         sections: number of sections of a row.
+        first: first word of the chunk.
         ignored: target of rows that become zeros.
         WORDS: V.
         STRIDE: P.
@@ -122,19 +214,20 @@ def differentiate(
         BLOCKS: blocks of a section.
     """
     row = tl.program_id(0) // sections
-    first = tl.program_id(0) % sections * (BLOCK * BLOCKS)
+    begin = tl.program_id(0) % sections * (BLOCK * BLOCKS)
     logits += row.to(tl.int64) * STRIDE
     target = tl.load(targets + row).to(tl.int32)
     if target == ignored:
         for index in range(BLOCKS):
-            column = first + index * BLOCK + tl.arange(0, BLOCK)
+            column = begin + index * BLOCK + tl.arange(0, BLOCK)
             tl.store(logits + column, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=column < STRIDE)
     else:
+        target -= first
         grad_loss = tl.load(grad_losses + row)
         peak = tl.load(peaks + row)
         scale = 1.0 / tl.load(totals + row)
         for index in range(BLOCKS):
-            column = first + index * BLOCK + tl.arange(0, BLOCK)
+            column = begin + index * BLOCK + tl.arange(0, BLOCK)
             # To the end of the row in memory, so that accesses are wide; what is behind the last word is nobody's.
             x = tl.load(logits + column, mask=column < STRIDE, other=0.0).to(tl.float32)
             p = tl.exp2((tl.where(column < WORDS, x, peak) - peak) * _LOG2E) * scale

@@ -1,6 +1,6 @@
-"""Backends ``triton`` and ``triton_sum`` of the op ``linear_cross_entropy``.
+"""Backends ``triton``, ``triton_sum`` and ``triton_words`` of the op ``linear_cross_entropy``.
 
-Shapes: H features, V words of the vocabulary, C tokens of a chunk.
+Shapes: T tokens, H features, V words of the vocabulary, C tokens of a chunk, W words of a chunk.
 """
 
 from __future__ import annotations
@@ -14,10 +14,15 @@ from torch import Tensor
 from d9d_triton.launch import check_floats
 from d9d_triton.linear_cross_entropy.operators import token_losses, token_losses_ahead
 from d9d_triton.linear_cross_entropy.passes import columns
+from d9d_triton.linear_cross_entropy.words import TILE, token_losses_by_words
 
 #: Logits of a chunk, in bytes. Each chunk but the first costs two passes over the weight's gradient in float32.
 _CHUNK_BYTES = 1 << 30
 _LEAST_ROWS = 256
+#: Logits of a small chunk, in bytes: few, but each chunk of words costs two passes over the gradient of the hidden
+#: states in float32, which is why it has some words however many tokens there are.
+_SMALL_BYTES = 192 << 20
+_LEAST_WORDS = 4096
 
 
 def build(_signature: OpSignature) -> LinearCrossEntropy:
@@ -28,6 +33,11 @@ def build(_signature: OpSignature) -> LinearCrossEntropy:
 def build_sum(_signature: OpSignature) -> LinearCrossEntropy:
     """Backend function of ``triton_sum``; it is the same for all signatures."""
     return LinearCrossEntropy(ahead=True)
+
+
+def build_words(_signature: OpSignature) -> LinearCrossEntropyByWords:
+    """Backend function of ``triton_words``; it is the same for all signatures."""
+    return LinearCrossEntropyByWords()
 
 
 class LinearCrossEntropy:
@@ -70,7 +80,7 @@ class LinearCrossEntropy:
             ValueError: there are not as many targets as hidden states.
             IndexError: a target is no word; on a GPU, an assertion on the device.
         """
-        return self._compute(hidden, weight, targets, rows, keep, ranked=False)[0]
+        return self.compute(hidden, weight, targets, rows, keep, ranked=False)[0]
 
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
@@ -79,11 +89,12 @@ class LinearCrossEntropy:
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`.
         """
-        return self._compute(hidden, weight, targets, rows, keep, ranked=True)
+        return self.compute(hidden, weight, targets, rows, keep, ranked=True)
 
-    def _compute(
+    def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
+        """Compute losses, and ranks if ``ranked``, else no elements."""
         hidden, weight = autocast_operands(hidden, weight)
         _check(hidden, weight, targets)
         size = columns(weight.shape[0])
@@ -98,6 +109,72 @@ class LinearCrossEntropy:
             kept = tokens if keep else min(tokens, may_be_kept(hidden) // size)
         losses, ranks, *_ = token_losses(hidden, weight, targets, rows, kept, ranked)
         return losses, ranks
+
+
+class LinearCrossEntropyByWords:
+    """Loss of each token, see :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy`, in memory for few logits.
+
+    Four matrix products and two passes over the logits, in chunks of words. From forward to backward live the logits of
+    the last chunk, in memory that the backward needs anyway, and three numbers for each token. The backward computes
+    the logits of the other chunks again, writes the weight's gradient chunk by chunk in its own dtype, and sums that of
+    the hidden states in float32. Which loss the tokens' losses become makes no difference.
+
+    Where the weight needs no gradient, chunks of tokens need no product twice: below a frozen weight the forward
+    computes the gradient of the hidden states, as ``triton`` does, and without gradients there is but one product.
+    """
+
+    def __init__(self) -> None:
+        self._by_tokens = LinearCrossEntropy()
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, size: int | None = None, keep: bool = True
+    ) -> Tensor:
+        """Compute the loss of each token.
+
+        Args:
+            hidden: [..., H].
+            weight: [V, H], of the same dtype.
+            targets: int64 [...]; :data:`~d9d_nn.ops.linear_cross_entropy.IGNORE` where nothing is predicted.
+            size: largest W; ``None`` chooses by T.
+            keep: whether to keep the last chunk's logits for the backward, which overwrites them: walking a graph twice
+                (``retain_graph``) is an error of autograd's then.
+
+        Returns:
+            float32 [...]; zero, with zero gradient, where the target is ``IGNORE``, whatever the hidden state is.
+
+        Raises:
+            TypeError: the kernels do not read the dtype, or hidden and weight have two.
+            ValueError: there are not as many targets as hidden states.
+            IndexError: a target is no word; on a GPU, an assertion on the device.
+        """
+        return self._compute(hidden, weight, targets, size, keep, ranked=False)[0]
+
+    def with_ranks(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, *, size: int | None = None, keep: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the same losses, and the ranks int64 [...] of the targets.
+
+        See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. If the weight needs a gradient,
+        that is one product more: the logit of the target is known only after all words.
+        """
+        return self._compute(hidden, weight, targets, size, keep, ranked=True)
+
+    def _compute(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, size: int | None, keep: bool, *, ranked: bool
+    ) -> tuple[Tensor, Tensor]:
+        hidden, weight = autocast_operands(hidden, weight)
+        _check(hidden, weight, targets)
+        if not (torch.is_grad_enabled() and weight.requires_grad):
+            rows = max(_LEAST_ROWS, _fitting(columns(weight.shape[0]), hidden))
+            return self._by_tokens.compute(hidden, weight, targets, rows, False, ranked=ranked)
+        size = max(_LEAST_WORDS, _fitting(max(1, targets.numel()), hidden)) if size is None else size
+        losses, ranks, *_ = token_losses_by_words(hidden, weight, targets, size, keep, ranked)
+        return losses, ranks
+
+
+def _fitting(length: int, hidden: Tensor) -> int:
+    """How many times so many logits a small chunk has, in whole tiles."""
+    return _SMALL_BYTES // (length * hidden.itemsize) // TILE * TILE
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:

@@ -1,0 +1,197 @@
+"""Operators of torch for the loss in chunks of words. Products are torch's, passes over logits Triton's.
+
+The forward computes the logits of one chunk after the other and keeps nothing of them but the largest one, a sum and
+the target's, of each token. So the backward computes them again, but can turn those of a chunk into their gradient in
+their place and is done with the chunk's rows of the weight: one product for each row, which adds up in float32.
+
+Shapes: T tokens, H features, V words, W words of a chunk, P columns of logits in memory. An output of an operator that
+nobody asked for has no elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_nn.ops.linear_cross_entropy import IGNORE
+from torch import Tensor
+
+from d9d_triton.linear_cross_entropy.parts import add_product, empty, only, results, without_ignored
+from d9d_triton.linear_cross_entropy.passes import LOWEST, columns, count_chunk, gradient_in_place, include_chunk
+
+#: Chunks are a multiple of this, if there are several: products have tiles, and rows are to begin where wide loads may.
+TILE = 64
+
+
+@torch.library.custom_op("d9d_triton::linear_cross_entropy_words", mutates_args=())
+def token_losses_by_words(
+    hidden: Tensor, weight: Tensor, targets: Tensor, size: int, keep: bool, ranked: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses, whose backward computes all logits again but those of the last words, if they are kept.
+
+    Args:
+        hidden: [..., H].
+        weight: [V, H].
+        targets: int64 [...].
+        size: largest W.
+        keep: whether to keep the logits of the last chunk, which the backward then overwrites, unless ``ranked``.
+        ranked: whether to count ranks, for one product more: only after the last chunk is the target's logit known.
+
+    Returns:
+        Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [T, P].
+    """
+    losses, ranks, statistics = results(hidden, targets, ranked)
+    tokens, words = hidden.flatten(0, -2), targets.flatten().contiguous()
+    _check_words(weight, words)
+    statistics[0], statistics[1] = LOWEST, 0.0
+    own = torch.zeros_like(statistics[0])
+    space, chunks = _space(hidden, weight, size, wanted=True), _chunks(len(weight), size)
+    for chunk in chunks:
+        logits = _project(tokens, weight, chunk, space)
+        include_chunk(logits, words, own, statistics, first=chunk.start, **_facts(chunk))
+    # Not by their sum, log-sum-exp, which has fewer bits for what is behind the point.
+    torch.add(statistics[1].log(), statistics[0] - own, out=losses.view(-1))
+    if ranked:
+        ranks.zero_()
+        for chunk in (*chunks[-1:], *chunks[:-1]):  # the logits of the last one are there
+            logits = space if chunk is chunks[-1] else _project(tokens, weight, chunk, space)
+            count_chunk(logits, words, own, ranks.view(-1), **_facts(chunk))
+        keep = False
+    return losses, ranks, statistics, space if keep else _space(hidden, weight, size, wanted=False)
+
+
+@torch.library.custom_op("d9d_triton::linear_cross_entropy_words_backward", mutates_args={"logits"})
+def gradients_by_words(
+    grad_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    statistics: Tensor,
+    logits: Tensor,
+    size: int,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of hidden states [..., H] and weight [V, H], in their dtypes.
+
+    Each logit is computed by the same product as in the forward, so its bits are those that the statistics are of.
+
+    Args:
+        grad_losses: float32 [...].
+        hidden: [..., H].
+        weight: [V, H].
+        targets: int64 [...].
+        statistics: float32 [2, T].
+        logits: of the last chunk [T, P], or no rows if they were not kept; overwritten.
+        size: largest W.
+        of_hidden: whether the hidden states need a gradient.
+        of_weight: whether the weight needs one.
+    """
+    tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
+    words, grads = (tensor.flatten().contiguous() for tensor in (targets, grad_losses))
+    kept, chunks = len(logits) > 0, _chunks(len(weight), size)
+    space = logits if kept else _space(hidden, weight, size, wanted=True)
+    grad_weight = empty(weight, weight.dtype, of_weight)
+    # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
+    dtype = hidden.dtype if len(chunks) == 1 else torch.float32
+    total: Tensor | None = None
+    for chunk in reversed(chunks):
+        if not kept or chunk is not chunks[-1]:
+            _project(tokens, weight, chunk, space)
+        gradient_in_place(space, words, statistics, grads, first=chunk.start, **_facts(chunk))
+        grad = space[:, : chunk.stop - chunk.start]
+        if of_weight:
+            torch.mm(grad.t(), masked, out=grad_weight[chunk])
+        if of_hidden:
+            total = add_product(total, grad, weight[chunk], dtype)
+    if total is None:
+        return empty(hidden, hidden.dtype, False), grad_weight
+    return total.to(hidden.dtype).view(hidden.shape), grad_weight
+
+
+# --- shapes of the operators' outputs, for graphs
+
+
+@token_losses_by_words.register_fake
+def _fake_losses(
+    hidden: Tensor, weight: Tensor, targets: Tensor, size: int, keep: bool, ranked: bool
+) -> tuple[Tensor, ...]:
+    return *results(hidden, targets, ranked), _space(hidden, weight, size, wanted=keep and not ranked)
+
+
+@gradients_by_words.register_fake
+def _fake_gradients(
+    _grad_losses: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    _targets: Tensor,
+    _statistics: Tensor,
+    _logits: Tensor,
+    _size: int,
+    of_hidden: bool,
+    of_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    return empty(hidden, hidden.dtype, of_hidden), empty(weight, weight.dtype, of_weight)
+
+
+# --- autograd
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    hidden, weight, targets, ctx.size, keep, ranked = inputs
+    _, ranks, statistics, logits = output
+    # Autograd refuses a second backward once the first has written over the logits, if they are kept.
+    ctx.save_for_backward(hidden, weight, targets, statistics, *((logits,) if keep and not ranked else ()))
+    ctx.mark_non_differentiable(ranks, statistics, logits)
+    ctx.set_materialize_grads(False)  # zeros as large as the logits
+
+
+def _backward(ctx: Any, grad_losses: Tensor | None, *_others: None) -> tuple[Tensor | None, ...]:
+    found: tuple[Tensor | None, ...] = (None, None)
+    if grad_losses is not None:
+        hidden, weight, targets, statistics, *kept = ctx.saved_tensors
+        logits = kept[0] if kept else _space(hidden, weight, ctx.size, wanted=False)
+        asked = ctx.size, *ctx.needs_input_grad[:2]
+        found = only(ctx, gradients_by_words(grad_losses, hidden, weight, targets, statistics, logits, *asked))
+    return *found, None, None, None, None
+
+
+token_losses_by_words.register_autograd(_backward, setup_context=_keep)
+
+
+# --- parts of the operators
+
+
+def _even(words: int, size: int) -> int:
+    """W for V words: rather two halves than a large chunk and a tiny one."""
+    if size >= words:
+        return words
+    even = -(-words // -(-words // size))
+    return min(-(-even // TILE) * TILE, size)
+
+
+def _chunks(words: int, size: int) -> list[slice]:
+    """Chunks of words."""
+    size = _even(words, size)
+    return [slice(start, min(start + size, words)) for start in range(0, words, size)]
+
+
+def _space(hidden: Tensor, weight: Tensor, size: int, *, wanted: bool) -> Tensor:
+    """Memory for logits [T, P] of a chunk."""
+    tokens = hidden.shape[:-1].numel() if wanted else 0
+    return hidden.new_empty(tokens, columns(_even(weight.shape[0], size)))
+
+
+def _check_words(weight: Tensor, words: Tensor) -> None:
+    """Have torch check the targets: an error on the CPU, an assertion on the device. No kernel uses them unchecked."""
+    weight.select(1, 0).gather(0, words.masked_fill(words == IGNORE, 0))
+
+
+def _project(tokens: Tensor, weight: Tensor, chunk: slice, space: Tensor) -> Tensor:
+    """Compute logits of a chunk. A product of the same shape in the same memory layout has the same bits again."""
+    torch.mm(tokens, weight[chunk].t(), out=space[:, : chunk.stop - chunk.start])
+    return space
+
+
+def _facts(chunk: slice) -> dict[str, int]:
+    return {"words": chunk.stop - chunk.start, "ignored": IGNORE}
