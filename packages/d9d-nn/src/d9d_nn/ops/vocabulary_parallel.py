@@ -137,10 +137,10 @@ class _Loss(torch.autograd.Function):
         highest.fill_(-torch.inf)
         total = own.clone()
         for chunk, logits in _logits(hidden, weight, kept, rows):
-            wide = logits.to(own.dtype)
-            highest[chunk] = wide.amax(1)
-            total[chunk] = (wide - highest[chunk].unsqueeze(1)).exp_().sum(1)
-            own[chunk] = wide.gather(1, words[chunk]).squeeze(1).masked_fill(~mine[chunk], 0)
+            highest[chunk] = logits.amax(1)
+            # Torch computes in the wider dtype of the two: no wide copy of the logits is made before.
+            total[chunk] = (logits - highest[chunk].unsqueeze(1)).exp_().sum(1)
+            own[chunk] = logits.gather(1, words[chunk]).squeeze(1).to(own.dtype).masked_fill(~mine[chunk], 0)
         most = highest.clone()
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         # Of a rank without words; an infinite maximum is a NaN in the loss, as in the reference.
@@ -159,7 +159,7 @@ class _Loss(torch.autograd.Function):
         if ranked:
             counted = ranks.view(-1)
             for chunk, logits in _logits(hidden, weight, kept, rows):
-                counted[chunk] = logits.shape[1] - (logits.to(own.dtype) <= sums[1][chunk].unsqueeze(1)).sum(1)
+                counted[chunk] = logits.shape[1] - (logits <= sums[1][chunk].unsqueeze(1)).sum(1)
             dist.all_reduce(ranks, group=group)
             counted.masked_fill_(~predicted, IGNORED_RANK)
         ctx.save_for_backward(hidden, weight, words, mine, predicted, log_sum, kept)
@@ -176,7 +176,7 @@ class _Loss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide_of(weight.dtype)) if ctx.needs_input_grad[1] else None
         for chunk, logits in _logits(hidden, weight, kept, ctx.rows):
             # Where nothing is predicted, whatever came out is multiplied by zero; hidden states there are zeros.
-            grad = (logits.to(log_sum.dtype) - log_sum[chunk].unsqueeze(1)).exp_()
+            grad = (logits - log_sum[chunk].unsqueeze(1)).exp_()
             grad.scatter_add_(1, words[chunk], -mine[chunk].to(grad.dtype).unsqueeze(1))
             grad_logits = torch.mul(grad, grad_token[chunk], out=torch.empty_like(logits))
             if grad_hidden is not None:
