@@ -233,6 +233,7 @@ def test_checkpointed_layers_compute_the_same(make: Any, options: dict[str, Any]
 
 
 @layers
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own, in 2.11
 def test_compiled_layers_add_gradients_of_the_input_in_products_alone(make: Any) -> None:
     def run(layer: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
         """Results, and names of the operations of the backward whose results are as wide as the input."""
