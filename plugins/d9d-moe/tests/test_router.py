@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ from d9d_moe.router.logits import bfloat16_logits
 from d9d_moe.router.selection import best, keep_best_groups
 from d9d_moe.router.top_k import TopKRouter
 from d9d_testing.tolerances import assert_close_gradients, assert_close_values
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 TOKENS, HIDDEN, EXPERTS = 40, 32, 16
+#: Few, so that many are equal.
+NUMBERS = st.sampled_from([-math.inf, -2.0, -1e-45, -0.0, 0.0, 0.25, 3.0, math.inf, math.nan])
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -94,6 +99,14 @@ def test_of_equal_scores_the_lower_expert_wins() -> None:
     made, token = by_scores(1.0, 2.0, 2.0, 1.0, 2.0, 1.0, top_k=4)
     assert made(token).indices.tolist() == [[1, 2, 4, 0]]
     assert best(torch.zeros(3, 1000), 5).tolist() == [list(range(5))] * 3
+
+
+@given(scores=st.lists(st.lists(NUMBERS, min_size=7, max_size=7), min_size=1, max_size=3), count=st.integers(1, 7))
+def test_the_best_are_those_of_a_stable_sort_whatever_the_scores(scores: list[list[float]], count: int) -> None:
+    drawn = torch.tensor(scores)
+    expected = torch.sort(drawn, dim=-1, descending=True, stable=True).indices[:, :count]
+    assert torch.equal(best(drawn, count), expected)
+    assert torch.equal(best(drawn.double(), count), expected)
 
 
 def test_of_equal_groups_the_lower_one_wins() -> None:
