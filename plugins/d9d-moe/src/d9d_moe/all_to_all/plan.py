@@ -41,7 +41,7 @@ def make_plan(indices: Tensor, ranks: int, local: int, limit: int | None) -> Pla
     count = len(indices)
     goes = torch.zeros(count, ranks + 1, dtype=torch.bool, device=indices.device)
     goes = goes.scatter_(1, indices // local, value=True)[:, :ranks]  # nobody is beyond the last rank
-    nth = goes.cumsum(0)  # [T, W], counted from 1
+    nth = goes.T.contiguous().cumsum(1).T  # [T, W], counted from 1; along rows, or each rank's would take one thread
     tokens = goes.sum(0)
     padded = None if limit is None else min(count, local * limit)
     rows = count * ranks if padded is None else padded * ranks
