@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +43,7 @@ def compiled_graphs(cases: Sequence[Mapping[str, Any]], plugins: Sequence[str]) 
 @pytest.mark.parametrize(
     "case", [name if name == "tp" else pytest.param(name, marks=pytest.mark.thorough) for name in CASES]
 )
-def test_the_number_of_graphs_is_that_of_a_few_layers(table: ModuleType, tmp_path: Any, case: str) -> None:
+def test_the_number_of_graphs_is_that_of_a_few_layers(table: ModuleType, tmp_path: Path, case: str) -> None:
     mesh, parallel, experts = CASES[case]
     jobs = []
     for layers in (3, 5):
@@ -56,3 +57,16 @@ def test_the_number_of_graphs_is_that_of_a_few_layers(table: ModuleType, tmp_pat
     few, many = World(2).run(compiled_graphs, jobs, table.PLUGINS)[0]
     assert few == many
     assert few <= 6  # one, and a few around what cannot be traced
+
+
+def test_ops_between_dispatch_and_combine_are_not_compiled(table: ModuleType, tmp_path: Path) -> None:
+    job = table.job(tmp_path / "corpus", "float32", model=table.EXPERTS)
+    parallel = ["fsdp", "expert_parallel", {"name": "compile", "backend": "aot_eager"}]
+    batch = {"size": 4, "microbatch": 2}
+    values = {**job, "mesh": {"dp_shard": 2, "ep": 2}, "parallel": parallel, "batch": batch}
+    found = {
+        site: choice.compiled for choice in job_of(values, table.PLUGINS).plan(rank=0).kernels for site in choice.sites
+    }
+    assert not found["layers.0.ffn.experts.silu_mul"]
+    assert not found["layers.0.ffn.dispatcher.permute"]
+    assert found["layers.0.attention_norm.rms_norm"]

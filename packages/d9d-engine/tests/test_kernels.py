@@ -344,6 +344,23 @@ def test_a_backend_knows_what_is_compiled_with_all_that_is_inside() -> None:
     assert (asked.backend, asked.compiled) == ("fused", True)
 
 
+def test_a_backend_knows_what_runs_outside_of_graphs_in_compiled_modules() -> None:
+    registry = Registry.of(offering("acme", spec("fused", "uncompiled")))
+    judge = Judge([], registry, Circumstances(device="cpu"))
+    outside, inside = bind_kernels(
+        Deep().named_modules(),
+        registry,
+        {},
+        "cpu",
+        "float32",
+        judge.verdicts,
+        compiled={""},
+        outside_graph={"layers.1"},
+    )
+    assert (outside.backend, outside.sites) == ("fused", ("layers.1.0.op",))
+    assert (inside.backend, inside.sites) == ("reference", ("layers.10.0.op", "last.op"))
+
+
 def test_stages_of_other_ranks_are_compiled_as_those_here() -> None:
     def chosen(anchor: str) -> Chosen:
         absent = Ref("a_module_that_is_not_there:x")

@@ -36,4 +36,4 @@ class DeepEP:
             topology.sizes["tp"],
         )
         modules = replace_dispatchers(stage, partial(DeepEPDispatcher, group))
-        return Applied(modules=modules, collectives=communication)
+        return Applied(modules=modules, outside_graph=modules, collectives=communication)

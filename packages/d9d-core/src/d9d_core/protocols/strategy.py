@@ -200,6 +200,8 @@ class Applied:
             is a :class:`~d9d_core.protocols.model.SplitsSequence`.
         cuda_graphs: the modules' forward and backward are recorded as CUDA graphs, whose outputs live until the next
             step begins; a job whose layout breaks that is refused.
+        outside_graph: qualified names of the modules whose ops run outside of compiled graphs, whatever is compiled
+            around them: their kernels are those of code that runs as written.
         notes: lines for ``d9d explain``, such as what was left as it is, and why.
         collectives: tells what the strategy communicates in a step, for ``d9d explain``;
             :func:`~no_collectives` if nothing. ``None``: it does not tell, and ``explain``
@@ -215,6 +217,7 @@ class Applied:
     unmatched: Mapping[str, str] = field(default_factory=dict)
     sequence_ranks: int = 1
     cuda_graphs: bool = False
+    outside_graph: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     collectives: Communication | None = None
 

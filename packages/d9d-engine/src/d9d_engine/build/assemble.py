@@ -205,6 +205,7 @@ def assemble(
         judge.verdicts,
         job.deterministic,
         compiled=compiled,
+        outside_graph=alike_modules({name for _, outcome in applied for name in outcome.outside_graph}, kinds, here),
         documents=documents_of(job),
         checkpointed=checkpointed,
     )
@@ -284,9 +285,21 @@ def changed_modules(
         here: names of the modules of this rank's stages.
     """
     strategies = [(chosen.spec, outcome) for chosen, outcome in applied if isinstance(chosen.spec, StrategySpec)]
-    names = frozenset(name for spec, outcome in strategies if spec.anchor == anchor for name in outcome.modules)
+    return alike_modules(
+        {name for spec, outcome in strategies if spec.anchor == anchor for name in outcome.modules}, kinds, here
+    )
+
+
+def alike_modules(names: Set[str], kinds: Mapping[str, type[nn.Module]], here: Set[str]) -> frozenset[str]:
+    """Names of modules of this rank's stages, and of those of the same kinds in the stages of other ranks.
+
+    Args:
+        names: modules of this rank's stages.
+        kinds: class of each module of the full model, before strategies.
+        here: names of all modules of this rank's stages.
+    """
     alike = {kinds[name] for name in names if name in kinds}
-    return names | {name for name, kind in kinds.items() if name not in here and kind in alike}
+    return frozenset(names | {name for name, kind in kinds.items() if name not in here and kind in alike})
 
 
 def _apply(
@@ -328,6 +341,7 @@ def _merged(outcomes: Sequence[Applied]) -> Applied:
         on_host=frozenset(name for outcome in outcomes for name in outcome.on_host),
         sequence_ranks=max(outcome.sequence_ranks for outcome in outcomes),
         cuda_graphs=any(outcome.cuda_graphs for outcome in outcomes),
+        outside_graph=tuple(dict.fromkeys(name for outcome in outcomes for name in outcome.outside_graph)),
         notes=tuple(dict.fromkeys(note for outcome in outcomes for note in outcome.notes)),
     )
 

@@ -52,6 +52,7 @@ def bind_kernels(
     judge: Judgement,
     deterministic: bool = False,
     compiled: Collection[str] = (),
+    outside_graph: Collection[str] = (),
     documents: bool | None = None,
     checkpointed: Collection[str] = (),
 ) -> list[KernelChoice]:
@@ -70,6 +71,7 @@ def bind_kernels(
         judge: whether the capabilities that a backend requires and refuses let it run here.
         deterministic: refuse backends that say they are not.
         compiled: names of the modules that are compiled, with all that is inside of them.
+        outside_graph: names of modules among those whose ops run outside of graphs, with all that is inside of them.
         documents: whether samples hold several documents; ``None`` if that is not known.
         checkpointed: names of the modules that the backward computes again, with all that is inside of them.
 
@@ -78,7 +80,11 @@ def bind_kernels(
         PluginError: a requested backend does not exist.
     """
     slots = [
-        (f"{name}.{attribute}".lstrip("."), slot, (_is_inside(name, compiled), _is_inside(name, checkpointed)))
+        (
+            f"{name}.{attribute}".lstrip("."),
+            slot,
+            (_is_inside(name, compiled) and not _is_inside(name, outside_graph), _is_inside(name, checkpointed)),
+        )
         for name, holder in holders  # several stages may each have one of the same name
         if isinstance(holder, HasOps)
         for attribute, slot in holder.op_slots().items()

@@ -62,6 +62,7 @@ class ExpertParallel:
             # Nobody reduces over ep: tokens of all its ranks have come to the experts.
             gradients=tuple(GradientOwner(parameter, "ep", "none") for parameter in parameters),
             views=dict.fromkeys(parameters, VIEW),
+            outside_graph=layers,
             collectives=ExpertCommunication(
                 {name: (layer, layer.dispatcher) for name, layer in found.items()},
                 experts,
