@@ -10,6 +10,8 @@ from d9d_core.tensors import local
 from torch import Tensor, nn
 from torch import distributed as dist
 
+#: Part of a bucket from which on a gradient is reduced alone: a call costs less than copies there and back.
+_ALONE = 8
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -38,14 +40,17 @@ class Bucket:
     _work: dist.Work | None = field(default=None, repr=False)
 
     def launch(self) -> None:
-        """Start the all-reduce; a gradient that does not exist counts as zeros. Collective over the bucket's group."""
+        """Start the all-reduce; a gradient that does not exist counts as zeros. Collective over the bucket's group.
+
+        A gradient that is alone is reduced where it is.
+        """
         parts = []
         for member in self.members:
             parameter = member.parameter
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=_grad_dtype(parameter))
             parts.append(local(parameter.grad).reshape(-1))
-        self._flat = torch.cat(parts)
+        self._flat = torch.cat(parts) if len(parts) > 1 else parts[0]
         first = self.members[0]
         self._work = dist.all_reduce(self._flat, _OPERATIONS[first.operation], first.group, async_op=True)
 
@@ -55,8 +60,9 @@ class Bucket:
         if self._work is not None:
             self._work.wait()
         targets = [local(member.parameter.grad) for member in self.members if member.parameter.grad is not None]
-        parts = torch.split(self._flat, [target.numel() for target in targets])
-        torch._foreach_copy_(targets, [p.view_as(t) for p, t in zip(parts, targets, strict=True)])
+        if self._flat.data_ptr() != targets[0].data_ptr():
+            parts = torch.split(self._flat, [target.numel() for target in targets])
+            torch._foreach_copy_(targets, [p.view_as(t) for p, t in zip(parts, targets, strict=True)])
         self._flat = self._work = None
 
 
@@ -69,7 +75,7 @@ class Buckets:
 
     Args:
         members: in order of registration.
-        limit: bytes of a bucket; a larger gradient gets one of its own.
+        limit: bytes of a bucket; a gradient of at least an eighth of them gets one of its own, which needs no copies.
         overlap: launch during the backward. Only if nothing else reduces over the same ranks meanwhile: a rank without
             some gradient launches later than the others, so they would disagree about which reduction comes first.
     """
@@ -126,9 +132,13 @@ def _fill(members: Sequence[Member], limit: int) -> list[Bucket]:
     last: Mapping[int, int] = {id(member): index for index, member in enumerate(members)}
     for member in members:
         parameter = local(member.parameter)
+        own = parameter.numel() * _grad_dtype(member.parameter).itemsize
+        if own >= limit // _ALONE:
+            done.append((last[id(member)], [member]))
+            continue
         key = (member.group, member.operation, _grad_dtype(member.parameter), parameter.device)
         size, found = open_.get(key, (0, []))
-        size += parameter.numel() * _grad_dtype(member.parameter).itemsize
+        size += own
         found.append(member)
         open_[key] = (size, found)
         if size >= limit:
