@@ -46,8 +46,10 @@ def one_after_the_other() -> tuple[Columns, Row]:
     return columns, lambda rows, weight: scatter_sum(functional.linear(rows, weight), ranks())
 
 
-def overlapped(deferral: Deferral | None = None, *, symmetric: bool = False) -> tuple[Columns, Row]:
-    products = AsyncProducts(ranks(), symmetric=symmetric)
+def overlapped(
+    deferral: Deferral | None = None, *, symmetric: bool = False, in_graphs: bool = False
+) -> tuple[Columns, Row]:
+    products = AsyncProducts(ranks(), symmetric=symmetric, in_graphs=in_graphs)
 
     def columns(rows: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         return products.columns(rows, weights, [deferral] * len(weights))
@@ -214,6 +216,33 @@ def fused(case: dict[str, Any]) -> int:
 def test_operators_that_fuse_exchange_and_product_serve_what_they_can(case: dict[str, Any], calls: int) -> None:
     full = {"samples": 2, "positions": 4, "dtype": torch.float32, **case}
     assert World(2).run(fused, full) == [calls, calls]
+
+
+def fused_in_a_graph() -> None:
+    """Compare a compiled layer whose graph has the fused operators; torch's own fallbacks serve instead of a GPU."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    calls: list[str] = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return getattr(symmetric, f"_{name}_fallback")(*args)
+
+        return call
+
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(name, noted(name), "CPU")
+    case = {"samples": 2, "positions": 4, "dtype": torch.float32, "compiled": True}
+    found = results(overlapped(symmetric=True, in_graphs=True), case)
+    assert_near(found, results(one_after_the_other(), case))
+    assert len(calls) == 3  # the rows are read by nobody else, but in a graph that has a gradient: zeros
+
+
+@pytest.mark.thorough
+def test_a_compiled_graph_has_the_fused_operators_where_nothing_runs_beside_it() -> None:
+    World(2).run(fused_in_a_graph)
 
 
 def deferred() -> None:

@@ -32,10 +32,11 @@ class AsyncProducts:
     Args:
         ranks: of ``tp``.
         symmetric: whether they reach each other's memory, see :mod:`d9d_parallel.tensor_parallel.symmetric_memory`.
+        in_graphs: whether that serves compiled graphs, too: none of them runs on a stream of its own.
     """
 
-    def __init__(self, ranks: Ranks, *, symmetric: bool) -> None:
-        self.ranks, self.symmetric = ranks, symmetric
+    def __init__(self, ranks: Ranks, *, symmetric: bool, in_graphs: bool = False) -> None:
+        self.ranks, self.symmetric, self.in_graphs = ranks, symmetric, in_graphs
 
     def columns(
         self, rows: Tensor, weights: Sequence[Tensor], deferrals: Sequence[Deferral | None]
@@ -112,8 +113,10 @@ class AsyncProducts:
         pipeline that overlap run on streams of their own. What runs a compiled graph later is not known while it is
         traced.
         """
-        if not self.symmetric or torch.compiler.is_compiling() or any(one.dtype != rows.dtype for one in weights):
+        if not self.symmetric or any(one.dtype != rows.dtype for one in weights):
             return False
+        if torch.compiler.is_compiling():
+            return self.in_graphs
         return torch.cuda.current_stream(rows.device) == torch.cuda.default_stream(rows.device)
 
 

@@ -76,7 +76,8 @@ class TensorParallel:
         ranks = Ranks(group)
         products = None
         if self._config.asynchronous:
-            products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device))
+            alone = topology.sizes["pp"] == 1  # only pairs of a pipeline run on streams of their own
+            products = AsyncProducts(ranks, symmetric=is_usable(ranks, topology.device), in_graphs=alone)
         split = _Split(topology.mesh("dense", "tp"), ranks, self._config.name, communication, products)
         if not isinstance(stage, SplitsSequence):
             raise BuildError(

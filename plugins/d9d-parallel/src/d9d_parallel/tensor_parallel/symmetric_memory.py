@@ -50,7 +50,13 @@ def gather_multiply(rows: Tensor, weights: Sequence[Tensor], ranks: Ranks) -> tu
     transposed = [weight.t() for weight in weights]
     whole, outs = torch.ops.symm_mem.fused_all_gather_matmul(rows.contiguous(), transposed, 1, ranks.name)
     # Of several samples, the operator returns positions before samples in memory.
-    return whole.contiguous(), [out.contiguous() for out in outs]
+    return _one(whole), [_one(out) for out in outs]
+
+
+def _one(tensor: Tensor) -> Tensor:
+    """A contiguous tensor that is no other one to Dynamo of torch 2.11, which loses the gradient of what may be two."""
+    whole = tensor.contiguous()
+    return whole.view_as(whole)
 
 
 def multiply_scatter(rows: Sequence[Tensor], weights: Sequence[Tensor], ranks: Ranks) -> Tensor:
@@ -65,7 +71,7 @@ def multiply_scatter(rows: Sequence[Tensor], weights: Sequence[Tensor], ranks: R
     joined = rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=-1)
     weight = weights[0] if len(weights) == 1 else torch.cat(list(weights), dim=1)
     out: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(joined.contiguous(), weight.t(), "sum", 1, ranks.name)
-    return out.contiguous()
+    return _one(out)
 
 
 def _memory(ranks: Ranks, device: torch.device) -> Tensor | None:
