@@ -176,12 +176,14 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def test_both_sides_of_a_comparison_do_the_same_work(room: SimpleNamespace) -> None:
-    for what, count in (("tp", 2), ("cp", 3)):
-        ours, *peers = room.peers.contenders_of(what)
-        assert len(peers) == count - 1
-        assert ours.made.ranks == room.peers.RANKS
-        assert dict(ours.made.mesh) == {what: 2}
-        assert ours.made.compiled
+    for what, ways, count in (("tp", 1, 1), ("cp", 2, 2)):
+        contenders = room.peers.contenders_of(what)
+        ours, peers = contenders[0], contenders[ways:]
+        assert len(peers) == count
+        for own in contenders[:ways]:
+            assert own.made.ranks == room.peers.RANKS
+            assert dict(own.made.mesh) == {what: 2}
+            assert own.made.compiled
         for peer in peers:
             made = peer.made
             assert (made.model, made.samples, made.length) == (ours.made.model, ours.made.samples, ours.made.length)
@@ -191,6 +193,7 @@ def test_both_sides_of_a_comparison_do_the_same_work(room: SimpleNamespace) -> N
     assert names == [
         "d9d dense-2b 4x4096 compiled tp=2 tensor_parallel",
         "torch parallelize_module dense-2b 4x4096 cudnn",
+        "d9d dense-2b 2x16384 compiled cp=2 context_parallel(method=ulysses) fsdp",
         "d9d dense-2b 2x16384 compiled cp=2 context_parallel(method=all_gather) fsdp",
         "torch context_parallel dense-2b 2x16384 allgather cudnn",
         "torch context_parallel dense-2b 2x16384 alltoall cudnn",
@@ -199,7 +202,7 @@ def test_both_sides_of_a_comparison_do_the_same_work(room: SimpleNamespace) -> N
 
 def test_a_contender_that_failed_takes_no_further_turn(room: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = room.peers.contenders_of("cp", tiny=True)
-    ours, gather, exchange = (one.name for one in contenders)
+    swap, ours, gather, exchange = (one.name for one in contenders)
     asked: list[list[str]] = []
 
     def answers(script: str, questions: Sequence[Mapping[str, Any]], ranks: int, *_: Any) -> list[dict[str, Any]]:
@@ -217,19 +220,20 @@ def test_a_contender_that_failed_takes_no_further_turn(room: SimpleNamespace, mo
     monkeypatch.setattr(room.peers, "answers_of", answers)
     result = room.peers.measure(contenders, 2, None, "peers")
     assert asked == [
-        [ours, gather, exchange, exchange, gather, ours],
-        [exchange, exchange, ours],
+        [swap, ours, gather, exchange, exchange, gather, ours, swap],
+        [exchange, exchange, ours, swap],
     ]
     turns = [(turn["round"], turn["name"], "failed" in turn) for turn in result[room.peers.KIND]]
     assert turns == [
-        (0, ours, False), (0, gather, True), (0, exchange, False), (1, exchange, False), (1, ours, False),
+        (0, swap, False), (0, ours, False), (0, gather, True), (0, exchange, False),
+        (1, exchange, False), (1, ours, False), (1, swap, False),
     ]  # fmt: skip
     with pytest.raises(SystemExit, match="nothing was measured"):
         room.peers.measure(contenders, 2, 0.0, "peers")
 
 
 def result_of(room: SimpleNamespace) -> dict[str, Any]:
-    ours, gather, exchange = room.peers.contenders_of("cp")
+    swap, ours, gather, exchange = room.peers.contenders_of("cp")
 
     def turn(one: Any, number: int, speed: float, **more: Any) -> dict[str, Any]:
         told = {"what": one.what, "round": number, **one.as_json(), "tokens_per_second": speed}
@@ -238,9 +242,10 @@ def result_of(room: SimpleNamespace) -> dict[str, Any]:
     gpu = {"peak_gib": 50.26, "communication_ms": 30.0, "exposed_ms": 20.0}
     named = {"longest": {"ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": 12.34}}
     turns = [
-        turn(ours, 0, 30_000.0, **gpu), turn(gather, 0, 20_000.0, **gpu),
+        turn(swap, 0, 28_000.0, **gpu), turn(ours, 0, 30_000.0, **gpu), turn(gather, 0, 20_000.0, **gpu),
         {"what": "cp", "round": 0, **exchange.as_json(), "failed": "out of memory"},
-        turn(gather, 1, 24_000.0, **gpu | {"exposed_ms": 24.0}, **named), turn(ours, 1, 30_000.0, **gpu),
+        turn(gather, 1, 24_000.0, **gpu | {"exposed_ms": 24.0}, **named),
+        turn(ours, 1, 30_000.0, **gpu), turn(swap, 1, 28_000.0, **gpu),
         turn(gather, 2, 25_000.0),
     ]  # fmt: skip
     return {

@@ -11,6 +11,7 @@ DENSE = Row("dense-2b", 4, 4096, compiled=True)
 _MOE = Row("moe-5.6b", 4, 4096, compiled=True)
 _LONG = Row("dense-2b", 1, 32_768, compiled=True, recomputed=True)
 _SHARDED = (("dp_shard", 2),)
+_KEPT = {"name": "fsdp", "reshard_after_forward": False}
 _ASYNCHRONOUS = {"name": "tensor_parallel", "asynchronous": True}
 
 
@@ -30,12 +31,14 @@ ROWS: Mapping[str, tuple[Row, ...]] = {
         replace(_MOE, mesh=_SHARDED, parallel=("fsdp",)),
         replace(DENSE, mesh=(("dp_replicate", 2),), parallel=("replicate",)),
         replace(DENSE, mesh=_SHARDED, parallel=("fsdp",)),
+        replace(DENSE, mesh=_SHARDED, parallel=(_KEPT,)),
+        replace(_MOE, mesh=_SHARDED, parallel=(_KEPT,)),
         replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=("tensor_parallel",)),
-        replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
         context_row("all_gather", 2, 16_384),
         context_row("ring", 2, 16_384),
         context_row("ulysses", 2, 16_384),
         replace(DENSE, samples=8, microbatch=1, mesh=(("pp", 2),), schedule="1f1b"),
+        replace(DENSE, samples=8, mesh=(("tp", 2),), parallel=(_ASYNCHRONOUS,)),
         replace(DENSE, samples=8, recomputed=True, mesh=_SHARDED, parallel=("fsdp",)),
     ),
     "long": (
