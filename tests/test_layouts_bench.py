@@ -97,7 +97,7 @@ def test_rows_behind_one_that_failed_are_measured_in_new_processes(
     monkeypatch.setattr(room.layouts, "answers_of", answers)
     result = room.layouts.measure([*spread, dense], "h200", None, "layouts-scaling")
     names = [row.name for row in spread]
-    assert asked == [(1, [dense.name]), (2, names), (2, names[1:])]
+    assert asked == [(2, names), (2, names[1:]), (1, [dense.name])]
     found = {answer["name"]: answer for answer in result[room.layouts.KIND]}
     assert found[names[0]]["failed"] == "out of memory"
     assert "times_alone" not in found[names[0]]

@@ -53,25 +53,27 @@ def main() -> None:
 
 
 def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) -> dict[str, Any]:
-    """Everything that is measured, as JSON can hold it. Rows of one process first."""
+    """Everything that is measured, as JSON can hold it.
+
+    Rows of most processes first: the first one waits for what nobody has compiled before.
+    """
     start = time.perf_counter()
     found: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
-    left = sorted(rows, key=lambda row: row.ranks)
+    left = sorted(rows, key=_processes)
     with tempfile.TemporaryDirectory() as directory:
         while left:
-            ranks = left[0].ranks
-            now = [row for row in left if row.ranks == ranks]
+            now = [row for row in left if _processes(row) == _processes(left[0])]
             budget = None if seconds is None else seconds - (time.perf_counter() - start)
             if budget is not None and budget <= 0:
                 print(f"no time for the last {len(left)} rows", flush=True)
                 break
             questions = [{"name": row.name, "row": asdict(row)} for row in now]
-            answers = answers_of("layout_worker.py", questions, ranks, budget, Path(directory), [gpu])
+            answers = answers_of("layout_worker.py", questions, now[0].ranks, budget, Path(directory), [gpu])
             hardware = answers[-1]["hardware"] if answers else hardware
             found += [{"row": asdict(row), **answer} for row, answer in zip(now, answers, strict=False)]
             # Without an answer, the time was over.
-            left = left[len(answers) :] if answers else [row for row in left if row.ranks != ranks]
+            left = left[len(answers) :] if answers else left[len(now) :]
     for one in found:
         one.pop("hardware", None)
         base = _alone(one, found)
@@ -82,6 +84,11 @@ def measure(rows: Sequence[Row], gpu: str, seconds: float | None, table: str) ->
         "command": " ".join(["python tools/bench/layouts.py", *sys.argv[1:]]),
         "commit": records.commit(), "hardware": hardware, "gpu": gpu, KIND: found,
     }  # fmt: skip
+
+
+def _processes(row: Row) -> tuple[int, bool]:
+    """What rows that share processes have in common; pipelines have all kernels loaded at the start."""
+    return -row.ranks, "pp" in dict(row.mesh)
 
 
 def _alone(one: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:

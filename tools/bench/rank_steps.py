@@ -26,12 +26,17 @@ WARMUP, SLOW = 6, 1.5
 WINDOW, STEPS = 4.0, 10
 
 
-def begin() -> torch.device:
-    """Device of this process; joins the process group that torchrun describes, if there are several ranks."""
+def begin(*, eager: bool = False) -> torch.device:
+    """Device of this process; joins the process group that torchrun describes, if there are several ranks.
+
+    Args:
+        eager: load all kernels at once, as the launcher does for pipelines.
+    """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
-        load_kernels_eagerly("cuda")
+        if eager:
+            load_kernels_eagerly("cuda")
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
