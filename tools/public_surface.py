@@ -47,6 +47,7 @@ DECLARED = (
     *("d9d_nn.ops.attention.slot", "d9d_nn.ops.deferred", "d9d_nn.ops.grouped_linear"),
     *("d9d_nn.ops.linear_cross_entropy", "d9d_nn.ops.normed_rope", "d9d_nn.ops.rms_norm", "d9d_nn.ops.rope"),
     *("d9d_nn.ops.shared_input_linear", "d9d_nn.ops.silu_mul", "d9d_nn.ops.swiglu"),
+    "d9d_nn.ops.vocabulary_parallel",
     *("d9d_nn.rms_norm", "d9d_nn.rope.rotary_embedding", "d9d_nn.rope.scaling", "d9d_nn.stages", "d9d_nn.swiglu"),
     *("d9d_optim.optimizer.adamw", "d9d_optim.optimizer.base", "d9d_optim.optimizer.config"),
     *("d9d_optim.optimizer.newton_schulz", "d9d_optim.optimizer.rounding", "d9d_optim.optimizer.whole_matrices"),

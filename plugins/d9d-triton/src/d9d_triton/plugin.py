@@ -23,6 +23,12 @@ def d9d_kernels() -> Iterator[KernelSpec]:
             "Two passes over the logits, which become their gradient in their place; exact.",
         ),
         (
+            "vocabulary_parallel_cross_entropy",
+            "support:vocabulary_parallel_cross_entropy",
+            "linear_cross_entropy.shares:build",
+            "The loss where ranks share the words: two passes over a rank's logits; exact.",
+        ),
+        (
             "adamw",
             "support:adamw",
             "adamw:build",

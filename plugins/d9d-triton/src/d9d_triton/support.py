@@ -48,6 +48,13 @@ def linear_cross_entropy_words(signature: OpSignature) -> Decision:
     return decide(signature, "a fraction of the memory, for four products in place of three; by name only", priority=0)
 
 
+def vocabulary_parallel_cross_entropy(signature: OpSignature) -> Decision:
+    """Accept what the kernels read, on CUDA by itself."""
+    return decide(
+        signature, "each logit of the rank's words is read once for the statistics, and once for its gradient"
+    )
+
+
 def decide(signature: OpSignature, reason: str, dtypes: Collection[str] = FLOATS, priority: int = PRIORITY) -> Decision:
     """Accept on CUDA, and on a CPU by name where Triton interprets kernels.
 

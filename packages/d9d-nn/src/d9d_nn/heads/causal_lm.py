@@ -19,7 +19,7 @@ from d9d_nn.ops.linear_cross_entropy import (
     linear_cross_entropy_with_ranks,
     target_ranks,
 )
-from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, gather_words
+from d9d_nn.ops.vocabulary_parallel import VocabularyParallelSlot, gather_words
 
 #: Observation that is computed on demand.
 RANKS = "token_ranks"
@@ -108,9 +108,7 @@ class CausalLMHead(nn.Module):
         Collective over the ranks that share the words, from now on.
         """
         self._share = share
-        self.linear_cross_entropy = OpSlot(
-            "vocabulary_parallel_cross_entropy", VocabularyParallelCrossEntropy(share.first, share.group)
-        )
+        self.linear_cross_entropy = VocabularyParallelSlot(share)
 
     def forward_collectives(self, step: StepShape) -> Iterator[tuple[Kind, int | None]]:
         """Collectives of a loss over shares of the words: the highest logits, then sums; ranks if they are computed."""

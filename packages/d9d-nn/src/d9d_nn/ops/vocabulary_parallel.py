@@ -3,21 +3,29 @@
 No rank ever has the logits of all words: each computes those of its own, and what travels are three numbers per token
 (Shoeybi et al. 2019, "Megatron-LM", section 3, which fuses the head with the loss).
 
+A backend computes the passes over the logits and leaves what travels to :func:`merge_statistics` and
+:func:`merge_ranks`, so that any one makes the collectives that the head declares. Its function takes what
+:class:`VocabularyParallelCrossEntropy` takes, a share, and returns the loss of it.
+
 Shapes: T tokens, H features, V words of a rank, C tokens of a chunk.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from d9d_core.extend import VocabularyShare
+from d9d_core.extend import OpSlot, VocabularyShare
 from torch import Tensor
 from torch import distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from d9d_nn.ops.linear_cross_entropy import IGNORE, add_product, autocast_dtype, chunks_of, wide_of
+
+#: Rank where nothing is predicted.
+IGNORED_RANK = -1
 
 
 class VocabularyParallelCrossEntropy:
@@ -28,10 +36,14 @@ class VocabularyParallelCrossEntropy:
     Args:
         first: first word of this rank's share.
         group: the ranks that have the others.
+
+    Attributes:
+        first: first word of this rank's share.
+        group: the ranks that have the others.
     """
 
     def __init__(self, first: int, group: dist.ProcessGroup) -> None:
-        self._first, self._group = first, group
+        self.first, self.group = first, group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VocabularyParallelCrossEntropy:
         """Function itself: it has no state, and a group cannot be copied."""
@@ -56,7 +68,7 @@ class VocabularyParallelCrossEntropy:
         Raises:
             IndexError: a target is no word; on a GPU the loss is NaN there.
         """
-        return self._compute(hidden, weight, targets, rows, keep, ranked=False)[0]
+        return self.compute(hidden, weight, targets, rows, keep, ranked=False)[0]
 
     def with_ranks(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, rows: int | None = None, keep: bool | None = None
@@ -65,19 +77,99 @@ class VocabularyParallelCrossEntropy:
 
         See :func:`d9d_nn.ops.linear_cross_entropy.linear_cross_entropy_with_ranks`. Collective over the ranks.
         """
-        return self._compute(hidden, weight, targets, rows, keep, ranked=True)
+        return self.compute(hidden, weight, targets, rows, keep, ranked=True)
 
-    def _compute(
+    def compute(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
+        """Compute losses, and ranks if ``ranked``, else no elements. Collective over the ranks."""
         rows, keep = chunks_of(hidden, weight, targets, rows, keep)
         dtype = autocast_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             narrow, share = (hidden, weight) if dtype is None else (hidden.to(dtype), weight.to(dtype))
             found: tuple[Tensor, Tensor] = _Loss.apply(
-                narrow.flatten(0, -2), share, targets, self._first, self._group, rows, keep, ranked
+                narrow.flatten(0, -2), share, targets, self.first, self.group, rows, keep, ranked
             )
         return found
+
+
+class VocabularyParallelSlot(OpSlot):
+    """Slot of the op for one share of the words, which functions of backends are given once.
+
+    Args:
+        share: this rank's.
+    """
+
+    def __init__(self, share: VocabularyShare) -> None:
+        super().__init__("vocabulary_parallel_cross_entropy", VocabularyParallelCrossEntropy(share.first, share.group))
+        self._share = share
+
+    def bind(self, backend: str, function: Callable[..., Any]) -> None:
+        """Replace the function that calls go to by what ``function(first, group)`` returns."""
+        super().bind(backend, function(self._share.first, self._share.group))
+
+
+class Merged(NamedTuple):
+    """Statistics of the logits of all words, the same on all ranks. All but the losses are [T].
+
+    Attributes:
+        losses: float32 or wider [...]; zero where nothing is predicted, NaN where a target is no word.
+        highest: largest logit.
+        total: sum of ``exp(logit - highest)``.
+        own: logit of the target.
+    """
+
+    losses: Tensor
+    highest: Tensor
+    total: Tensor
+    own: Tensor
+
+
+def merge_statistics(
+    highest: Tensor, total: Tensor, own: Tensor, mine: Tensor, targets: Tensor, group: dist.ProcessGroup
+) -> Merged:
+    """Merge the statistics of all shares, in two all-reduces. Collective over the group.
+
+    Args:
+        highest: largest logit of the rank's words, float32 or wider [T]; at most every logit if it has none.
+        total: sum of ``exp(logit - highest)``, of the same dtype [T].
+        own: logit of the target where the rank has it, else 0, of the same dtype [T].
+        mine: whether the rank has the target, bool [T].
+        targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
+        group: the ranks that share the words.
+
+    Raises:
+        IndexError: a target is no word, and the tensors are on a CPU.
+    """
+    most = highest.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    # Of a rank without words; an infinite maximum is a NaN in the loss, as in the reference.
+    sums = torch.stack([torch.where(total > 0, total * (highest - most).exp(), total), own, mine.to(own.dtype)])
+    dist.all_reduce(sums, group=group)
+    words = targets.flatten()
+    predicted = words != IGNORE
+    unknown = predicted & (sums[2] == 0)
+    if not targets.is_cuda and unknown.any():
+        raise IndexError(f"target {words[unknown][0]} is no word of the vocabulary")
+    # On a GPU, which nobody waits for, the loss is NaN, and the step is refused.
+    # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
+    losses = most.new_empty(targets.shape)
+    flat = losses.view(-1)
+    torch.sub(most + sums[0].log(), sums[1], out=flat).masked_fill_(~predicted, 0).masked_fill_(unknown, torch.nan)
+    return Merged(losses, most, sums[0], sums[1])
+
+
+def merge_ranks(counts: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
+    """Add up the ranks of targets among the words of all shares, in place. Collective over the group.
+
+    Args:
+        counts: int64, of the shape of ``targets``: how many logits of the rank's words are not at most the target's.
+            Becomes that of all words, and :data:`IGNORED_RANK` where nothing is predicted.
+        targets: int64 [...].
+        group: the ranks that share the words.
+    """
+    dist.all_reduce(counts, group=group)
+    counts.masked_fill_(targets == IGNORE, IGNORED_RANK)
 
 
 def gather_words(logits: Tensor, words: int, share: VocabularyShare) -> Tensor:
@@ -141,27 +233,14 @@ class _Loss(torch.autograd.Function):
             # Torch computes in the wider dtype of the two: no wide copy of the logits is made before.
             total[chunk] = (logits - highest[chunk].unsqueeze(1)).exp_().sum(1)
             own[chunk] = logits.gather(1, words[chunk]).squeeze(1).to(own.dtype).masked_fill(~mine[chunk], 0)
-        most = highest.clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        # Of a rank without words; an infinite maximum is a NaN in the loss, as in the reference.
-        sums = torch.stack([torch.where(total > 0, total * (highest - most).exp(), total), own, mine.to(own.dtype)])
-        dist.all_reduce(sums, group=group)
-        log_sum = most + sums[0].log()
-        unknown = predicted & (sums[2] == 0)
-        if not hidden.is_cuda and unknown.any():
-            raise IndexError(f"target {targets[unknown][0]} is no word of the vocabulary")
-        # On a GPU, which nobody waits for, the loss is NaN, and the step is refused.
-        # Filled through a view rather than returned as one: FSDP2 warns of modules that return views.
-        losses = log_sum.new_empty(shape)
-        flat = losses.view(-1)
-        torch.sub(log_sum, sums[1], out=flat).masked_fill_(~predicted, 0).masked_fill_(unknown, torch.nan)
+        losses, highest, total, own = merge_statistics(highest, total, own, mine, targets.view(shape), group)
         ranks = targets.new_zeros(shape if ranked else 0)
         if ranked:
             counted = ranks.view(-1)
             for chunk, logits in _logits(hidden, weight, kept, rows):
-                counted[chunk] = logits.shape[1] - (logits <= sums[1][chunk].unsqueeze(1)).sum(1)
-            dist.all_reduce(ranks, group=group)
-            counted.masked_fill_(~predicted, IGNORED_RANK)
+                counted[chunk] = logits.shape[1] - (logits <= own[chunk].unsqueeze(1)).sum(1)
+            merge_ranks(ranks, targets.view(shape), group)
+        log_sum = highest + total.log()
         ctx.save_for_backward(hidden, weight, words, mine, predicted, log_sum, kept)
         ctx.rows = rows
         ctx.mark_non_differentiable(ranks)
@@ -184,10 +263,6 @@ class _Loss(torch.autograd.Function):
             if grad_weight is not None:
                 add_product(grad_weight, grad_logits.mT, hidden[chunk])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *(None,) * 6
-
-
-#: Rank where nothing is predicted.
-IGNORED_RANK = -1
 
 
 def _logits(hidden: Tensor, weight: Tensor, kept: Tensor | None, rows: int) -> Any:

@@ -96,9 +96,9 @@ class LinearCrossEntropy:
     ) -> tuple[Tensor, Tensor]:
         """Compute losses, and ranks if ``ranked``, else no elements."""
         hidden, weight = autocast_operands(hidden, weight)
-        _check(hidden, weight, targets)
+        check_operands("linear_cross_entropy", hidden, weight, targets)
         size = columns(weight.shape[0])
-        rows = max(_LEAST_ROWS, _CHUNK_BYTES // (size * hidden.itemsize)) if rows is None else rows
+        rows = rows_of_chunk(hidden, size) if rows is None else rows
         recorded = torch.is_grad_enabled()
         of_hidden, of_weight = recorded and hidden.requires_grad, recorded and weight.requires_grad
         if (self._ahead and of_weight) or (of_hidden and not of_weight):
@@ -163,7 +163,7 @@ class LinearCrossEntropyByWords:
         self, hidden: Tensor, weight: Tensor, targets: Tensor, size: int | None, keep: bool, *, ranked: bool
     ) -> tuple[Tensor, Tensor]:
         hidden, weight = autocast_operands(hidden, weight)
-        _check(hidden, weight, targets)
+        check_operands("linear_cross_entropy", hidden, weight, targets)
         if not (torch.is_grad_enabled() and weight.requires_grad):
             rows = max(_LEAST_ROWS, _fitting(columns(weight.shape[0]), hidden))
             return self._by_tokens.compute(hidden, weight, targets, rows, False, ranked=ranked)
@@ -177,13 +177,24 @@ def _fitting(length: int, hidden: Tensor) -> int:
     return _SMALL_BYTES // (length * hidden.itemsize) // TILE * TILE
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    check_floats("linear_cross_entropy", hidden=hidden, weight=weight)
+def rows_of_chunk(hidden: Tensor, size: int) -> int:
+    """Largest C for rows of ``size`` logits."""
+    return max(_LEAST_ROWS, _CHUNK_BYTES // (size * hidden.itemsize))
+
+
+def check_operands(op: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Refuse what the products and the kernels of an op do not read.
+
+    Raises:
+        TypeError: the kernels do not read the dtype, or hidden and weight have two.
+        ValueError: there are not as many targets as hidden states.
+    """
+    check_floats(op, hidden=hidden, weight=weight)
     if hidden.dtype != weight.dtype:
         raise TypeError(
-            f"linear_cross_entropy.triton: hidden is {hidden.dtype}, weight {weight.dtype}; the matrix product reads "
+            f"{op}.triton: hidden is {hidden.dtype}, weight {weight.dtype}; the matrix product reads "
             "one dtype: cast one of them, or train under autocast"
         )
     if hidden.shape[:-1].numel() != targets.numel():
         shapes = f"hidden {list(hidden.shape)} and targets {list(targets.shape)}"
-        raise ValueError(f"linear_cross_entropy.triton: {shapes} must have one shape but for the features")
+        raise ValueError(f"{op}.triton: {shapes} must have one shape but for the features")

@@ -12,11 +12,18 @@ import torch
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from torch import Tensor
 
-from d9d_triton.linear_cross_entropy.parts import add_product, empty, only, results, without_ignored
-from d9d_triton.linear_cross_entropy.passes import columns, gradient_in_place, row_statistics
-
-#: Chunks are a multiple of this, if they are larger: products are computed in tiles.
-_TILE = 64
+from d9d_triton.linear_cross_entropy.parts import (
+    add_product,
+    empty,
+    only,
+    parts_of,
+    project,
+    results,
+    space_for,
+    total_of,
+    without_ignored,
+)
+from d9d_triton.linear_cross_entropy.passes import gradient_in_place, row_statistics
 
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy", mutates_args=())
@@ -37,9 +44,9 @@ def token_losses(
         Losses float32 [...], ranks int64 [...], statistics float32 [2, T], and logits [K, P].
     """
     losses, ranks, statistics = results(hidden, targets, ranked)
-    tokens, logits = hidden.flatten(0, -2), _space(kept, hidden, weight)
-    for part, space in _parts(len(tokens), logits, rows):
-        _project(tokens[part], weight, space)
+    tokens, logits = hidden.flatten(0, -2), space_for(kept, hidden, weight)
+    for part, space in parts_of(len(tokens), logits, rows):
+        project(tokens[part], weight, space)
         _read(space, part, len(weight), targets, losses, ranks, statistics)
     return losses, ranks, statistics, logits
 
@@ -59,19 +66,19 @@ def gradients(
     """Gradients of hidden states [..., H] and weight [V, H], in their dtypes. Kept logits become their own gradient."""
     tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
     grad_hidden = empty(hidden, hidden.dtype, of_hidden)
-    parts = _parts(len(tokens), logits, rows)
+    parts = parts_of(len(tokens), logits, rows)
     # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
     dtype = weight.dtype if len(parts) == 1 else torch.float32
     total: Tensor | None = None
     for part, space in parts:
         if part.stop > len(logits):
-            _project(tokens[part], weight, space)
+            project(tokens[part], weight, space)
         grad = _differentiate(space, part, len(weight), targets, statistics, grad_losses)
         if of_hidden:
             torch.mm(grad, weight, out=grad_hidden.flatten(0, -2)[part])
         if of_weight:
             total = add_product(total, grad.t(), masked[part], dtype)
-    return grad_hidden, _total(total, weight, of_weight).to(weight.dtype)
+    return grad_hidden, total_of(total, weight, of_weight).to(weight.dtype)
 
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy_ahead", mutates_args=())
@@ -97,15 +104,15 @@ def token_losses_ahead(
     unit_hidden = empty(hidden, torch.float32, of_hidden)
     total: Tensor | None = None
     ones = torch.ones_like(losses)
-    for part, space in _parts(len(tokens), _space(0, hidden, weight), rows):
-        _project(tokens[part], weight, space)
+    for part, space in parts_of(len(tokens), space_for(0, hidden, weight), rows):
+        project(tokens[part], weight, space)
         _read(space, part, len(weight), targets, losses, ranks, statistics)
         grad = _differentiate(space, part, len(weight), targets, statistics, ones)
         if of_hidden:
             unit_hidden.flatten(0, -2)[part] = add_product(None, grad, weight, torch.float32)
         if of_weight:
             total = add_product(total, grad.t(), masked[part], torch.float32)
-    return losses, ranks, statistics, unit_hidden, _total(total, weight, of_weight).float()
+    return losses, ranks, statistics, unit_hidden, total_of(total, weight, of_weight).float()
 
 
 @torch.library.custom_op("d9d_triton::linear_cross_entropy_scale", mutates_args=())
@@ -128,7 +135,7 @@ def scaled_gradients(
 def _fake_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, _rows: int, kept: int, ranked: bool
 ) -> tuple[Tensor, ...]:
-    return *results(hidden, targets, ranked), _space(kept, hidden, weight)
+    return *results(hidden, targets, ranked), space_for(kept, hidden, weight)
 
 
 @gradients.register_fake
@@ -213,7 +220,7 @@ def _from_logits(
     statistics: Tensor,
     logits: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    logits = _space(0, hidden, weight) if logits is None else logits
+    logits = space_for(0, hidden, weight) if logits is None else logits
     wants = ctx.needs_input_grad[:2]
     return only(ctx, gradients(grad_losses, hidden, weight, targets, statistics, logits, ctx.rows, *wants))
 
@@ -228,28 +235,6 @@ token_losses_ahead.register_autograd(_backward_ahead, setup_context=_keep_ahead)
 
 
 # --- parts of the operators
-
-
-def _space(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
-    """Memory for logits [rows, P]."""
-    return hidden.new_empty(rows, columns(weight.shape[0]))
-
-
-def _parts(tokens: int, kept: Tensor, rows: int) -> list[tuple[slice, Tensor]]:
-    """Chunks of tokens and memory for their logits: those that are kept have their own, the others share some."""
-    parts = [(slice(0, len(kept)), kept)] if len(kept) else []
-    rest = tokens - len(kept)
-    even = -(-rest // max(1, -(-rest // rows)))  # rather two halves than a large chunk and a tiny one
-    rows = min(rows, -(-even // _TILE) * _TILE)
-    shared = kept.new_empty(min(rows, rest), kept.shape[1])
-    for start in range(len(kept), tokens, max(1, rows)):
-        stop = min(start + rows, tokens)
-        parts.append((slice(start, stop), shared[: stop - start]))
-    return parts
-
-
-def _project(tokens: Tensor, weight: Tensor, space: Tensor) -> None:
-    torch.mm(tokens, weight.t(), out=space[:, : len(weight)])
 
 
 def _read(
@@ -270,12 +255,6 @@ def _differentiate(
     targets, grads = (tensor.flatten()[part].contiguous() for tensor in (targets, grad_losses))
     gradient_in_place(space, targets, statistics[:, part], grads, words=words, ignored=IGNORE)
     return space[:, :words]
-
-
-def _total(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:
-    if total is not None:
-        return total
-    return torch.zeros_like(weight) if wanted else weight.new_empty(0)
 
 
 def _times(unit: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

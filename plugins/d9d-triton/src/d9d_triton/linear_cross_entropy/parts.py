@@ -1,6 +1,6 @@
-"""Parts that the operators of the loss share: memory for what they return, and products.
+"""Parts that the operators of the loss share: memory for what they return, chunks of tokens, and products.
 
-Shapes: T tokens, H features.
+Shapes: T tokens, H features, V words, P columns of logits in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,11 @@ from typing import Any
 import torch
 from d9d_nn.ops.linear_cross_entropy import IGNORE
 from torch import Tensor
+
+from d9d_triton.linear_cross_entropy.passes import columns
+
+#: Chunks are a multiple of this, if they are larger: products are computed in tiles.
+_TILE = 64
 
 
 def results(hidden: Tensor, targets: Tensor, ranked: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,6 +36,35 @@ def without_ignored(hidden: Tensor, targets: Tensor, wanted: bool) -> Tensor:
     return hidden.masked_fill((targets == IGNORE).unsqueeze(-1), 0).flatten(0, -2)
 
 
+def space_for(rows: int, hidden: Tensor, weight: Tensor) -> Tensor:
+    """Memory for logits [rows, P]."""
+    return hidden.new_empty(rows, columns(weight.shape[0]))
+
+
+def parts_of(tokens: int, kept: Tensor, rows: int) -> list[tuple[slice, Tensor]]:
+    """Chunks of tokens and memory for their logits: those that are kept have their own, the others share some.
+
+    Args:
+        tokens: T.
+        kept: memory for the logits of the first tokens [K, P], which are one chunk.
+        rows: most tokens of another chunk.
+    """
+    parts = [(slice(0, len(kept)), kept)] if len(kept) else []
+    rest = tokens - len(kept)
+    even = -(-rest // max(1, -(-rest // rows)))  # rather two halves than a large chunk and a tiny one
+    rows = min(rows, -(-even // _TILE) * _TILE)
+    shared = kept.new_empty(min(rows, rest), kept.shape[1])
+    for start in range(len(kept), tokens, max(1, rows)):
+        stop = min(start + rows, tokens)
+        parts.append((slice(start, stop), shared[: stop - start]))
+    return parts
+
+
+def project(tokens: Tensor, weight: Tensor, space: Tensor) -> None:
+    """Compute the logits of a chunk."""
+    torch.mm(tokens, weight.t(), out=space[:, : len(weight)])
+
+
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """``total + a @ b`` of a dtype, which may be wider, in the place of ``total`` if there is one."""
     if dtype == a.dtype:
@@ -41,6 +75,13 @@ def add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) 
         return torch.addmm(total, a, b, out_dtype=dtype, out=total)
     product = (a @ b).to(dtype)
     return product if total is None else total.add_(product)
+
+
+def total_of(total: Tensor | None, weight: Tensor, wanted: bool) -> Tensor:
+    """Gradient of the weight that chunks added up: zeros without any, no elements if nobody asked for it."""
+    if total is not None:
+        return total
+    return torch.zeros_like(weight) if wanted else weight.new_empty(0)
 
 
 def only(ctx: Any, found: tuple[Tensor, Tensor]) -> tuple[Tensor | None, ...]:

@@ -1,0 +1,149 @@
+"""Backend ``triton`` of the op ``vocabulary_parallel_cross_entropy``: the loss where ranks share the words.
+
+A rank's words are a chunk of the vocabulary. So the kernels of chunks of words compute its statistics and, once all
+ranks have merged theirs, the gradient of its logits in their place; what travels is d9d-nn's.
+
+Shapes: T tokens, H features, V words of a rank, P columns of logits in memory, C tokens of a chunk, K tokens whose
+logits are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from d9d_core.extend import OpSignature
+from d9d_nn.ops.grouped_linear import autocast_operands
+from d9d_nn.ops.linear_cross_entropy import IGNORE, may_be_kept
+from d9d_nn.ops.vocabulary_parallel import VocabularyParallelCrossEntropy, merge_ranks, merge_statistics
+from torch import Tensor
+from torch import distributed as dist
+from torch.autograd.function import once_differentiable
+
+from d9d_triton.linear_cross_entropy.backend import check_operands, rows_of_chunk
+from d9d_triton.linear_cross_entropy.parts import (
+    add_product,
+    empty,
+    parts_of,
+    project,
+    space_for,
+    total_of,
+    without_ignored,
+)
+from d9d_triton.linear_cross_entropy.passes import LOWEST, columns, count_chunk, gradient_in_place, include_chunk
+
+_OP = "vocabulary_parallel_cross_entropy"
+
+
+def build(_signature: OpSignature) -> type[VocabularyShareCrossEntropy]:
+    """Backend function of ``triton``, which takes a share and returns its loss; it is the same for all signatures."""
+    return VocabularyShareCrossEntropy
+
+
+class VocabularyShareCrossEntropy(VocabularyParallelCrossEntropy):
+    """Loss of each token from a share of the words, by kernels.
+
+    Three matrix products and two passes over the logits. As many logits as the reference may keep are kept for the
+    backward, those of the other tokens are computed again there, in fewer chunks than the reference's, for there are
+    no wide ones. The backward turns kept logits into their gradient, in their place: walking a graph twice
+    (``retain_graph``) is an error of autograd's, unless ``keep=False``.
+    """
+
+    def compute(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int | None, keep: bool | None, *, ranked: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Compute losses, and ranks if ``ranked``, else no elements. Collective over the ranks.
+
+        Args:
+            hidden: [..., H].
+            weight: [V, H], of the same dtype: the rank's share; V may be zero.
+            targets: int64 [...], words of the whole vocabulary; ``IGNORE`` where nothing is predicted.
+            rows: largest C; ``None`` chooses by V.
+            keep: whether to keep all logits, or none; ``None`` keeps as many as
+                :func:`~d9d_nn.ops.linear_cross_entropy.may_be_kept` says.
+            ranked: whether to count ranks. They need the logits again, as the backward does.
+
+        Raises:
+            TypeError: the kernels do not read the dtype, or hidden and weight have two.
+            ValueError: there are not as many targets as hidden states.
+            IndexError: a target is no word; on a GPU the loss is NaN there.
+        """
+        hidden, weight = autocast_operands(hidden, weight)
+        check_operands(_OP, hidden, weight, targets)
+        size, tokens, kept = max(1, columns(weight.shape[0])), targets.numel(), 0
+        rows = rows_of_chunk(hidden, size) if rows is None else rows
+        again = ranked or (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad))
+        if again and keep is not False:
+            kept = tokens if keep else min(tokens, may_be_kept(hidden) // size)
+        found: tuple[Tensor, Tensor] = _Loss.apply(hidden, weight, targets, self.first, self.group, rows, kept, ranked)
+        return found
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first: int,
+        group: dist.ProcessGroup,
+        rows: int,
+        kept: int,
+        ranked: bool,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, words = hidden.flatten(0, -2), targets.flatten().contiguous()
+        statistics = torch.empty(2, len(words), dtype=torch.float32, device=hidden.device)
+        statistics[0], statistics[1] = LOWEST, 0.0
+        own, facts = torch.zeros_like(statistics[0]), {"words": len(weight), "ignored": IGNORE}
+        logits = space_for(kept, hidden, weight)
+        parts = parts_of(len(words), logits, rows) if len(weight) else []
+        for part, space in parts:
+            project(tokens[part], weight, space)
+            include_chunk(space, words[part], own[part], statistics[:, part], first=first, **facts)
+        mine = (words >= first) & (words < first + len(weight))
+        merged = merge_statistics(statistics[0], statistics[1], own, mine, targets, group)
+        ranks = torch.zeros(targets.shape if ranked else 0, dtype=torch.int64, device=hidden.device)
+        if ranked:
+            for part, space in reversed(parts):
+                if part.stop > kept and part is not parts[-1][0]:  # the logits of the last chunk are still there
+                    project(tokens[part], weight, space)
+                count_chunk(space, words[part], merged.own[part], ranks.view(-1)[part], **facts)
+            merge_ranks(ranks, targets, group)
+        # Autograd refuses a second backward once the first has written over the logits, if there are any.
+        ctx.save_for_backward(
+            hidden, weight, targets, torch.stack([merged.highest, merged.total]), *((logits,) if kept else ())
+        )
+        ctx.first, ctx.rows = first, rows
+        ctx.mark_non_differentiable(ranks)
+        return merged.losses, ranks
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_losses: Tensor, _ranks: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, statistics, *kept = ctx.saved_tensors
+        of_hidden, of_weight = ctx.needs_input_grad[:2]
+        tokens, masked = hidden.flatten(0, -2), without_ignored(hidden, targets, of_weight)
+        words, grads = (tensor.flatten().contiguous() for tensor in (targets, grad_losses))
+        logits = kept[0] if kept else space_for(0, hidden, weight)
+        torch.autograd.graph.increment_version(logits)  # kernels write without autograd's knowledge
+        grad_hidden = empty(hidden, hidden.dtype, of_hidden)
+        parts = parts_of(len(words), logits, ctx.rows) if len(weight) else []
+        if of_hidden and not parts:
+            grad_hidden.zero_()
+        # A sum over many chunks would lose bits in a narrow dtype; one product adds up in float32 by itself.
+        dtype = weight.dtype if len(parts) == 1 else torch.float32
+        total: Tensor | None = None
+        for part, space in parts:
+            if part.stop > len(logits):
+                project(tokens[part], weight, space)
+            gradient_in_place(
+                space, words[part], statistics[:, part], grads[part], words=len(weight), ignored=IGNORE, first=ctx.first
+            )
+            grad = space[:, : len(weight)]
+            if of_hidden:
+                torch.mm(grad, weight, out=grad_hidden.flatten(0, -2)[part])
+            if of_weight:
+                total = add_product(total, grad.t(), masked[part], dtype)
+        grad_weight = total_of(total, weight, of_weight).to(weight.dtype)
+        return grad_hidden if of_hidden else None, grad_weight if of_weight else None, *(None,) * 6
