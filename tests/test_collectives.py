@@ -34,6 +34,12 @@ CASES: dict[str, tuple[Mapping[str, int], Sequence[Any], bool, Mapping[str, Any]
     ),
     "fsdp within pairs": ({"dp_shard": 4}, [{"name": "fsdp", "reshard_after_forward": 2}], False, {}),
     "fsdp, some parameters ignored": ({"dp_shard": 2}, [{"name": "fsdp", "ignore": ["*norm.weight"]}], False, {}),
+    "tp, loss by kernels": (
+        {"tp": 2},
+        ["tensor_parallel"],
+        False,
+        {"kernels": {"vocabulary_parallel_cross_entropy": "triton"}},
+    ),
     "tp, checkpointed": ({"tp": 2}, ["tensor_parallel", "activation_checkpointing"], False, {}),
     "tp x fsdp": ({"tp": 2, "dp_shard": 2}, ["fsdp", "tensor_parallel"], False, {}),
     "experts under tp": (
@@ -208,7 +214,7 @@ def job_of_case(table: ModuleType, directory: Path, case: str) -> dict[str, Any]
 def test_a_traced_step_makes_the_collectives_that_are_listed(table: ModuleType, tmp_path: Path, case: str) -> None:
     values = job_of_case(table, tmp_path, case)
     size = Mesh(**values["mesh"]).world_size
-    plugins = [*table.PLUGINS, "d9d_peft.plugin"]
+    plugins = [*table.PLUGINS, "d9d_peft.plugin", "d9d_triton.plugin"]
     made = World(size).run(recorded_step, values, plugins)
     for rank in sorted({0, size - 1}):
         listed = listed_step(values, plugins, rank)

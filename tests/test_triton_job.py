@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from d9d_core.extend import BuildError
 from d9d_engine.api import Job
+from d9d_testing.world import World
+from d9d_triton.linear_cross_entropy import shares
 
 Write = Callable[..., Path]
 D9d = Callable[..., tuple[int, str, str]]
@@ -45,6 +47,48 @@ def test_a_job_trains_with_the_kernel_that_it_names_as_with_the_reference(
     expected = losses(small_job("plain", kernels={op: "reference"}, **common))
     assert len(found) == sections.get("steps", 6)
     assert found == pytest.approx(expected, rel=2e-3)
+
+
+def calls_of_kernels(path: str) -> int:
+    """Train a job together with the other ranks, and count the passes that compute statistics by kernels."""
+    job, real, count = Job.load(path), shares.include_chunk, 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal count
+        count += 1
+        real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, job.joined() as topology:
+        patch.setattr(shares, "include_chunk", counted)
+        job.build(lambda _: None, topology).train()
+    return count
+
+
+def test_ranks_that_share_the_words_train_with_the_kernel_as_with_the_reference(small_job: Write) -> None:
+    common = {
+        "steps": 3, "batch": {"size": 1, "microbatch": 1}, "mesh": {"tp": 2}, "parallel": ["tensor_parallel"],
+        "metrics": [{"name": "token_accuracy", "top": [5]}], "logging": {"every": 1}, "export": False,
+    }  # fmt: skip
+    found = {}
+    for backend in ("triton", "reference"):
+        path = small_job(backend, kernels={"vocabulary_parallel_cross_entropy": backend}, **common)
+        assert World(2, timeout=240).run(calls_of_kernels, str(path)) == [3 if backend == "triton" else 0] * 2
+        lines = list(map(json.loads, (path.parent / "runs" / backend / "metrics.jsonl").read_text().splitlines()))
+        found[backend] = [[line[name] for line in lines] for name in ("loss", "grad_norm", "token_accuracy_top_5")]
+    assert len(found["triton"][0]) == 3
+    for of_kernel, of_reference in zip(found["triton"], found["reference"], strict=True):
+        assert of_kernel == pytest.approx(of_reference, rel=2e-3)
+
+
+def test_explain_shows_the_kernel_of_ranks_that_share_the_words(small_job: Write, d9d: D9d) -> None:
+    status, out, _ = d9d("explain", str(small_job(device="cuda", mesh={"tp": 2}, parallel=["tensor_parallel"])))
+    assert status == 0
+    lines = [line.strip() for line in out.splitlines()]
+    (at,) = (place for place, line in enumerate(lines) if line.startswith("vocabulary_parallel_cross_entropy: "))
+    assert lines[at] == (
+        "vocabulary_parallel_cross_entropy: triton (d9d-triton 0.1.0) at heads.causal_lm.linear_cross_entropy"
+    )
+    assert any(line.startswith("triton accepts, priority 20: each logit of the rank's words") for line in lines[at:])
 
 
 def test_explain_shows_the_kernel_of_the_optimizer_and_why(small_job: Write, d9d: D9d) -> None:
