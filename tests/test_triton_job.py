@@ -91,6 +91,20 @@ def test_explain_shows_the_kernel_of_ranks_that_share_the_words(small_job: Write
     assert any(line.startswith("triton accepts, priority 20: each logit of the rank's words") for line in lines[at:])
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_without_the_head_take_a_job_that_names_the_kernel(small_job: Write, d9d: D9d, rank: int) -> None:
+    kernels = {"vocabulary_parallel_cross_entropy": "reference"}
+    layout = {"mesh": {"pp": 2, "tp": 2}, "pipeline": "1f1b", "parallel": ["tensor_parallel"]}
+    status, out, err = d9d("explain", str(small_job(device="cuda", kernels=kernels, **layout)), "--rank", str(rank))
+    assert status == 0, err
+    assert ("vocabulary_parallel_cross_entropy: reference, asked for by" in out) == (rank == 3)
+    layout |= {"mesh": {"pp": 2}, "parallel": []}
+    status, _, err = d9d("explain", str(small_job(device="cuda", kernels=kernels, **layout)), "--rank", str(rank // 2))
+    assert (status, "the job calls no op 'vocabulary_parallel_cross_entropy'" in " ".join(err.split())) == (
+        (2, True) if rank == 3 else (0, False)
+    )
+
+
 def test_explain_shows_the_kernel_of_the_optimizer_and_why(small_job: Write, d9d: D9d) -> None:
     status, out, _ = d9d("explain", str(small_job(kernels={"adamw": "triton"})))
     assert status == 0

@@ -15,7 +15,7 @@ from d9d_core.plugin.entries import Entry, Origin
 from d9d_core.protocols.strategy import Applied
 from d9d_engine.build.assemble import changed_modules
 from d9d_engine.build.kernels import KernelChoice, bind_kernels, refuse_unused
-from d9d_engine.build.parts.slots import holders_alike, slot_facts
+from d9d_engine.build.parts.slots import holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.cli.report import print_kernel
 from rich.console import Console
 from torch import nn
@@ -150,6 +150,16 @@ def test_slots_of_other_stages_get_the_facts_that_strategies_gave_those_here() -
     ]
     assert stage[3][0].op.static == {"width": 8, "half": True}
     assert found == dict(stage.named_modules())
+
+
+def test_a_request_for_an_op_that_another_rank_s_strategies_may_put_in_is_that_rank_s_to_refuse() -> None:
+    stage = nn.Sequential(Square(4), Square(4))
+    stage[1].op = OpSlot("square", torch.square, instead=["cube"])
+    assert ops_elsewhere(stage, {"", "0"}) == {"cube"}
+    assert ops_elsewhere(stage, {"", "0", "1"}) == set()
+    refuse_unused(["cube"], [], {"cube"})
+    with pytest.raises(BuildError, match=r"kernels.cube: the job calls no op 'cube'"):
+        refuse_unused(["cube"], [])
 
 
 def test_slots_of_other_stages_are_gone_where_those_here_are() -> None:

@@ -186,6 +186,28 @@ def test_a_second_backward_is_an_error_if_the_first_has_overwritten_the_logits()
     World(1).run(twice)
 
 
+def products() -> int:
+    """Number of products that make logits, where those of five of ten tokens are kept and two are a chunk."""
+    loss, *inputs = alone()
+    count, real = 0, shares.project
+
+    def counted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        real(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shares, "may_be_kept", lambda _hidden: 5 * shares.columns(20))
+        patch.setattr(shares, "project", counted)
+        loss(*inputs, rows=2).sum().backward()
+    return count
+
+
+@interpreted
+def test_only_logits_that_are_not_kept_are_computed_again() -> None:
+    assert World(1).run(products) == [(1 + 3) + 3]
+
+
 def of_one_of_both() -> None:
     loss, hidden, weight, targets = alone()
     losses = loss(hidden, weight, targets, keep=False).sum()

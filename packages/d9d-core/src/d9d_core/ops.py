@@ -59,12 +59,23 @@ class OpSlot:
         reference: its PyTorch reference, which runs on every device.
         parts: ops that the module calls in its place where no backend is bound. A job that names a backend of one of
             them, and none of this op, gets the parts.
+        instead: ops whose slots strategies may put in the place of this one. A rank does not see what happens to stages
+            of others, and so takes a job that names a backend of one of these.
         static: what a backend needs to know to decide.
     """
 
-    def __init__(self, op: str, reference: Callable[..., Any], *, parts: Collection[str] = (), **static: Any) -> None:
+    def __init__(
+        self,
+        op: str,
+        reference: Callable[..., Any],
+        *,
+        parts: Collection[str] = (),
+        instead: Collection[str] = (),
+        **static: Any,
+    ) -> None:
         self.op = op
         self.parts = tuple(parts)
+        self.instead = tuple(instead)
         self.static = static
         self.backend = "reference"
         self._function = reference

@@ -33,7 +33,7 @@ from d9d_engine.build.kernels import KernelChoice, bind_kernels
 from d9d_engine.build.parts.cuda_graphs import check_cuda_graphs
 from d9d_engine.build.parts.data import documents_of
 from d9d_engine.build.parts.sample_lengths import check_lengths
-from d9d_engine.build.parts.slots import holders_alike, slot_facts
+from d9d_engine.build.parts.slots import holders_alike, ops_elsewhere, slot_facts
 from d9d_engine.build.undrawn import Undrawn
 from d9d_engine.distributed.mesh import Topology
 from d9d_engine.step.ownership import Ownership, settle
@@ -57,6 +57,7 @@ class Assembly:
         shared: parameter -> the stages that have it, if there are several.
         injected: names of the tensors that the fine-tuning method added.
         communication: stage -> each strategy, and its declaration of what it communicates, if it made one.
+        ops_elsewhere: ops that strategies may have put into stages of other ranks.
     """
 
     pipeline: Pipeline
@@ -72,6 +73,7 @@ class Assembly:
     shared: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     injected: frozenset[str] = frozenset()
     communication: Mapping[int, Sequence[tuple[Chosen, Communication | None]]] = field(default_factory=dict)
+    ops_elsewhere: frozenset[str] = frozenset()
 
     @property
     def model(self) -> nn.Module:
@@ -226,6 +228,7 @@ def assemble(
         shared,
         injected,
         communication,
+        ops_elsewhere(full_model, here),
     )
 
 

@@ -55,7 +55,7 @@ def assemble_forward(job: BaseJob, selection: Parts, registry: Registry, topolog
         BuildError: a part asked for has no effect or cannot run.
     """
     assembly = assemble(job, selection, registry, topology, circumstances(job, topology.device), trains=False)
-    refuse_unused(job.kernels, assembly.kernels)
+    refuse_unused(job.kernels, assembly.kernels, assembly.ops_elsewhere)
     return assembly
 
 

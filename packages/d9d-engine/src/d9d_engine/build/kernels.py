@@ -99,19 +99,20 @@ def bind_kernels(
     return choices
 
 
-def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice]) -> None:
+def refuse_unused(requested: Iterable[str], choices: Iterable[KernelChoice], elsewhere: Collection[str] = ()) -> None:
     """Refuse requests for ops that nothing calls.
 
     Args:
         requested: ops that the job names a backend of.
         choices: those of the model, and of the optimizer if there is one.
+        elsewhere: ops that stages of other ranks may call, too; whether they do is for those ranks to say.
 
     Raises:
         BuildError: a request would have no effect.
     """
     ops = sorted({choice.op for choice in choices})
     for op in requested:
-        if op not in ops:
+        if op not in ops and op not in elsewhere:
             raise BuildError(f"kernels.{op}: the job calls no op '{op}'; its ops are: {', '.join(ops) or 'none'}")
 
 

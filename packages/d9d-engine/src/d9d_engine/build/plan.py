@@ -210,7 +210,7 @@ def choose_optimizer(
         judge.verdicts,
         job.deterministic,
     )
-    refuse_unused(job.kernels, [*assembly.kernels, *kernels])
+    refuse_unused(job.kernels, [*assembly.kernels, *kernels], assembly.ops_elsewhere)
     return optimizer, norm, kernels
 
 

@@ -78,7 +78,11 @@ class CausalLMHead(nn.Module):
             self.regular = VocabularyWeight(vocabulary - added_tokens, hidden_size, std=std)
             self.added = VocabularyWeight(added_tokens, hidden_size, std=std)
         self.linear_cross_entropy = OpSlot(
-            "linear_cross_entropy", linear_cross_entropy, features=hidden_size, vocabulary=vocabulary
+            "linear_cross_entropy",
+            linear_cross_entropy,
+            instead=["vocabulary_parallel_cross_entropy"],
+            features=hidden_size,
+            vocabulary=vocabulary,
         )
         self._ranked: set[str] = set()
         self._share: VocabularyShare | None = None

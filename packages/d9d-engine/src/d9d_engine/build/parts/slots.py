@@ -71,6 +71,16 @@ def holders_alike(
     return found
 
 
+def ops_elsewhere(model: nn.Module, here: Set[str]) -> frozenset[str]:
+    """Ops that strategies may have put in the place of others in stages of other ranks.
+
+    Args:
+        model: all stages.
+        here: names of the modules of this rank's stages.
+    """
+    return frozenset(op for (name, _), slot in _slots(model).items() if name not in here for op in slot.instead)
+
+
 def _others(alike: Mapping[str, OpSlot], facts: Mapping[str, Any]) -> dict[str, OpSlot]:
     """Slots like those that took the place of others in a module of the same class here, with the facts of these."""
     return {
